@@ -259,7 +259,7 @@ def compare(
     )
     writer = reports.Writer(Path(), header.changed(id="in memory"), None)
     with replaying(writer, wanted, lambda *_: pairs, None, watcher or Watcher(), 1) as replay:
-        replay(CapturedLayer(layer=LayerRef(index=0, name="", operator=operator.name), inputs=inputs))
+        replay(CapturedLayer(layer=LayerRef(index=0, name="", operator=operator.name), inputs=inputs, model_strides={}))
     writer.update(complete=True)
     return Results(writer.report)
 

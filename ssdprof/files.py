@@ -109,10 +109,15 @@ def uninterrupted() -> Iterator[None]:
 def append_text(file: Path, text: str) -> None:
     """Append to a file, which is created if necessary.  Raises MissingCapabilityError if it cannot be written."""
     try:
-        with file.open("a", encoding="utf-8") as opened:
-            opened.write(text)
+        with open_to_append(file, os.O_NONBLOCK) as opened:
+            opened.write(text.encode())
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> BinaryIO:
+    """Made if it does not exist.  OSError for a link, if flags say so, and for a pipe that nobody reads."""
+    return open(file, "ab", opener=lambda name, own: os.open(name, own | flags, 0o666))
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
@@ -144,8 +149,7 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = os.O_NOFOLLOW | os.O_NONBLOCK  # not a link of others, nor a pipe that nobody reads
-        file = open(path, "ab", opener=lambda name, flags: os.open(name, flags | own, 0o666))  # noqa: SIM115  # below
+        file = open_to_append(path)
     except OSError as error:
         raise unwritable(path.parent, error) from error
     with file:

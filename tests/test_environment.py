@@ -26,6 +26,18 @@ def check(name: str) -> doctor.Check:
     return next(found for found in doctor.doctor() if found.name == name)
 
 
+@pytest.mark.parametrize(("version", "racy"), [("3.6.0", True), ("3.9.0", False)])
+def test_doctor_says_whether_the_compiler_makes_a_race_of_mamba_ssms_kernel(
+    version: str, racy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
+    monkeypatch.setattr(doctor.triton, "__version__", version)
+    found = doctor._kernels()
+    assert f"Triton {version} with ptxas" in found.detail
+    assert ("operands of matrix products in flight" in found.detail) == racy
+
+
 # --- collect
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.files import check_writable, locked, read_json, regular, write_text
+from ssdprof.files import append_text, check_writable, locked, read_json, regular, write_text
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -70,7 +70,10 @@ def test_a_pipe_and_a_large_file_are_not_read() -> None:
         read_json(Path("large"))
 
 
-def test_a_link_of_others_is_not_locked() -> None:
+def test_neither_a_pipe_nor_a_link_of_others_is_written_to() -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(MissingCapabilityError, match="pipe cannot be written"):
+        append_text(Path("pipe"), "text")
     Path("folder").mkdir()
     Path("folder/.lock").symlink_to(Path("elsewhere").absolute())
     with pytest.raises(MissingCapabilityError, match="folder cannot be written"), locked(Path("folder/.lock"), "", ""):

@@ -2,13 +2,18 @@
 
 transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
 production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
-(`CallBinding.views`).  Captures are brought into that layout.
+(`CallBinding.views`).  Captures are brought into that layout; the model's own strides are recorded too.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +26,7 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
+from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators import tensors
@@ -33,12 +39,14 @@ class CapturedLayer:
 
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
+    model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
     remark: one sentence if the inputs differ from what the config says
     served: the output that a server recorded; final states in any dtype
     """
 
     layer: LayerRef
     inputs: Any
+    model_strides: dict[str, tuple[int, ...]]
     remark: str = ""
     call: CallRef | None = None
     served: Output | None = None
@@ -66,7 +74,7 @@ def capture_layers(
         the layers' inputs are collected in main memory, and after the prompt each layer's are moved to the model's
         device for on_layer.
     host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If the layers need
-        more, they are captured in groups, each with its own prefill.
+        more, they are captured in groups, each with its own prefill.  If a single layer needs more, the disk is used.
     serving: the model runs packed sequences one by one, so that nothing passes from one to the next, and their inputs
         are concatenated.  Chunks are segments that are passed on immediately, with their initial states.  The model
         itself computes decode steps; their inputs are passed on immediately.
@@ -94,8 +102,10 @@ def capture_layers(
     budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
     kept = (mixer for mixer in mixers if mixer.layer_index in wanted)  # in the order in which they run
     sizes = {mixer.layer_index: ids.numel() * capture_bytes_per_token(mixer) for mixer in kept}
+    if on_disk := max(sizes.values()) > budget:
+        budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
     groups = list(_groups(prompt, wanted, sizes, budget))
-    return sum(_capture_together(prompt, group, on_layer) for group in groups)
+    return sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
 
 
 def _passing_on(
@@ -110,24 +120,24 @@ def _passing_on(
         if layer is None or (decode and which is None):
             return
         # A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU.
-        inputs = token_major(call.inputs, prompt.ids.device)
-        on_layer(CapturedLayer(layer=layer, inputs=inputs, remark=call.remark, call=which))
+        inputs, given = token_major(call.inputs, prompt.ids.device), strides(call.inputs)
+        on_layer(CapturedLayer(layer=layer, inputs=inputs, model_strides=given, remark=call.remark, call=which))
 
     return pass_on
 
 
-def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
+def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool) -> int:
     """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the end."""
     buffers: dict[int, PromptBuffer] = {}
-    remarks: dict[int, str] = {}  # of the first segment
+    first: dict[int, tuple[dict[str, tuple[int, ...]], str]] = {}  # strides and remark of the first segment
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
         index = call.mixer.layer_index
         if index in wanted:
             if index not in buffers:
-                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], torch.device("cpu"))
-                remarks[index] = call.remark
+                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], torch.device("cpu"), on_disk=on_disk)
+                first[index] = strides(call.inputs), call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
 
@@ -138,8 +148,14 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
         inputs = buffers.pop(index).inputs(prompt.model.device)
         if prompt.serving.packed:
             inputs = packed(inputs, prompt.serving.packed)
-        remark = " ".join(part for part in (remarks[index], prompt.remark) if part)
-        captured = CapturedLayer(layer=layer, inputs=inputs, remark=remark, call=whole)
+        of_model, remark = first.pop(index)
+        captured = CapturedLayer(
+            layer=layer,
+            inputs=inputs,
+            model_strides=strides(inputs) | of_model,  # bounds of a pack are not the model's
+            remark=" ".join(part for part in (remark, prompt.remark) if part),
+            call=whole,
+        )
         del inputs
         on_layer(captured)
         del captured
@@ -155,9 +171,9 @@ def _groups(
     for index, size in sizes.items():
         if size > budget:
             raise MissingCapabilityError(
-                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take {size_words(size)}, and half of "
-                f"the available main memory is {size_words(budget)}.",
-                "Use a shorter --seq.",
+                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take {size_words(size)}, which "
+                f"does not fit in main memory, and the disk of the temporary folder has room for {size_words(budget)}.",
+                "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             )
         if used + size > budget:
             yield group
@@ -187,6 +203,11 @@ def conv_width(mixer: nn.Module) -> int:
 # --- layout
 
 
+def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
+    """Strides of each tensor, in elements."""
+    return {name: tensor.stride() for name, tensor in tensors.tensors(inputs).items()}
+
+
 def token_major(inputs: Any, device: torch.device | None = None) -> Any:
     """A copy of `inputs` in token-major layout, on its own device or on another."""
     tensor = next(iter(tensors.tensors(inputs).values()))
@@ -199,11 +220,11 @@ class PromptBuffer:
     """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
 
     `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
-    state before the prompt).
+    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main memory.
     BadInputError if it holds packed sequences and is not the whole: their boundaries are those of one call.
     """
 
-    def __init__(self, first: Any, seqlen: int, device: torch.device) -> None:
+    def __init__(self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False) -> None:
         binding = operators.get(first.operator).binding
         given = tensors.tensors(first)
         if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
@@ -216,9 +237,10 @@ class PromptBuffer:
         batch, dtype = one.shape[0], one.dtype
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
         conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
-        self._buffer = torch.empty(batch, seqlen, conv_dim, dtype=dtype, device=device)
+        room = _mapped if on_disk else partial(torch.empty, device=device)
+        self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
         self._per_position = {
-            name: torch.empty(batch, seqlen, *given[name].shape[2:], dtype=given[name].dtype, device=device)
+            name: room((batch, seqlen, *given[name].shape[2:]), dtype=given[name].dtype)
             for name in binding.per_position
             if name in given
         }
@@ -254,6 +276,20 @@ class PromptBuffer:
             views[name] = columns.view(*buffer.shape[:2], heads, width)
             offset += heads * width
         return views
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in an unlinked temporary file.  MissingCapabilityError if the disk is full, instead of SIGBUS later."""
+    size = math.prod(shape) * dtype.itemsize
+    with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise MissingCapabilityError(
+                f"The temporary folder has no room for {size_words(size)} of captured inputs: {error.strerror}.",
+                "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
+            ) from error
+        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
 def packed(inputs: Any, lengths: Sequence[int]) -> Any:

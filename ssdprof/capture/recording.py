@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 
 from ssdprof import operators
-from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.layers import CapturedLayer, strides
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Prompt
@@ -94,7 +94,10 @@ class ServerCalls:
                                     sequences=count)  # fmt: skip
                     inputs, served = call.load()
                     remark = "" if served else f"No output of {layer.name} was recorded in pass {number}."
-                    yield CapturedLayer(layer=layer, inputs=inputs, call=which, served=served, remark=remark)
+                    yield CapturedLayer(
+                        layer=layer, inputs=inputs, model_strides=strides(inputs), call=which, served=served,
+                        remark=remark,
+                    )  # fmt: skip
 
 
 def open_recording(folder: Path, kind: Format) -> ServerCalls:

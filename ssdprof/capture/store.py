@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -69,8 +70,17 @@ def _refuse_complete(folder: Path) -> None:
         )
 
 
+def _is_complete(folder: Path) -> bool:
+    try:
+        return is_capture(folder) and read_manifest(folder).complete
+    except SsdprofError:
+        return False
+
+
 class CaptureWriter:
     """Writes a folder of captures; a context manager.  The manifest is complete unless the context raises.
+
+    An earlier complete capture stays until then.
 
     Raises BadInputError if another process writes there, or if the folder holds a complete capture and `overwrite` is
     not set; MissingCapabilityError if the disk is full or not writable.
@@ -85,7 +95,7 @@ class CaptureWriter:
         segment_length: int,
         overwrite: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder = self._place = folder  # where files are written: another one, while an earlier capture is there
         self._overwrite = overwrite
         self.manifest = CaptureManifest(
             version=VERSION,
@@ -102,9 +112,11 @@ class CaptureWriter:
             held.enter_context(locked(self.folder / LOCK, "Another capture is being written to", hint))
             if is_capture(self.folder) and not self._overwrite:
                 _refuse_complete(self.folder)
-            (self.folder / MANIFEST).unlink(missing_ok=True)
-            for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
-                file.unlink()
+            if _is_complete(self.folder):
+                new = tempfile.TemporaryDirectory(dir=self.folder, prefix=".new-")
+                self._place = Path(held.enter_context(new))
+            else:
+                self._clear()
             self._write_manifest(self.manifest)
             self._held = held.pop_all()
         return self
@@ -114,6 +126,11 @@ class CaptureWriter:
     ) -> None:
         with self._held:
             if kind is None:
+                if self._place != self.folder:
+                    self._clear()
+                    for capture in self.manifest.layers:
+                        (self._place / capture.file).rename(self.folder / capture.file)
+                    self._place = self.folder
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
@@ -123,7 +140,12 @@ class CaptureWriter:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
         seqlen = next(iter(stored.values())).shape[1]
         records = {
-            name: TensorRecord(shape=tuple(tensor.shape), dtype=stored_dtype_name(tensor.dtype), sha256=_sha256(tensor))
+            name: TensorRecord(
+                shape=tuple(tensor.shape),
+                dtype=stored_dtype_name(tensor.dtype),
+                model_strides=captured.model_strides.get(name, tensor.stride()),
+                sha256=_sha256(tensor),
+            )
             for name, tensor in stored.items()
         }
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
@@ -141,13 +163,19 @@ class CaptureWriter:
             scalars=others,
             scalars_sha256=scalars_hash(others),
         )
-        _put(self.folder / file, lambda temporary: save_file(stored, temporary))
+        _put(self._place / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
         return capture
 
+    def _clear(self) -> None:
+        """Remove an earlier capture."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
+            file.unlink()
+
     def _write_manifest(self, manifest: CaptureManifest) -> None:
         text = manifest.model_dump_json(indent=1) + "\n"
-        _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        _put(self._place / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
 
 
@@ -203,9 +231,11 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
             sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
+    strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(
         layer=capture.layer,
         inputs=token_major(inputs, device),
+        model_strides=strides,
         remark=capture.remark,
         call=capture.call,
         served=tuple(tensor.to(device) for tensor in served) or None,

@@ -100,11 +100,20 @@ def is_folder(name: str) -> bool:
 
 
 def close_names(typed: str) -> list[str]:
-    """Known names of which `typed` may be a typo, whatever its organisation, the likeliest first."""
-    names = [*DEMO_FOLDERS, *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints)))]
-    by_end = {name.rpartition("/")[2].casefold(): name for name in names}
-    found = difflib.get_close_matches(typed.rpartition("/")[2].casefold(), by_end, n=_AT_MOST, cutoff=_ALIKE)
-    return [by_end[one] for one in found]
+    """Known names of which `typed` may be a typo, or the beginning or a word, the likeliest first."""
+    end = typed.rpartition("/")[2].casefold()
+    begins = not any(one.isdigit() for one in end)  # else the end of a name decides: granite-9 is no granite-4.0
+
+    def likeness(name: str) -> float:
+        last = name.rpartition("/")[2].casefold()
+        words = [word for word in last.split("-") if len(word) > 4 and end.isalnum()]
+        parts = [last, *([last[: len(end)]] if begins else []), *words]
+        pairs = [(typed.casefold(), name.casefold()), *((end, part) for part in parts)]
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    names = {*DEMO_FOLDERS, *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints)))}
+    scored = sorted((-likeness(name), name) for name in names)
+    return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
 
 
 # --- names of layers

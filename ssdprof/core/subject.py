@@ -266,6 +266,7 @@ class Prompt(Record):
 class TensorRecord(Record):
     shape: tuple[Count, ...]
     dtype: StoredDType
+    model_strides: tuple[int, ...]  # as the model passed it; the stored values are token-major
     sha256: Text  # of the stored bytes
 
 

@@ -32,6 +32,9 @@ from ssdprof.environment.toolchain import (
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
+# Triton versions under which matrix products of a chunk scan read registers that are overwritten too early on Hopper:
+# all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own kernel 3.7 and 3.8; not 3.9
+_RACY_TRITON = ("3.6.", "3.7.", "3.8.")
 # torch -> Triton versions with which the tests ran (Makefile: test-oldest, test, test-newest)
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
@@ -129,6 +132,8 @@ def _kernels() -> Check:
         return _check("kernels", "warn", "run in Triton's interpreter", hint)
     if usable:
         compiler = f"Triton {triton.__version__} with ptxas {knobs.nvidia.ptxas.version}"
+        if triton.__version__.startswith(_RACY_TRITON):
+            compiler += " (mamba_ssm's _chunk_scan_fwd_kernel overwrites operands of matrix products in flight)"
         return _check("kernels", "ok", f"compiled by {compiler} for the GPU")
     hint = unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU."
     return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)

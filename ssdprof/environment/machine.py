@@ -36,6 +36,10 @@ _THROTTLE_REASONS = {
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
+# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees it when memory is
+# needed.  A checkpoint that was just downloaded or read is in the page cache.
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+_V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 TRANSFER_BYTES = 256 << 20  # read from a file or copied to a GPU; 0.1 s from a fast disk
 
 
@@ -199,18 +203,22 @@ def _available() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """The memory that each limit of this process's control groups (version 2) leaves, page cache included."""
+    """The memory that each limit of this process's control groups leaves, for versions 2 and 1."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # a kernel without control groups
         return
-    for path in (line[3:] for line in lines if line.startswith("0::")):
-        own = _GROUPS / path.lstrip("/")  # missing in a container that sees its own group as the root
-        for group in (own, *own.parents[: len(own.parts) - len(_GROUPS.parts)]):
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers not in ("", "memory"):
+            continue
+        top = _GROUPS / controllers
+        limit, used, cached = _V1 if controllers else _V2
+        own = top / path.lstrip("/")  # missing in a container that sees its own group as the root
+        for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
             try:
-                allowed, taken = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                allowed, taken = (int((group / name).read_text()) for name in (limit, used))
                 found = _numbers(group / "memory.stat")
-                yield allowed - taken + sum(found.get(name, 0) for name in ("inactive_file", "active_file"))
+                yield allowed - taken + sum(found.get(name, 0) for name in cached)
             except (OSError, ValueError):  # no such group, or its limit is "max"
                 continue
 

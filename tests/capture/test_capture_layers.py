@@ -1,10 +1,14 @@
 """The whole stage: a model, a prompt, and one call per wanted layer."""
 
+import errno
 import gc
+import os
 import subprocess
 import sys
 import weakref
 from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CapturedLayer, PromptBuffer, token_major
 from ssdprof.capture.memory import capture_bytes_per_token
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -76,6 +81,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     for argument, tensor in tensors(first.inputs).items():
         assert tensor.dtype == given[argument].dtype
         assert torch.equal(tensor, given[argument])
+        assert first.model_strides[argument] == given[argument].stride()
         assert tensor.stride(-1) == 1
     views = ("q", "k", "v") if isinstance(first.inputs, GDNInputs) else ("x", "B", "C")
     pieces = [tensors(first.inputs)[argument] for argument in views]
@@ -85,6 +91,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     widths = [piece.shape[2] * piece.shape[3] for piece in pieces]
     assert [piece.storage_offset() for piece in pieces] == [0, widths[0], widths[0] + widths[1]]
     if isinstance(first.inputs, SSDInputs):
+        assert first.model_strides["x"][1] == 1  # positions are adjacent after transformers' convolution
         assert first.inputs.D is not None
         assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
     assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())
@@ -134,13 +141,40 @@ def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
         assert_close(one.inputs, other.inputs)
 
 
-def test_a_layer_that_does_not_fit_main_memory_is_refused() -> None:
-    with pytest.raises(MissingCapabilityError, match=r"layer 0 for 90 tokens take .* main memory is 100 B\."):
+def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    size = LENGTH * capture_bytes_per_token(find_mixers(tiny_models.shared("mamba2").base_model)[0])
+    together, _ = capture("mamba2", segment_length=40)
+    on_disk, calls = capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert calls == 3 * 3
+    for one, other in zip(together, on_disk, strict=True):
+        assert all(torch.equal(tensor, tensors(other.inputs)[name]) for name, tensor in tensors(one.inputs).items())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
+    with pytest.raises(MissingCapabilityError, match=rf"90 tokens take {size_words(size)}, .*has room for 99 B\."):
         capture("mamba2", segment_length=40, host_budget_bytes=100)
 
 
-def test_a_million_tokens_take_more_than_2_to_the_31_elements() -> None:
-    """Parts at both ends of the prompt have the right offsets.  Only their pages take memory."""
+def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Writing to a mapped file on a full disk is a bus error."""
+
+    def refuse(_file: int, _start: int, size: int) -> None:
+        if size > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(MissingCapabilityError, match=r"no room for .* of captured inputs: No space left") as raised:
+        capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert "TMPDIR" in raised.value.hint
+
+
+def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their pages are written."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     seqlen, heads, dim, length = 1 << 20, 32, 64, 8
     generator = torch.Generator().manual_seed(0)
 
@@ -153,7 +187,7 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements() -> None:
         )
 
     first, last = piece(), piece()
-    buffer = PromptBuffer(first, seqlen, torch.device("cpu"))
+    buffer = PromptBuffer(first, seqlen, torch.device("cpu"), on_disk=True)
     assert buffer.write(first, 0) == length
     buffer.write(last, seqlen - length)
     found = buffer.inputs(torch.device("cpu"))
@@ -163,6 +197,7 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements() -> None:
     for name in ("x", "dt", "B", "C"):
         assert torch.equal(getattr(found, name)[:, :length], getattr(first, name))
         assert torch.equal(getattr(found, name)[:, -length:], getattr(last, name))
+        assert not getattr(found, name)[:, length : 2 * length].any()
 
 
 def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:

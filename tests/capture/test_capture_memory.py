@@ -36,32 +36,37 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
 
 
+@pytest.mark.parametrize("version", [1, 2])
 def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the limit."""
+    controller, prefix, limit, taken = (
+        ("memory", "total_", "memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("", "", "memory.max", "memory.current")
+    )
 
     def group(path: str, allowed: str, used: int, cached: int) -> None:
-        folder = tmp_path / path
+        folder = tmp_path / controller / path
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "memory.max").write_text(f"{allowed}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
-        stat = f"inactive_file {cached // 2}\nactive_file {cached // 2}\nanon 1\n"
-        (folder / "memory.stat").write_text(stat)
+        (folder / limit).write_text(f"{allowed}\n")
+        (folder / taken).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(
+            f"{prefix}inactive_file {cached // 2}\n{prefix}active_file {cached // 2}\n{prefix}anon 1\n"
+        )
 
     (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemAvailable:     100 kB\nHugePages_Total:  0\n")
-    (tmp_path / "own").write_text("3:cpuset:/\n0::/jobs/mine\n")
+    (tmp_path / "own").write_text(f"3:cpuset:/\n0:{controller}:/jobs/mine\n")
     monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(machine, "_GROUPS", tmp_path)
     assert host_memory() == 100 * 1024
-    group("jobs/mine", "max", 60000, 0)
-    assert host_memory() == 100 * 1024
-    group("jobs/mine", "90000", 60000, 0)
-    assert host_memory() == 30000
+    group("jobs/mine", "90000" if version == 1 else "max", 60000, 0)
+    assert host_memory() == (30000 if version == 1 else 100 * 1024)
     group("jobs", "80000", 79000, 28000)
     assert host_memory() == 29000
-    (tmp_path / "own").write_text("0::/jobs/of/another/tree\n")  # as in a container without its own view
+    (tmp_path / "own").write_text(f"0:{controller}:/jobs/of/another/tree\n")  # as in a container without its own view
     assert host_memory() == 29000
     (tmp_path / "own").unlink()
     assert host_memory() == 100 * 1024

@@ -90,6 +90,7 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
     for layer, record in zip(layers, manifest.layers, strict=True):
         again = read(record)
         assert (again.layer, again.remark) == (layer.layer, layer.remark)
+        assert again.model_strides == layer.model_strides
         assert type(again.inputs) is type(layer.inputs)
         for argument, tensor in tensors(layer.inputs).items():
             other = tensors(again.inputs)[argument]
@@ -115,6 +116,12 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
     with pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"), writer(tmp_path):
         pass
     assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    with pytest.raises(KeyboardInterrupt), writer(tmp_path, overwrite=True) as out:
+        out.add(mamba2[1])
+        assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+        raise KeyboardInterrupt
+    assert load(tmp_path)[0].complete
+    assert {file.suffix for file in tmp_path.iterdir()} == {"", ".json", ".safetensors"}
     with writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[1])
     assert [layer.layer.index for layer in read_all(tmp_path)] == [1]

@@ -53,6 +53,8 @@ def test_names_that_are_refused_at_once(typed: str, revision: str | None, words:
     ("typed", "meant"),
     [
         ("allenai/olmo-hybird-7b", "allenai/Olmo-Hybrid-7B"), ("granite-4.0-h-tinny", TINY),
+        ("hybird", "allenai/Olmo-Hybrid-7B"), ("state-space/mamba2-2.7b", "state-spaces/mamba2-2.7b"),
+        ("Qwen/Qwen3-Next-80B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
         ("ibm/granite-4.0-h-tiny", TINY), ("demoo", "demo"),
     ],
 )  # fmt: skip

@@ -29,6 +29,7 @@ from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
+from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -44,7 +45,9 @@ def captured(*chosen: int) -> RunOptions:
     of = prompt(40, token_sha256=TOKENS)
     with CaptureWriter(Path("captures"), checkpoint=ref, prompts=[of], segment_length=40) as writer:
         for one in LAYERS:
-            writer.add(CapturedLayer(layer=one, inputs=inputs()))
+            given = inputs()
+            strides = {name: tensor.stride() for name, tensor in tensors(given).items()}
+            writer.add(CapturedLayer(layer=one, inputs=given, model_strides=strides))
     layers = ",".join(map(str, chosen)) or "all"
     return RunOptions(model="captures", layers=layers)
 

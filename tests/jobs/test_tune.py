@@ -48,6 +48,7 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
+from ssdprof.operators.tensors import tensors
 from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
 from ssdprof.store.reports import load
@@ -220,8 +221,9 @@ def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(tm
     with CaptureWriter(Path(captures), checkpoint=ref, prompts=prompts, segment_length=40) as writer:
         for index, seqlen, of_call in [*((i, n, None) for n in (20, 40) for i in range(3)), (2, 1, step)]:
             inputs = ssd_inputs(seqlen)
+            strides = {name: tensor.stride() for name, tensor in tensors(inputs).items()}
             layer = LayerRef(index=index, name=f"layers.{index}", operator="ssd")
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, call=of_call))
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides, call=of_call))
     (problem,) = made(captured(OPERATOR, captures, None, CPU))
     assert str(problem) == "layer 1, 20 tokens; layer 1, 40 tokens, exact"
     torch.testing.assert_close(problem.inputs[1].x, ssd_inputs(40).x)

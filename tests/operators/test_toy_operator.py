@@ -48,9 +48,10 @@ def captures() -> Path:
     )
     prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=SEQLEN, batch=2, token_sha256="0" * 64)
     inputs = drawn()
+    strides = {name: tensor.stride() for name, tensor in vars(inputs).items()}
     with CaptureWriter(Path("captures"), checkpoint=checkpoint, prompts=[prompt], segment_length=SEQLEN) as writer:
         for layer in LAYERS:
-            writer.add(CapturedLayer(layer=layer, inputs=inputs))
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
     return Path("captures")
 
 

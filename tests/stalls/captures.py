@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from kernels.kernel_cases import SSDCase
 
 from ssdprof.capture.layers import CapturedLayer
@@ -18,7 +19,8 @@ def store_layers(folder: Path, case: SSDCase) -> Path:
         requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=layers, layer_count=8
     )
     inputs = case.inputs()
+    strides = {name: value.stride() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
     with CaptureWriter(folder, checkpoint=checkpoint, prompts=(), segment_length=case.seqlen) as writer:
         for layer in layers:
-            writer.add(CapturedLayer(layer=layer, inputs=inputs))
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
     return folder

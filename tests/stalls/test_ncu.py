@@ -14,7 +14,7 @@ from kernels.kernel_cases import SSDCase
 from stalls.captures import store_layers
 
 from ssdprof import kernels
-from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.layers import CapturedLayer, strides
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.stalls import Launched
@@ -257,7 +257,7 @@ def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) ->
     )
     with CaptureWriter(tmp_path, checkpoint=checkpoint, prompts=(), segment_length=64) as writer:
         for inputs, which in ((step, call), (prompt, None)):
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, call=which))
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=which))
     assert target.load(tmp_path, 5, 1, "cpu").initial_states is None
 
 
