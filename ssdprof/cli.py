@@ -89,7 +89,8 @@ def _expected(error: OSError) -> SsdprofError | None:
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
     if names or denied:
-        what = f"{str(error.filename or 'A file or folder')[:80]} cannot be used: {error.strerror}."
+        verb = "written" if error.errno == errno.EFBIG else "used"
+        what = f"{str(error.filename or 'A file or folder')[:80]} cannot be {verb}: {error.strerror}."
         hint = "Check its permissions, its owner and the limits of this shell, or name another place."
         return BadInputError(what, hint) if names else MissingCapabilityError(what, hint)
     return None

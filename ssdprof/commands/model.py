@@ -128,7 +128,7 @@ def capture(options: CaptureOptions, subject: Subject | None) -> None:
     else:
         folder, manifest = run_job.capture(subject, options.out, overwrite=options.force, watcher=watcher)
     if options.json:
-        terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
+        print(StoredCapture(folder=str(folder), manifest=manifest).model_dump_json(indent=2))
     else:
         print(folder)
 

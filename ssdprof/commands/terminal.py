@@ -103,7 +103,7 @@ def only_data_on_stdout() -> Iterator[None]:
 
 def print_json(value: Any) -> None:
     """A value of plain types as JSON on stdout."""
-    print(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def command_line() -> tuple[str, ...]:
