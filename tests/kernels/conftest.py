@@ -20,6 +20,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return allocate_poisoned
 
+    torch.utils._device._device_constructors()  # kept by torch for `with torch.device`: with the real functions
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch, "empty_strided", poison(torch.empty_strided))
