@@ -9,7 +9,7 @@ import house
 import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
-CEILINGS = {"package lines": 39_268, "test lines": 36_468, "classes": 238}
+CEILINGS = {"package lines": 37_839, "test lines": 32_989}
 
 
 def above(numbers: house.Numbers) -> dict[str, str]:

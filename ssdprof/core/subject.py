@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, computed_field, model_validator
+from pydantic import Field, WithJsonSchema, computed_field, model_validator
 
 from ssdprof.core.base import (
     LONGEST_SEQLEN,
@@ -270,6 +270,10 @@ class TensorRecord(Record):
     sha256: Text  # of the stored bytes
 
 
+# an infinite one is the string "Infinity" in JSON
+_Limit = Annotated[float, Field(allow_inf_nan=True), WithJsonSchema({"type": ["number", "string"]})]
+
+
 class LayerCapture(Record):
     """The stored inputs of one call of a layer's operator.
 
@@ -286,7 +290,7 @@ class LayerCapture(Record):
     file: Text  # safetensors file in the manifest's folder
     tensors: dict[Text, TensorRecord]
     remark: Text = ""
-    scalars: dict[Text, int | float | bool | Text | tuple[Annotated[float, Field(allow_inf_nan=True)], ...] | None]
+    scalars: dict[Text, int | float | bool | Text | tuple[_Limit, ...] | None]
     scalars_sha256: Text
     served: dict[Text, TensorRecord] = Field(default_factory=dict)
 
