@@ -6,6 +6,7 @@ for its import.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
 # Keys of what transformers builds one by one, and more of it than any model has: it would take forever
 _COUNTED = re.compile("(layers|experts|blocks|layer_types|block_type|pattern)$")
 _MOST = 4096
+_LARGEST_STEP = 1e38  # of fp32
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
@@ -62,6 +64,18 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
             raise refuse(where, f"has {key} of {count}; there may be {_MOST}")
 
 
+def _check_steps(config: Mapping[str, Any], where: str) -> None:
+    """BadInputError for limits of time steps that only a run would refuse."""
+    limits = config.get("time_step_limit", [0, 1])
+    numbers = [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []  # or a text
+    in_order = numbers == sorted(numbers) and all(abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers)
+    if limits is not None and not (isinstance(limits, list) and len(limits) == 2 and in_order):
+        raise refuse(where, f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order")
+    for key in config.keys() & {"time_step_min", "time_step_max", "time_step_floor"}:
+        if not isinstance(config[key], int | float) or not 0 < config[key] < _LARGEST_STEP:
+            raise refuse(where, f"has {key} = {shown(config[key])}, which is not a positive number of fp32")
+
+
 def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, Any]:
     """What config.json says of a model: fields of `model.Model`.  where: names it in messages.
 
@@ -85,6 +99,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
         _check_model_type(text, where)
     config = outer if text is None else text
     _check_counts(config, where)
+    _check_steps(config, where)
     if not (codes := config.get("quantization_config")) and modelopt is not None:
         where = f"ModelOpt's config beside {where}"
         codes = read_object(modelopt, where, _AGAIN).get("quantization")

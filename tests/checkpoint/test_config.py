@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,10 +170,15 @@ def test_known_quantisation_is_recorded(opened: Open, method: str) -> None:
         assert opened({**config, "quantization_config": {"quant_method": method}}).quantization == method
 
 
+STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.nan, 1.0]]
+
+
 @pytest.mark.parametrize(
     ("config", "change", "named"),
     [
         (GRANITE_H_SMALL, {"num_hidden_layers": 10**9}, "num_hidden_layers of 1000000000; there may be 4096"),
+        *((GRANITE_H_SMALL, {"time_step_limit": limits}, "time_step_limit") for limits in STEPS),
+        (GRANITE_H_SMALL, {"time_step_floor": 1e300}, "time_step_floor"),
         (GRANITE_H_SMALL, {"layer_types": ["mamba"] * 10**5, "num_hidden_layers": 40}, "layer_types of 100000"),
         (GRANITE_H_SMALL, {"num_local_experts": 10**9}, "num_local_experts"),
         (GRANITE_H_SMALL, {"num_hidden_layers": 41}, "layer_types"),

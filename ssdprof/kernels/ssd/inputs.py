@@ -66,7 +66,7 @@ class SSDInputs(Inputs):
             raise ValueError(f"the number of heads ({h}) must be a multiple of B's number of groups ({g})")
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise ValueError(f"chunk_size must be a positive integer, not {self.chunk_size!r}")
-        if not self.dt_limit[0] <= self.dt_limit[1]:
+        if len(self.dt_limit) != 2 or not self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"dt_limit must be (low, high), not {self.dt_limit}")
         if self.dt_limit[0] < 0 and not self.dt_softplus:
             raise ValueError(f"dt_limit must not let a negative dt pass, as {self.dt_limit} does without softplus")
