@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from unittest.mock import patch
+
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +18,8 @@ class Answer:
     """The result of one call of the command line: exit code, stdout, and stderr as one line."""
 
     def __init__(self, *words: str) -> None:
-        result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+        with patch.object(sys, "argv", ["ssdprof", *words]):  # which a bench's further processes repeat
+            result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
         self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Answer
 from documented_kernels import write_example
-from typer.testing import CliRunner
 
-from ssdprof.cli import app
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.store import reports
@@ -60,8 +59,8 @@ def hanging(inputs):
 
 
 def call(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, " ".join(result.stdout.split())
+    answer = Answer(*words)
+    return answer.code, " ".join(answer.out.split())
 
 
 @pytest.fixture(autouse=True)

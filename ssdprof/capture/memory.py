@@ -28,6 +28,9 @@ from ssdprof.operators import tensors
 # Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the unfused
 # one's states of every chunk.
 REPLAY_PER_CAPTURE = 6
+# What must be free on a GPU, in units of the largest sum of live tensors, because torch's allocator has gaps between
+# them: 1.26 was measured with a mixture of experts.
+FRAGMENTED = 1.3
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # of a prompt that does not fit as a whole
 
 
@@ -79,7 +82,8 @@ def predict_memory(
 ) -> tuple[int, int]:
     """Peak bytes without the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
 
-    The first number is without replaying them, the second with it, and without what main memory collects.
+    The first number is without replaying them.  The second is what must be free: with replaying and gaps, without what
+    main memory collects.
 
     seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: kernels compute operators and attention
     without memory besides their outputs.  Decode steps, which are single tokens, are not included.
@@ -130,12 +134,13 @@ def predict_memory(
         with intercept(mixers, handler):
             feed(ids[:, before:])
     peak: int = counted.peak
+    needed = FRAGMENTED if on_gpu else 1
     if on_the_way:
-        return peak, max(peak, replaying)
+        return peak, int(needed * max(peak, replaying))
     layers = [batch * seqlen * capture_bytes_per_token(mixer) for mixer in mixers if mixer.layer_index in wanted]
     # collected in main memory, and copied back after the prompt
     capturing = max(peak, *layers) if on_gpu else peak + sum(layers)
-    return capturing, max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers))
+    return capturing, int(needed * max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers)))
 
 
 def _outputs(call: OperatorCall) -> Result:
@@ -147,12 +152,7 @@ def _outputs(call: OperatorCall) -> Result:
 
 
 def _attend(
-    module: torch.nn.Module,  # noqa: ARG001
-    query: torch.Tensor,
-    key: torch.Tensor,  # noqa: ARG001
-    value: torch.Tensor,
-    *_: Any,
-    **__: Any,
+    _module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
     """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash attention."""
     batch, heads, length = query.shape[:3]

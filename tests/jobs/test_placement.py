@@ -432,7 +432,7 @@ def test_operator_calls_of_one_form_are_tried_once(
 
 
 def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> None:
-    """At the call, or after the prompt if its segments are collected."""
+    """At the call, or after the prompt if its segments are collected.  A GPU's memory has fragments, too."""
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
     layer = 1024 * capture_bytes_per_token(find_mixers(shapes)[0])
@@ -441,9 +441,9 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> N
         return predict_memory(shapes, {0}, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=True)
 
     capturing, replaying = peaks(64)
-    assert (capturing, replaying) == (layer, 7 * layer)
+    assert (capturing, replaying) == (layer, int(1.3 * 7 * layer))
     capturing, replaying = peaks(1024)
-    assert 7 * layer < replaying < capturing + 7 * layer
+    assert 7 * layer < replaying / 1.3 < capturing + 7 * layer
 
 
 @pytest.mark.parametrize("kind", [None, "one-gpu"])
@@ -487,6 +487,7 @@ def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.M
     """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole prompt."""
     segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
+    memory(monkeypatch, [2**40], 2**40)
     memory(monkeypatch, [chunks.weight_bytes + placement.Chooser(chunks).least_beside()], 2**40)
     assert choose(segments).record.kind == "cpu-offload"
     assert choose(chunks).record.kind == "one-gpu"

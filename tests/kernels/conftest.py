@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._device
 
 
 @pytest.fixture(autouse=True)

@@ -124,16 +124,13 @@ def ssd_portable(config: SSDPortableConfig | None = None) -> Run:
     )(inputs)
 
 
-def ssd_hopper(cut_of: Callable[[SSDInputs], SSDHopperConfig] | SSDHopperConfig | Cut) -> Run:
-    """With a `Cut`: rings and registers as chosen, segments as given."""
+def ssd_hopper(cut: Cut | Callable[[SSDInputs], Cut]) -> Run:
+    """Rings and registers are chosen where a cut does not give them."""
 
     def run(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         assert not inputs.x.is_cuda or unsupported(inputs) == ""
-        if isinstance(cut_of, Cut):
-            config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(cut_of))
-        else:
-            config = cut_of if isinstance(cut_of, SSDHopperConfig) else cut_of(inputs)
-        return ssd_hopper_launch(inputs, precision, config)(inputs)
+        given, free = cut(inputs) if callable(cut) else cut, SSDHopperConfig.choose(inputs, H200, batch_invariant=False)
+        return ssd_hopper_launch(inputs, precision, replace(free, **asdict(given)))(inputs)
 
     return run
 
@@ -145,16 +142,16 @@ def by_default(inputs: SSDInputs) -> SSDHopperConfig:
     return config
 
 
-def alone(inputs: SSDInputs) -> SSDHopperConfig:
+def alone(inputs: SSDInputs) -> Cut:
     """No program waits for another: each recomputes everything before its segment, except for packed sequences."""
-    fine = SSDHopperConfig(long_count=1, long_segment=3, segment=1, recompute=True)
-    return fine if inputs.cu_seqlens is None else SSDHopperConfig(segment=1)
+    fine = Cut(long_count=1, long_segment=3, segment=1, recompute=True)
+    return fine if inputs.cu_seqlens is None else Cut(segment=1)
 
 
-def shared(inputs: SSDInputs) -> SSDHopperConfig:
+def shared(inputs: SSDInputs) -> Cut:
     """Fewer programs than pairs of heads, each with an equal share of all sequences."""
     whole = max(1, -(-inputs.x.shape[1] // 64))
-    return SSDHopperConfig(segment=whole, shares=max(1, inputs.sequences * program_count(inputs) * 5 // 6))
+    return Cut(segment=whole, shares=max(1, inputs.sequences * program_count(inputs) * 5 // 6))
 
 
 # --- GDN
@@ -214,8 +211,8 @@ SUBJECTS = {
     "ssd hopper, by default": ssd_on_hopper(ssd_hopper(by_default)),
     "ssd hopper, short": ssd_on_hopper(ssd_hopper(Cut(segment=2))),
     "ssd hopper, short, n 256": ssd_on_hopper(ssd_hopper(Cut(segment=2)), sizes=dict(dstate=256)),
-    "ssd hopper, fine": ssd_on_hopper(ssd_hopper(SSDHopperConfig(segment=1))),
-    "ssd hopper, uneven": ssd_on_hopper(ssd_hopper(SSDHopperConfig(long_count=1, long_segment=5, segment=2))),
+    "ssd hopper, fine": ssd_on_hopper(ssd_hopper(Cut(segment=1))),
+    "ssd hopper, uneven": ssd_on_hopper(ssd_hopper(Cut(long_count=1, long_segment=5, segment=2))),
     "ssd hopper, alone": ssd_on_hopper(ssd_hopper(alone)),
     "ssd hopper, shared": ssd_on_hopper(ssd_hopper(shared)),
     "gdn reference": Subject("gdn", lambda inputs, _: gdn_chunked(inputs), limits={torch.float64: 1e-10}),
