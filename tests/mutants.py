@@ -30,10 +30,10 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.jsonl"
-# Files and folders of the tests of each room.
-TESTS = {
+WHOLE = "jobs stalls test_cli.py test_goldens.py test_answers.py test_end_to_end.py"
+TESTS = {  # of each room: files and folders
     "kernels": "kernels operators/test_adapters.py",
-    "operators": "operators kernels/test_functions.py jobs/test_tune.py",
+    "operators": "operators kernels/test_functions.py jobs/test_tune.py capture/test_served.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
     "environment": "test_environment.py test_toolchain.py test_ranks.py capture/test_capture_memory.py",
     "capture": "capture test_served_run.py",
@@ -42,8 +42,8 @@ TESTS = {
     "stalls": "stalls test_goldens.py",
     "report": "report stalls test_cli.py test_goldens.py",
     "core": "core report measure capture jobs stalls test_schemas.py test_goldens.py",
-    "jobs": "jobs test_cli.py test_goldens.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
-    "commands": "commands compare test_cli.py test_goldens.py report store stalls jobs test_end_to_end.py",
+    "jobs": f"{WHOLE} test_served_run.py test_ranks.py",
+    "commands": f"{WHOLE} commands compare report store",
 }
 Mutant = dict[str, str]
 
