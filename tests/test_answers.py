@@ -161,24 +161,6 @@ def test_run_compares_answers_too() -> None:
     assert "Answers at 40 tokens" in shown
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--max-kl", "-1"), "--max-kl is no limit"),
-        (("--min-top1", "101%"), "--min-top1 is no limit"),
-        (("--max-perplexity-increase", "little"), "--max-perplexity-increase is no limit"),
-        (("--gate", "kl:small"), "--gate cannot read 'kl:small'"),
-        (("--implementations", "fastest"), "There is no implementation 'fastest' of ssd"),
-        (("--layers", "2"), "2"),
-        (("--prompt-file", "missing.txt"), "missing.txt"),
-    ],
-)
-def test_bad_input(words: tuple[str, ...], message: str) -> None:
-    code, _, told = call("answers", "demo", *words)
-    assert code == 2
-    assert message in told
-
-
 @pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
 def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path: Path, weights: str, item: int) -> None:
     """Without a GPU that is fp32, unless the user selects the model's dtype."""

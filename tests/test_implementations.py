@@ -153,28 +153,6 @@ def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     assert call(*words, "--dtypes", "exact")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ("--impl unfused,nowhere:kernel", 2, "The module of nowhere:kernel cannot be imported: No module named"),
-        ("--impl unfused,", 2, "--impl has an empty name: 'unfused,'."),
-        ("--baseline fussed", 2, "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
-        # otherwise it is left out: `test_libraries_that_cannot_take_part_are_a_sentence_each`
-        ("--impl unfused,mamba_ssm", 3, "mamba_ssm cannot be imported"),
-        ("--impl fused,mamba_ssm --baseline mamba_ssm", 3, "mamba_ssm cannot be imported"),
-    ],
-)
-def test_a_name_that_stands_for_nothing_ends_a_run_that_compares_nothing_else(
-    here: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, message: str
-) -> None:
-    """`operators/test_named.py` has every message."""
-    monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    ended, shown, told = call("run", "demo", *SHORT, *words.split())
-    assert (ended, shown) == (code, "")
-    assert message in told
-    assert not list(here.glob("runs/*/run.json"))
-
-
 # --- other libraries
 
 

@@ -153,22 +153,6 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str,
         assert fields["plan"].startswith("copies of states out of the pool; ") == (pool and not one.pools)
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ("--verify 4 --packed 2x3-5", "--verify and --packed cannot be combined"),
-        ("--verify 4 --cells 2x4", "--verify and --cells cannot be combined"),
-        ("--state-every 64 --packed 2x3-5", "--state-every and --packed cannot be combined"),
-        ("--verify 4 --state-every 2", "--verify keeps the state after each of at most 32 tokens"),
-        ("--verify 33", "--verify keeps the state after each of at most 32 tokens"),
-    ],
-)
-def test_wrong_words(words: str, complaint: str) -> None:
-    answer = Answer("bench", "gdn", *words.split())
-    assert answer.code == 2
-    assert complaint in answer.err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", DEMOS)
 def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
@@ -183,16 +167,6 @@ def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> 
     again = Answer("run", "a/captures", *words, "--out", "b")
     assert again.code == 0, again.err
     assert [case.accuracy for case in load("b")[1].cases] == [case.accuracy for case in report.cases]
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["--verify 24 --seq 24", "--verify 4 --decode 1", "--verify 4 --chunked-prefill 8", "--verify 4 --packed 2x8-9"],
-)
-def test_what_cannot_be_verified(words: str) -> None:
-    answer = Answer("run", "demo", *words.split())
-    assert answer.code == 2
-    assert "--verify" in answer.err
 
 
 def changed_alone(inputs: Any) -> Output:

@@ -146,36 +146,6 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
         assert refused.err.endswith(f"hint: Give {fitting}.")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--packed", "4x8-16", "--seq", "32"), "--packed and --seq cannot be combined"),
-        (("--packed", "4x8-16", "--batch", "2"), "--packed and --batch cannot be combined"),
-        (("--packed", "4x8-16", "--chunked-prefill", "8"), "--packed and --chunked-prefill cannot be combined"),
-        (("--packed", "4x8-16", "--decode", "1"), "--packed and --decode cannot be combined"),
-        (("--packed", "64x"), "'64x' does not describe packed sequences"),
-        (("--packed", "0x8-16"), "'0x8-16' does not describe packed sequences"),
-        (("--packed", "4x16-8"), "'4x16-8' does not describe packed sequences"),
-        (("--packed", "999999x1m-16m"), "1,048,574,951,424 tokens are too many for one call"),
-        (("--packed", "30x512k-1m"), "are too many for one call"),
-        (("--seq", "1m", "--batch", "64"), "67,108,864 tokens are too many for one call"),
-        (("--chunked-prefill", "8", "--segment", "8"), "--chunked-prefill and --segment cannot be combined"),
-        (("--chunked-prefill", "1"), "--chunked-prefill 1 would be decoding"),
-        (("--chunked-prefill", "8q"), "'8q' is not a number of tokens"),
-        (("--batch", "0"), "--batch"),
-        (("--decode", "-1"), "--decode"),
-        (("--placement", "moon"), "--placement"),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "capture"])
-def test_what_does_not_go_together_is_refused_in_a_sentence(command: str, words: tuple[str, ...], message: str) -> None:
-    answer = Answer(command, "demo", *words)
-    assert answer.code == 2
-    assert message in answer.err
-    assert answer.out == ""
-    assert not Path("runs").exists()
-
-
 def test_stored_captures_are_what_they_are() -> None:
     assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
     for words in (
@@ -186,19 +156,6 @@ def test_stored_captures_are_what_they_are() -> None:
     assert "--layers is the only model option" in answer.err
     answer = Answer("run", "captures", "--answers")
     assert (answer.code, "answers need the model" in answer.err) == (2, True)
-
-
-def test_a_text_that_is_too_short_for_a_batch_of_different_prompts() -> None:
-    Path("short.txt").write_text("a few words of text, and no more")
-    answer = Answer("run", "demo", "--prompt-file", "short.txt", "--seq", "30", "--batch", "8")
-    assert answer.code == 2
-    assert "for 8 sequences that differ" in answer.err
-
-
-def test_a_batch_counts_towards_what_the_interpreter_takes() -> None:
-    answer = Answer("run", "demo", "--seq", "512", "--batch", "8", "--dry-run")
-    assert answer.code == 3
-    assert "4,096 tokens need an NVIDIA GPU" in answer.err
 
 
 def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) -> None:

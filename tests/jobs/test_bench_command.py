@@ -1,4 +1,4 @@
-"""`ssdprof bench` as a user calls it: what is refused before a GPU is missed, a small bench, and benches of ranks."""
+"""`ssdprof bench` as a user calls it: a small bench, and benches of ranks."""
 
 from __future__ import annotations
 
@@ -17,33 +17,6 @@ from ssdprof.kernels.device import INTERPRETED
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-NOT_THERE = "--against mamba_ssm"  # a library that is not there does not matter without a GPU
-
-
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ("--shape mamba3", "'mamba3' is not a known shape"),
-        ("--shape 80x64x300x1", "80x64x300x1 is not measured: N is at most 256"),
-        ("--against vllm", "There is no implementation 'vllm' of ssd"),
-        ("--impl fused,fussed", "Did you mean fused?"),
-        ("--impl fused,", "--impl has an empty name"),
-        ("--impl nowhere:kernel", "cannot be imported"),
-        ("--also fused_portable", "There is no implementation 'fused_portable' of ssd: it is one of gdn."),
-        ("--against published", "Give a checkout"),
-        ("--baseline vllm", "There is no implementation 'vllm' of ssd"),
-        ("--match-with vllm", "There is no implementation 'vllm' of ssd"),
-        ("--match-with fused --min-match 1e-3:99", "--min-match compares with unfused, but --match-with names fused"),
-        ("--chunk-size 100", "--chunk-size does not know '100'"),
-        (NOT_THERE, "needs an NVIDIA GPU"),
-    ],
-)
-def test_wrong_words_are_answered_before_a_gpu_is_missed(words: str, complaint: str) -> None:
-    if words == NOT_THERE and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    answer = Answer("bench", "ssd", *words.split())
-    assert (answer.code, answer.out) == (3 if words == NOT_THERE else 2, "")
-    assert complaint in answer.err
 
 
 @pytest.mark.gpu

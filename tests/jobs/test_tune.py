@@ -540,26 +540,6 @@ def tune(*words: str) -> tuple[int, str, str]:
     return call("tune", *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected", "complaint"),
-    [
-        ("ssd --shape mamba3", 2, "'mamba3' is not a known shape"),
-        ("ssd --seq many", 2, "'many' is not a number of tokens"),
-        ("ssd --dtype int8", 2, "does not know 'int8'"),
-        ("ssd --out nowhere/found.json", 2, "There is no folder nowhere"),
-        ("ssd captures --shape mamba2-2.7b", 2, "Leave out --shape"),
-        ("ssd", 3, "Tuning needs an NVIDIA GPU"),
-        ("ssd --dry-run", 3, "Tuning needs an NVIDIA GPU"),
-    ],
-)
-def test_wrong_words_are_answered_before_a_gpu_is_missed(words: str, expected: int, complaint: str) -> None:
-    if expected == 3 and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    code, out, err = tune(*words.split())
-    assert (code, out) == (expected, "")
-    assert complaint in err
-
-
 def test_clear_needs_no_gpu() -> None:
     file = kept()
     code, _, err = tune("--clear")
