@@ -1,9 +1,11 @@
 """The whole pipeline on a GPU."""
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
+from command_line import Answer
 from torchrun import starting, wait_for
 from typer.testing import CliRunner
 
@@ -64,3 +66,25 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
     report = reports.load("run")[1]
     assert not report.complete
     assert report.cases
+
+
+def test_a_small_bench() -> None:
+    options = "--shape 16x64x128x1 --seq 256 --cells 2x200 --packed 4x16-64 --dtypes all"
+    words = ("bench", "ssd", *options.split())
+    answer = Answer(*words, "--out", "cells", "--json")
+    assert answer.code == 0, answer.err
+    report = reports.load("cells")[1]
+    assert report == Report.model_validate(json.loads(answer.out))
+    assert (report.complete, report.missing) == (True, ())
+    assert list(dict.fromkeys(case.size for case in report.cases)) == ["1 x 256", "2 x 200", "4 packed x 16-64"]
+    assert [case.implementation for case in report.cases] == (["unfused"] * 2 + ["fused"] * 2) * 3
+    for case in report.cases:
+        assert case.result == "passed", case.why
+        assert all((case.samples, case.flops, case.workspace_bytes is not None))
+        assert all(launch.registers for launch in case.launches)
+        assert bool(case.trials) is (case.implementation == "unfused")
+        assert case.implementation == "unfused" or report.speedup(case)
+    answer = Answer(*words, "--check", "short", "--min-speedup", "1000")
+    assert answer.code == 1
+    assert "GATE FAILED: min-speedup 1000" in answer.err
+    assert "x over unfused" in answer.out

@@ -1,4 +1,4 @@
-"""Several processes of torchrun share a run's layers: there is one report, even if processes fail."""
+"""Several processes of torchrun share the work of a command: there is one report, even if processes fail."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import pytest
 import torch
 from command_line import Answer
 from torch.distributed import HashStore
-from torchrun import Start, ranks_of, starting, wait_for
+from torchrun import MODULE, Start, ranks_of, starting, wait_for
 
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.run import check
 from ssdprof.jobs.subject import find_to_replay
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks, started
 
+TESTS = Path(__file__).parent
 FAST, MEASURED = ("--dtypes", "exact", "--states", "fp32"), ("samples", "first_call", "trials")
 
 
@@ -112,33 +114,51 @@ def same(report: Report, *measured: str) -> dict[str, Any]:
     return report.model_dump(exclude=header) | {"cases": cases, "remarks": remarks, "captured": report.captured}
 
 
-def ran(start: Start, folder: Path, *words: str) -> tuple[Report, Report]:
+def ran(folder: Path, *words: str, program: tuple[str, ...] = MODULE) -> tuple[Report, Report]:
     """The reports of one process and of two ranks."""
-    for name, ranks in (("one", False), ("two", True)):
-        process = start(*words, "--out", name, ranks=ranks)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        assert out.count("PASSED") == 1, out
+    with starting(folder, program) as start:
+        for name, ranks in (("one", False), ("two", True)):
+            process = start(*words, "--out", name, ranks=ranks)
+            out, err = process.communicate(timeout=300)
+            assert process.returncode == 0, err
+            assert out if words[0] == "bench" else out.count("PASSED") == 1, out
     one, two = (reports.load(folder / name)[1] for name in ("one", "two"))
-    assert (one.ranks, two.ranks, two.complete) == (1, 2, True)
+    assert (one.ranks, two.ranks, two.complete, two.missing) == (1, 2, True, ())
     return one, two
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_report_of_one_process(start: Start, tmp_path: Path) -> None:
+def test_two_ranks_write_the_report_of_one_process(tmp_path: Path) -> None:
     words = ("run", "demo", "--seq", "16,24", "--layers", "first:3", "--decode", "1", *FAST)
-    one, two = ran(start, tmp_path, *words)
+    one, two = ran(tmp_path, *words)
     assert len(one.cases) == 2 * 3 * 4
     assert same(one) == same(two)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+def test_two_ranks_write_the_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS.parent, TESTS))))
+    words = ("bench", "ssd", "--shape", "1x16x16x1", "--chunk-size", "128", "--seq", "40,50,60", "--cells", "2x40")
+    one, two = ran(tmp_path, *words, program=(str(TESTS / "bench_without_gpu.py"),))
+    assert len({case.place for case in one.cases}) == 4
+    assert all(case.samples for case in (*one.cases, *two.cases))
+    assert same(one, *MEASURED) == same(two, *MEASURED)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_two_gpus_write_the_report_of_one_but_for_times(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "demo", "--seq", "4k", "--layers", "first:2", "--smallest-difference", "50%", *FAST),
+        ("bench", "gdn", "--shape", "qwen3.5-9b", "--seq", "1k,4k", "--impl", "unfused,fused"),
+    ],
+)
+def test_two_gpus_write_the_report_of_one_but_for_times(words: tuple[str, ...], tmp_path: Path) -> None:
     """Captures and therefore accuracies have equal bits; kernels and launches are equal too."""
-    words = ("run", "demo", "--seq", "4k", "--layers", "first:2", "--smallest-difference", "50%", *FAST)
-    one, two = ran(start, tmp_path, *words)
-    assert all(case.time_us for case in two.cases)
+    one, two = ran(tmp_path, *words)
+    assert all(case.samples for case in (*one.cases, *two.cases))
     assert same(one, *MEASURED) == same(two, *MEASURED)
 
 
