@@ -1,12 +1,11 @@
 """The cells that the options of the command line select."""
 
 import pytest
-import torch
 
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.reading import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
-from ssdprof.operators.generate import Cell, Shape, Tokens
-from ssdprof.operators.ssd import GENERATOR, draw
+from ssdprof.operators.generate import Shape, Tokens
+from ssdprof.operators.ssd import GENERATOR
 
 
 @pytest.mark.parametrize(
@@ -76,46 +75,3 @@ def test_the_grid_is_the_product() -> None:
     cells = expand(shapes, ("bf16", "fp16"), tokens, "contiguous")
     assert len(cells) == len(set(cells)) == 8
     assert [cell.shape.name for cell in cells[:4]] == ["mamba2-2.7b"] * 4
-
-
-TINY = Shape("tiny", "", {"nheads": 4, "headdim": 16, "dstate": 32, "ngroups": 2})
-
-
-def drawn(layout: str, tokens: Tokens):  # type: ignore[no-untyped-def]
-    cell = Cell(shape=TINY, dtype="fp16", layout=layout, tokens=tokens)  # type: ignore[arg-type]
-    return draw(cell, torch.device("cpu"))
-
-
-def test_inputs_are_distributed_as_a_layer_is_initialised() -> None:
-    inputs = drawn("contiguous", Tokens(sequences=2, seqlen=512))
-    assert inputs.x.shape == (2, 512, 4, 16)
-    assert inputs.x.dtype == torch.float16
-    assert inputs.x.is_contiguous()
-    assert abs(float(inputs.x.float().std()) - 1) < 0.05
-    assert ((inputs.A >= -16) & (inputs.A <= -1)).all()
-    assert inputs.dt_bias is not None
-    step = torch.nn.functional.softplus(inputs.dt_bias)
-    assert ((step >= 0.99e-3) & (step <= 1.01e-1)).all()
-    again = drawn("contiguous", Tokens(sequences=2, seqlen=512))
-    assert torch.equal(inputs.x, again.x)
-    assert torch.equal(inputs.dt, again.dt)
-
-
-def test_views_lie_side_by_side_in_wide_tensors() -> None:
-    inputs = drawn("views", Tokens(sequences=1, seqlen=8))
-    x, dt, B, C = inputs.x, inputs.dt, inputs.B, inputs.C
-    assert x.stride(1) == B.stride(1) == C.stride(1) == 4 * 16 + 2 * 2 * 32
-    assert B.data_ptr() - x.data_ptr() == 2 * 4 * 16
-    assert C.data_ptr() - B.data_ptr() == 2 * 2 * 32
-    assert dt.stride(1) == 2 * 4 * 16 + 2 * 2 * 32 + 4
-
-
-def test_packed_sequences_have_states_and_lengths_in_range() -> None:
-    inputs = drawn("contiguous", Tokens(sequences=16, seqlen=32, shortest=8))
-    assert inputs.cu_seqlens is not None
-    assert inputs.initial_states is not None
-    steps = inputs.cu_seqlens.diff()
-    assert len(steps) == 16 == len(inputs.initial_states)
-    assert ((steps >= 8) & (steps <= 32)).all()
-    assert steps.unique().numel() > 1
-    assert inputs.x.shape[:2] == (1, int(inputs.cu_seqlens[-1]))

@@ -44,6 +44,19 @@ def drawn(
 SMALL: dict[str, Any] = dict(sizes=(2, 4, 16, 24, 2))
 
 
+def test_ssd_inputs_are_distributed_as_a_layer_is_initialised() -> None:
+    inputs = drawn("ssd", seqlen=512)
+    assert (inputs.x.shape, inputs.x.dtype) == ((2, 512, 2, 16), torch.bfloat16)
+    assert inputs.x.is_contiguous()
+    assert abs(float(inputs.x.float().std()) - 1) < 0.05
+    assert ((inputs.A >= -16) & (inputs.A <= -1)).all()
+    step = torch.nn.functional.softplus(inputs.dt_bias)
+    assert ((step >= 0.99e-3) & (step <= 1.01e-1)).all()
+    again = drawn("ssd", seqlen=512)
+    assert torch.equal(inputs.x, again.x)
+    assert torch.equal(inputs.dt, again.dt)
+
+
 def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
     inputs = drawn("gdn", layout="views", **SMALL)
     assert inputs.q.shape == (2, 40, 2, 16)
@@ -52,15 +65,25 @@ def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
     assert (inputs.g < 0).all()
     assert 1 < inputs.beta.max() <= 2
     assert torch.equal(inputs.q, drawn("gdn", layout="views", **SMALL).q), "the same at every call"
+    inputs = drawn("ssd", layout="views", sequences=1, sizes=(4, 16, 32, 2))
+    x, B, C = inputs.x, inputs.B, inputs.C
+    assert x.stride(1) == B.stride(1) == C.stride(1) == 4 * 16 + 2 * 2 * 32
+    assert (B.data_ptr() - x.data_ptr(), C.data_ptr() - B.data_ptr()) == (2 * 4 * 16, 2 * 2 * 32)
+    assert inputs.dt.stride(1) == 2 * 4 * 16 + 2 * 2 * 32 + 4
 
 
-def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output() -> None:
-    inputs = drawn("gdn", sequences=3, seqlen=20, shortest=5, **SMALL)
+@pytest.mark.parametrize("operator", ["ssd", "gdn"])
+def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(operator: str) -> None:
+    inputs = drawn(operator, sequences=16, seqlen=32, shortest=8)
+    steps = inputs.cu_seqlens.diff()
+    assert len(steps) == 16
+    assert ((steps >= 8) & (steps <= 32)).all()
+    assert steps.unique().numel() > 1
     assert inputs.cu_seqlens[-1] == inputs.length
-    assert inputs.initial_state.shape == (3, 4, 16, 24)
-    out, final_states = GDN.judged.forms(inputs)
-    assert (out.shape, out.dtype) == (inputs.v.shape, torch.bfloat16)
-    assert (final_states.shape, final_states.dtype) == ((3, 4, 16, 24), torch.float32)
+    out, final_states = operators.get(operator).judged.forms(inputs)
+    assert (out.shape, out.dtype) == (inputs.values.shape, torch.bfloat16)
+    assert (final_states.shape, final_states.dtype) == (inputs.initial.shape, torch.float32)
+    assert inputs.initial.shape == {"ssd": (16, 2, 16, 16), "gdn": (16, 8, 16, 16)}[operator]
 
 
 def test_dims_and_cost() -> None:
