@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import checkpoint, layer, prompt, value
+from captured import store
+from cases import layer, prompt, value
 from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels
-from ssdprof.capture.layers import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import precisions_for
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
@@ -29,7 +28,6 @@ from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
-from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -41,15 +39,8 @@ TOKENS = "5" * 64
 
 def captured(*chosen: int) -> RunOptions:
     """The request to replay captures, which this stores."""
-    ref = checkpoint(layers=LAYERS, layer_count=4)
-    of = prompt(40, token_sha256=TOKENS)
-    with CaptureWriter(Path("captures"), checkpoint=ref, prompts=[of], segment_length=40) as writer:
-        for one in LAYERS:
-            given = inputs()
-            strides = {name: tensor.stride() for name, tensor in tensors(given).items()}
-            writer.add(CapturedLayer(layer=one, inputs=given, model_strides=strides))
-    layers = ",".join(map(str, chosen)) or "all"
-    return RunOptions(model="captures", layers=layers)
+    store(Path("captures"), [(one, inputs(), None) for one in LAYERS], prompt(40, token_sha256=TOKENS))
+    return RunOptions(model="captures", layers=",".join(map(str, chosen)) or "all")
 
 
 def replayed(*layers: int, **wanted: Any) -> Report:

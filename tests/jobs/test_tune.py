@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
+from captured import layer
+from captured import store as store_captures
+from cases import prompt
 from command_line import call
 from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, kept, ssd_inputs, ssd_problem
 
 from ssdprof import operators
-from ssdprof.capture.layers import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.core.subject import LayerRef, Prompt, Serving
+from ssdprof.core.subject import Serving
 from ssdprof.core.tuned import TunedConfig, TunedConfigs
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
@@ -48,7 +48,6 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
-from ssdprof.operators.tensors import tensors
 from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
 from ssdprof.store.reports import load
@@ -214,16 +213,10 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 
 def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(tmp_path: Path) -> None:
     """Of three layers at 20 tokens, the same at 40, and a decode step."""
-    kinds = dict(kind="random", source="ids", tokenizer="none", token_sha256="0" * 64)
-    prompts = [Prompt(seqlen=seqlen, **kinds) for seqlen in (20, 40)]
     (step,) = Serving(decode=1).calls(40)[1:]
-    ref, captures = tiny_models.checkpoint_ref("mamba2"), str(tmp_path / "captures")
-    with CaptureWriter(Path(captures), checkpoint=ref, prompts=prompts, segment_length=40) as writer:
-        for index, seqlen, of_call in [*((i, n, None) for n in (20, 40) for i in range(3)), (2, 1, step)]:
-            inputs = ssd_inputs(seqlen)
-            strides = {name: tensor.stride() for name, tensor in tensors(inputs).items()}
-            layer = LayerRef(index=index, name=f"layers.{index}", operator="ssd")
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides, call=of_call))
+    calls = [*((index, seqlen, None) for seqlen in (20, 40) for index in range(3)), (2, 1, step)]
+    of = ((layer(index), ssd_inputs(seqlen), call) for index, seqlen, call in calls)
+    captures = str(store_captures(tmp_path / "captures", of, prompt(20), prompt(40)))
     (problem,) = made(captured(OPERATOR, captures, None, CPU))
     assert str(problem) == "layer 1, 20 tokens; layer 1, 40 tokens, exact"
     torch.testing.assert_close(problem.inputs[1].x, ssd_inputs(40).x)

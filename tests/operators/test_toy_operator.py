@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import value
+from captured import layer, store
+from cases import prompt, value
 from command_line import Answer
 from fakes import RAN, pretend_gpu
 from operators import toy
 
 from ssdprof import operators
-from ssdprof.capture.layers import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
 from ssdprof.capture.store import load as load_captures
 from ssdprof.core.outcome import Outcome
-from ssdprof.core.subject import CheckpointRef, LayerRef, Prompt
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
@@ -26,7 +24,7 @@ from ssdprof.measure.accuracy import assert_passes
 from ssdprof.store.reports import load
 
 SEQLEN = 40
-LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i in (0, 3))
+LAYERS = (layer(0, "toy"), layer(3, "toy"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +41,7 @@ def drawn(seqlen: int = SEQLEN) -> toy.ToyInputs:
 
 @pytest.fixture
 def captures() -> Path:
-    checkpoint = CheckpointRef(
-        requested="toy", source="local", repo_id="a/toy", revision=None, model_type="toy", layers=LAYERS, layer_count=4
-    )
-    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=SEQLEN, batch=2, token_sha256="0" * 64)
-    inputs = drawn()
-    strides = {name: tensor.stride() for name, tensor in vars(inputs).items()}
-    with CaptureWriter(Path("captures"), checkpoint=checkpoint, prompts=[prompt], segment_length=SEQLEN) as writer:
-        for layer in LAYERS:
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
-    return Path("captures")
+    return store(Path("captures"), [(layer, drawn(), None) for layer in LAYERS], prompt(SEQLEN, batch=2))
 
 
 def ssdprof(*words: str) -> str:
@@ -66,8 +55,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     assert torch.equal(read.x, drawn().x)
     assert torch.equal(read.a, drawn().a)
 
-    shown = ssdprof("run", str(captures), "--out", "run", "--states", "all")
-    assert "toy" in shown
+    ssdprof("run", str(captures), "--out", "run", "--states", "all")
     report = load("run")[1]
     assert Outcome(report).passed
     assert len(report.cases) == len(LAYERS) * 2 * 6

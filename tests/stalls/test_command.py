@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from captured import LAYERS, layer, store_layers
 from cases import report as run_report
 from kernels.kernel_cases import SSDCase
 from stalls import synthetic
-from stalls.captures import store_layers
 from typer.testing import CliRunner, Result
 
 from ssdprof.cli import app
@@ -18,7 +18,6 @@ from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Launch
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
-from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
@@ -124,7 +123,8 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
     assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {file.name for file in kept.iterdir()}
     assert (kept / "stalls.json").read_text() == result.stdout
     text = (kept / "stalls.md").read_text()
-    for words in ("ncu 2025.3.1.0", "layers.5 (layer 5)", "ssdprof stalls, x, layers.5, 64 tokens, ", report.created):
+    title = "ssdprof stalls, ibm-granite/granite-4.0-h-small, layers.5, 64 tokens, "
+    for words in ("ncu 2025.3.1.0", "layers.5 (layer 5)", title, report.created):
         assert words in text
 
 
@@ -227,7 +227,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Pat
 
 
 def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
-    layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
+    layers = tuple(map(layer, LAYERS))
     run = run_report()
     run = run.changed(processes=(run.first.changed(captured=layers),))
     asked = RunOptions(model=str(captured))

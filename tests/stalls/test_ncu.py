@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from captured import layer, store, store_layers
 from kernels.kernel_cases import SSDCase
-from stalls.captures import store_layers
 
 from ssdprof import kernels
-from ssdprof.capture.layers import CapturedLayer, strides
-from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.stalls import Launched
-from ssdprof.core.subject import CheckpointRef, LayerRef, Serving
+from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
@@ -251,13 +249,7 @@ def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str,
 def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
     prompt, step = (SSDCase(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs() for states in (False, True))
     (call,) = Serving(decode=1).calls(64)[1:]
-    layer = LayerRef(index=5, name="layers.5", operator="ssd")
-    checkpoint = CheckpointRef(
-        requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=(layer,), layer_count=8
-    )
-    with CaptureWriter(tmp_path, checkpoint=checkpoint, prompts=(), segment_length=64) as writer:
-        for inputs, which in ((step, call), (prompt, None)):
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=which))
+    store(tmp_path, [(layer(5), step, call), (layer(5), prompt, None)])
     assert target.load(tmp_path, 5, 1, "cpu").initial_states is None
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from captured import store_layers
 from command_line import call
 from documented_kernels import write_example
 from kernels.kernel_cases import SSDCase
-from stalls.captures import store_layers
 
 import ssdprof
 from ssdprof.core.stalls import StallReport
