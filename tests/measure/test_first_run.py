@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -34,17 +34,6 @@ def test_an_error_becomes_a_status_and_a_reason(make_inputs: MakeInputs) -> None
     assert (fields["status"], output, fields["variant"]) == ("failed", None, "portable")
     where = "test_first_run.py:28 in <lambda>, test_first_run.py:23 in faulty"
     assert fields["reason"] == f"RuntimeError: CUDA error: an illegal memory access was encountered ({where})"
-
-
-def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(
-    make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_answers", lambda _: False)
-    words = "scan left the GPU unusable for this process: CUDA error: an il"
-    with pytest.raises(MissingCapabilityError, match=f"^{words}") as caught:
-        call_of(make_inputs()).first_run()
-    assert "\n" not in caught.value.message
-    assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
 
 
 def test_an_interrupt_that_c_code_made_another_error_of_is_still_one(make_inputs: MakeInputs) -> None:
@@ -87,11 +76,6 @@ def test_outputs_fill_half_of_the_free_memory(make_inputs: MakeInputs, monkeypat
     output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
     monkeypatch.setattr(module, "free_memory", lambda _device: 10 * output_bytes)
     assert call_of(make_inputs(batch=2)).outputs_that_fit == 5
-
-
-def test_without_a_gpu_there_is_no_peak() -> None:
-    output = SSDOutput(torch.zeros(1), torch.zeros(1))
-    assert run_and_measure(lambda: output, torch.device("cpu")) == (output, None, "")
 
 
 @pytest.mark.gpu
