@@ -232,13 +232,6 @@ def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyP
     assert "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0." in shown
 
 
-def test_a_baseline_that_refuses_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    library(monkeypatch, "shy", refuse)
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,shy", "--baseline", "shy")
-    assert code == 1
-    assert "REFUSED: shy (exact, bf16 states) in layer 0: shy: no chunks of 256." in shown
-
-
 def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
     words = ("--seq", "40", "--layers", "0", "--impl", "unfused,fused", "--baseline", "other", "--full")

@@ -157,17 +157,6 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_follows_a
     assert ran[0] == 3 * LAYERS
 
 
-@pytest.mark.parametrize("profile", [cpu_trace, unseen])
-def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone(profile: Any) -> None:
-    (case,) = timed(length(contender("unfused"), profile=profile)[0]).cases
-    assert case.call_us is not None
-    if profile is unseen:
-        assert of(case).parts == {}
-    else:
-        assert of(case).parts.keys() >= {"mixer", "gated norm", "rest"}
-        assert sum(of(case).part_us.values()) > 0
-
-
 def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
     one, timer = length(*map(contender, US))
     timed(one)
@@ -254,16 +243,6 @@ def test_a_model_that_bypasses_its_operator_is_refused() -> None:
     one, _ = length(contender("unfused"), segment=1)
     with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
         timed(one)
-
-
-def test_an_interrupt_passes_and_the_model_is_restored() -> None:
-    one, _ = length(contender("unfused", raising(KeyboardInterrupt())), conv_and_norm="bundled")
-    mixer = one.mixers[0]
-    function = mixer.namespace[mixer.function]
-    with pytest.raises(KeyboardInterrupt):
-        timed(one)
-    assert mixer.namespace[mixer.function] is function
-    assert "forward" not in vars(mixer.module.norm)
 
 
 def test_every_step_is_told_with_its_seconds() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from captured import store
-from cases import layer, prompt, value
+from cases import layer, prompt
 from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels
@@ -116,26 +116,6 @@ def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
         for accuracy in case.accuracy:
             against = None if exact else f"unfused exact, {case.precision.state_dtype} states"
             assert (accuracy.vs_baseline and accuracy.vs_baseline.against) == against
-
-
-@needs_interpreter
-def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
-        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
-    # two implementations, two recordings of three rounds: the third group is not reached
-    timer, plain = FakeTimer(stop_at=13), compare.Comparer
-    monkeypatch.setattr(compare, "Comparer", lambda **own: plain(**(own | {"timer": timer, "sampling": QUICK})))
-    with pytest.raises(KeyboardInterrupt, match="marked as partial: 4 cases of 1 layer"):
-        replayed(intermediates="exact", states=("fp32", "fp16"))
-    report = load("kept")[1]
-    assert (report.complete, Outcome(report).passed) == (False, False)
-    assert {case.result for case in report.cases} == {"passed"}
-    assert [(case.precision.state_dtype, bool(case.samples), case.reason) for case in report.cases] == [
-        *[("fp32", True, "")] * 2,
-        *[("fp16", False, "interrupted before it was timed")] * 2,
-    ]
-    assert [place for place, _, _ in report.missing] == ["layer 3, 40 tokens"] * 4
-    assert value(report.speedup(report.cases[1])) == 3
 
 
 def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,28 +71,6 @@ def install(folder: Path, distribution: str, **points: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
     lines = [f"{name} = {value}" for name, value in points.items()]
     (info / "entry_points.txt").write_text("\n".join(["[ssdprof.implementations]", *lines, ""]))
-
-
-@pytest.mark.parametrize(("operator", "form"), [(SSD, "recurrent_in_place"), (GDN, "fused_portable")])
-def test_what_is_bundled(operator: object, form: str) -> None:
-    for name in ("unfused", "fused", "recurrent", form):
-        found = resolve(operator, name)  # type: ignore[arg-type]
-        assert (found.name, found.kind) == (name, "bundled")
-        assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
-
-
-def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    package, module = ModuleType("mamba_ssm"), ModuleType("mamba_ssm.ops.triton.ssd_combined")
-    package.__version__ = "9.9"  # type: ignore[attr-defined]
-    module._mamba_chunk_scan_combined_fwd = print  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
-    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
-    found = resolve(SSD, "mamba_ssm")
-    assert (found.name, found.version) == ("mamba_ssm", "9.9")
-    assert list(map(str, own_precisions(found, "fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
-    assert not resolver(torch.device("cuda"))("ssd", "mamba_ssm").absent
-    absent = resolver(torch.device("cpu"))("ssd", "mamba_ssm").absent
-    assert absent == "mamba_ssm needs an NVIDIA GPU, and this machine has none."
 
 
 def test_a_checkout_is_named_with_the_library(here: Path) -> None:
