@@ -248,7 +248,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
             for chunk_size, us in case.trials.items()
             if us and len(case.trials) > 1
         },
-        compiled={name: round(seconds, 3) for name, seconds in first[1].items()} if first else {},
+        compiled={name: round(seconds, 3) for name, seconds in first.compiled.items()} if first else {},
         over=dict(_over(report, case)),
         **{name: getattr(case.drawn, name) for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")},
         **{

@@ -63,7 +63,7 @@ MASKS = (  # in this order
     (r"[\d.]+ [KMGT]iB (are free|free)", r"SIZE \1"),
     (r"[\d.]+ [KMG]?i?B  config.json", "SIZE  config.json"),  # transformers writes it
     (r'("config.json",\n *"size_bytes": )\d+', r"\1NUMBER"),
-    (r'("(?:free_bytes|seconds)": |"first_call": \[\s*)[\d.]+', r"\1NUMBER"),
+    (r'("(?:free_bytes|seconds)": |"first_call": \{\s*"seconds": )[\d.]+', r"\1NUMBER"),
     (r"(?s)<svg.*?</svg>", lambda found: "<svg>" + " ".join(re.findall(r"<!-- (.*?) -->", found[0])) + "</svg>"),
     (r"\d\.\d+e-(0?[89]|[1-9]\d)\b", r"SMALL"),  # of rounding in fp64, which depends on the processor
     (r"\d+\.\d{11,}(e-\d+)?|\d\.\d{9,}e-\d+", lambda found: f"{float(found[0]):.5g}"),

@@ -26,6 +26,7 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import layer_index
+from ssdprof.core.subject import Held
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
@@ -299,8 +300,8 @@ def place_of(name: str, places: DeviceMap) -> Place:
     return places[name]
 
 
-def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, tuple[int, int]]:
-    """Decoder layers that begin at each place, and bytes of all weights there."""
+def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, Held]:
+    """What each place holds of a model."""
     sizes: Counter[Place] = Counter()
     layers: dict[int, Place] = {}
     for name, parameter in model.named_parameters():
@@ -309,7 +310,7 @@ def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, t
         if (index := layer_index(name)) is not None:
             layers.setdefault(index, place)
     counts = Counter(layers.values())
-    return {place: (counts[place], size) for place, size in sizes.items()}
+    return {place: Held(layers=counts[place], bytes=size) for place, size in sizes.items()}
 
 
 def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:

@@ -110,8 +110,11 @@ class Launch(Record):
         return str(self.config.get("digest", sha256(str(self.config).encode()).hexdigest()[:6]))
 
 
-# seconds from a call to the end of the GPU's work, and of compiling each kernel that was not in Triton's cache
-FirstCall = tuple[NotNegative, dict[Text, NotNegative]]
+class FirstCall(Record):
+    """Seconds from a call to the end of the GPU's work, and of compiling each kernel that was not in Triton's cache."""
+
+    seconds: NotNegative
+    compiled: dict[Text, NotNegative]
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:

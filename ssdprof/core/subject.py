@@ -187,11 +187,17 @@ class Ceilings(Record):
     matmul_tflops: Annotated[float, Field(gt=0)]
 
 
+class Held(Record):
+    """What a place holds of a model: decoder layers that begin there, and bytes of all weights."""
+
+    layers: Count
+    bytes: Count
+
+
 class Placement(Record):
     """Where a model's weights are while it runs.
 
-    device: where the model computes, the first one of several.  held: all weights: place ("cuda:0", "cpu", "disk") ->
-        decoder layers that begin there, and bytes.
+    device: where the model computes, the first one of several.  held: all weights, by place: "cuda:0", "cpu", "disk".
     predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted before
         loading, without replaying.  None if the model's code does not run on the meta device.
     streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each forward call; 0 if
@@ -202,7 +208,7 @@ class Placement(Record):
 
     kind: PlacementKind
     device: Text
-    held: dict[Text, tuple[Count, Count]]
+    held: dict[Text, Held]
     predicted_peak_bytes: Count | None
     streamed_layer_bytes: Count = 0
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None

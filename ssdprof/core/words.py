@@ -158,11 +158,12 @@ def three_digits(value: float) -> str:
 def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
     places = {"cpu": "in main memory", "disk": "on the disk"}
-    held = ", ".join(
-        f"{plural(layers, 'layer')} ({size_words(size)}) {places.get(place, f'on {place}')}"
-        for place, (layers, size) in placement.held.items()
+    by_place = ", ".join(
+        f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) {places.get(place, f'on {place}')}"
+        for place, held in placement.held.items()
     )
-    words = [held if placement.kind == "one-gpu" and placement.device == "cpu" else f"{placement.kind}: {held}"]
+    no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
+    words = [by_place if no_gpu else f"{placement.kind}: {by_place}"]
     if placement.kind == "all-gpus" and len(placement.held) == 1:
         words.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:

@@ -249,9 +249,9 @@ class Comparer:
         found = cases[best]
         if not trials:
             return best, found
-        firsts = (case.first_call[1] for case in cases.values() if case.first_call)
+        firsts = (case.first_call.compiled for case in cases.values() if case.first_call)
         compiled = {name: seconds for one in firsts for name, seconds in one.items()}
-        first = found.first_call and (found.first_call[0], compiled)
+        first = found.first_call and found.first_call.changed(compiled=compiled)
         return best, found.changed(trials=trials, first_call=first)
 
     def _sampled(self, group: Mapping[Entry, Case], timer: CudaTimer) -> Iterator[Case]:
@@ -380,7 +380,7 @@ def _borrowed(verdict: Case, own: dict[str, Any], output: Output) -> dict[str, A
     if verdict.status != "ran":
         return {"status": verdict.status, "reason": verdict.reason}
     first_calls = (verdict.first_call, own.get("first_call"))
-    slower = max(first_calls, key=lambda first: first[0] if first else 0.0)
+    slower = max(first_calls, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
     return {"accuracy": verdict.accuracy, "first_call": slower} | ({} if finite else {"nonfinite": True})
 

@@ -33,6 +33,7 @@ from ssdprof.core.subject import (
     DECODED_ON_LOAD,
     Dims,
     DryRun,
+    Held,
     LayerCapture,
     Placement,
     PlannedFile,
@@ -292,8 +293,10 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_name(self.main),
-            held={_name(place): sizes for place, sizes in found.items()},
-            predicted_peak_bytes=None if self.remark else found.get(self.main, (0, 0))[1] + module + computed,
+            held={_name(place): held for place, held in found.items()},
+            predicted_peak_bytes=None
+            if self.remark
+            else found.get(self.main, Held(layers=0, bytes=0)).bytes + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )

@@ -167,7 +167,7 @@ def timed_first_call(run: Callable[[], Output], device: torch.device, seconds: f
                 torch.cuda.synchronize(device)
     finally:
         triton.knobs.compilation.listener = before
-    return output, (time.monotonic() - began, compiled)
+    return output, FirstCall(seconds=time.monotonic() - began, compiled=compiled)
 
 
 @contextmanager

@@ -293,7 +293,7 @@ def speed_of_bench(report: Report) -> Iterator[Table | None]:
         *lifted(
             only,
             Column("chunk", lambda case: fmt.count(case.chunk_size)),
-            Column("first\ncall", lambda case: f"{one[0]:.1f} s" if (one := case.first_call) else fmt.MISSING),
+            Column("first\ncall", lambda case: f"{one.seconds:.1f} s" if (one := case.first_call) else fmt.MISSING),
         ),
     )
     for name, own in _of_shape(report).items():

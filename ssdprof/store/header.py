@@ -88,8 +88,8 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
         return
     kind, device = placement.kind, placement.device
     where = " and ".join(
-        f"{layers} from {'main memory' if place == 'cpu' else 'the disk'}"
-        for place, (layers, _) in placement.held.items()
+        f"{held.layers} from {'main memory' if place == 'cpu' else 'the disk'}"
+        for place, held in placement.held.items()
         if place in ("cpu", "disk") and place != device
     )
     how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"

@@ -426,7 +426,7 @@ def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite() -> None:
 
 def test_of_the_first_calls_on_both_inputs_the_slower_one_is_told() -> None:
     (entry,) = entries("a")
-    verdict = compared([entry])["a"].changed(first_call=(3, {"kernel": 2.5}))
+    verdict = compared([entry])["a"].changed(first_call={"seconds": 3, "compiled": {"kernel": 2.5}})
     (case,) = Comparer().compare([entry], "x", {entry.key: verdict})
     assert case.first_call == verdict.first_call
 

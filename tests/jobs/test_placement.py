@@ -25,7 +25,7 @@ from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import PlacementKind
-from ssdprof.core.subject import Placement, PlannedFile, Serving
+from ssdprof.core.subject import Held, Placement, PlannedFile, Serving
 from ssdprof.core.words import placement_words
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -102,12 +102,12 @@ def test_the_fastest_placement_that_fits(
     placed = choose(subject)
     record = placed.record
     assert record.kind == kind
-    assert sum(size for _, size in record.held.values()) == weights
-    assert sum(layers for layers, _ in record.held.values()) == 6
+    assert sum(held.bytes for held in record.held.values()) == weights
+    assert sum(held.layers for held in record.held.values()) == 6
     assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
     assert (placed.device_map is None) == (kind == "one-gpu")
     room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
-    assert all(size <= room[place] * weights for place, (_, size) in record.held.items() if place in room)
+    assert all(held.bytes <= room[place] * weights for place, held in record.held.items() if place in room)
 
 
 def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
     size = sum(tensor.nbytes for tensor in written)
     assert size <= placed.rewritten_bytes <= 1.001 * size
-    _, on_disk = placed.record.held["disk"]
+    on_disk = placed.record.held["disk"].bytes
     assert on_disk > 0
     assert (placed.rewritten_bytes == on_disk) == whole
 
@@ -234,7 +234,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     record = Placement(
         kind="disk-offload",
         device="cuda:0",
-        held={"cuda:0": (1, GB), "disk": (3, 3 * GB)},
+        held={"cuda:0": Held(layers=1, bytes=GB), "disk": Held(layers=3, bytes=3 * GB)},
         predicted_peak_bytes=2 * GB,
         streamed_layer_bytes=GB,
         forward_calls=4,
@@ -254,9 +254,11 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     words = placement_words(found)
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
-    small = record.model_copy(update={"kind": "all-gpus", "held": {"cuda:0": (1, GB)}, "streamed_layer_bytes": 0})
+    small = record.model_copy(
+        update={"kind": "all-gpus", "held": {"cuda:0": Held(layers=1, bytes=GB)}, "streamed_layer_bytes": 0}
+    )
     assert "all of it fits there, so that the other GPUs hold nothing" in placement_words(small)
-    in_memory = record.model_copy(update={"held": {"cpu": (4, 4 * GB)}})
+    in_memory = record.model_copy(update={"held": {"cpu": Held(layers=4, bytes=4 * GB)}})
     assert Placed(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
@@ -304,7 +306,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     resident = sum(parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta)
     with LiveBytes("cpu") as counted:
         loaded.run(lambda _: None)
-    assert resident == loaded.placement.held["cpu"][1]
+    assert resident == loaded.placement.held["cpu"].bytes
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
