@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
-from ssdprof.core.conditions import of_options
-from ssdprof.core.report import Condition
+from ssdprof.core.conditions import Condition, of_options
 from ssdprof.errors import BadInputError, library_message, nearest, unreadable
 from ssdprof.files import regular
 

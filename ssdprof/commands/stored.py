@@ -126,7 +126,7 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
 
 
 def accuracy(options: options.AccuracyOptions) -> None:
-    given = of_options(min_match=options.min_match or (), max_rms_ratio=options.max_rms_ratio)
+    given = of_options(min_match=options.min_match, max_rms_ratio=options.max_rms_ratio)
     limits = [one for one in settings.gates(options.config, given) if one.metric in ("match", "rms")]
     folder, report = reports.load(options.run, "run")
     if options.baseline not in (None, report.baseline):

@@ -15,13 +15,18 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ssdprof.core.base import TOLERANCES
-from ssdprof.core.case import Case
-from ssdprof.core.report import Condition, Report, Verdict
+from pydantic import model_validator
+
+from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
+
+if TYPE_CHECKING:
+    from ssdprof.core.case import Case
+    from ssdprof.core.report import Report
 
 TOLERANCE_NAMES = {tolerance(one): one for one in TOLERANCES}
 JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
@@ -30,6 +35,43 @@ _GRAMMAR = re.compile(
     r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:(?P<base>base)?(?P<limit>[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)(?P<unit>%?)"
 )
 _EXAMPLE = "Give TOLERANCE:PERCENT, such as 1e-3:99."
+
+
+class Condition(Record):
+    """What a case must satisfy: `core.conditions`.  The metric says in which direction.
+
+    at: a tolerance, clock, tensor or implementation, as the metric wants.  limit: in the metric's unit, or percent.
+    to_base: the limit is a change from the base report: relative if percent.
+    spelling: the option as the user gave it, "min-speedup 1.5"; it is what reports show.
+    """
+
+    metric: Text
+    at: Text = ""
+    limit: NotNegative
+    percent: bool = False
+    to_base: bool = False
+    spelling: Text = ""
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Condition:
+        if self.metric not in (*METRICS, *SLOWER):
+            raise ValueError(f"there is no metric {self.metric}")
+        places = SLOWER[self.metric] if self.metric in SLOWER else METRICS[self.metric].places
+        if self.at and places is not None and self.at not in places:
+            raise ValueError(f"there is no {self.metric} at {self.at}")
+        return self
+
+
+class Verdict(Record):
+    """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.  found: in words."""
+
+    condition: Condition
+    case: Text
+    holds: bool | None
+    found: Text = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.condition.spelling, self.case, self.found) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +160,18 @@ METRICS: dict[str, Metric] = {
         percent=True, unit="%",
     ),
 }  # fmt: skip
-# of --fail-if: the time, or the speedup where the machines differ
-SLOWER: dict[str, str] = {"slower": "time", "slower-call": "time"}
+# of --fail-if: the time, or the speedup where the machines differ; and the places of a condition
+SLOWER: dict[str, tuple[str, ...]] = {"slower": (), "slower-call": ("call",)}
 _CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")  # whose limit in --fail-if is a change
+LIMITS = {  # options -> the metrics that they limit
+    "min_speedup": "speedup", "min_match": "match", "max_rms_ratio": "rms", "max_kl": "kl", "min_top1": "top1",
+    "max_perplexity_increase": "perplexity-increase",
+}  # fmt: skip
+
+
+def metric_of(name: str) -> Metric:
+    """The metric of a condition."""
+    return METRICS["time" if name in SLOWER else name]
 
 
 def parse(option: str, text: str) -> Condition:
@@ -132,7 +183,7 @@ def parse(option: str, text: str) -> Condition:
     known = (*(SLOWER if old else ()), *METRICS)
     if name not in known:
         raise BadInputError(f"{option} does not know {name!r}.", nearest(name, known))
-    metric, found = METRICS[SLOWER.get(name, name)], _GRAMMAR.fullmatch(text)
+    metric, found = metric_of(name), _GRAMMAR.fullmatch(text)
     change = old and (name in SLOWER or (name in _CHANGES and ":base" not in text))  # from BASE, without saying it
     more = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
     hint = f"Write {name}:2{'%' if metric.percent else ''} or {more}."
@@ -162,30 +213,20 @@ def parse(option: str, text: str) -> Condition:
     )  # fmt: skip
 
 
-def of_options(
-    *,
-    min_speedup: float | None = None,
-    min_match: Iterable[str] = (),
-    max_rms_ratio: float | None = None,
-    max_kl: float | None = None,
-    min_top1: str | None = None,
-    max_perplexity_increase: str | None = None,
-    gates: Iterable[str] = (),
-) -> tuple[Condition, ...]:
-    """The conditions of the options with these names; gates: of --gate.  Raises BadInputError for an invalid one."""
-    matches = {at: least for at, _, least in (one.partition(":") for one in min_match)}
-    given: tuple[tuple[str, str, str, float | str | None], ...] = (
-        ("min-speedup", "speedup", "", min_speedup),
-        *(("min-match", "match", at, least) for at, least in matches.items()),
-        ("max-rms-ratio", "rms", "", max_rms_ratio),
-        ("max-kl", "kl", "", max_kl),
-        ("min-top1", "top1", "", min_top1),
-        ("max-perplexity-increase", "perplexity-increase", "", max_perplexity_increase),
-    )
+def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...]:
+    """The conditions of `LIMITS`, by name, in the order of the table, and of --gate.  None: an option that was not given.
+
+    Raises BadInputError for an invalid one.
+    """
     found = []
-    for option, metric, at, limit in given:
-        if limit is not None:
-            unit, colon = "%" * METRICS[metric].percent, ":" * (metric == "match")
+    for name in sorted(limits, key=[*LIMITS].index):
+        given, metric, option = limits[name], LIMITS[name], name.replace("_", "-")
+        unit, colon = "%" * METRICS[metric].percent, ":" * (metric == "match")
+        if metric == "match":  # several, of which the last one at each tolerance counts
+            places = {at: least for at, _, least in (one.partition(":") for one in given or ())}
+        else:
+            places = {} if given is None else {"": given}
+        for at, limit in places.items():
             try:
                 one = parse("", f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}")
             except BadInputError as error:

@@ -14,9 +14,9 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionRecord, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import METRICS, SLOWER, judge, number
+from ssdprof.core.conditions import SLOWER, Condition, Verdict, judge, metric_of, number
 from ssdprof.core.outcome import Outcome
-from ssdprof.core.report import Condition, Report, Verdict
+from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.errors import BadInputError
 
@@ -316,7 +316,7 @@ def _offenders(condition: Condition, pairs: Sequence[Pair], new: Report) -> Iter
 
 def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
-    base, new, metric = pair.base, pair.new, METRICS[SLOWER.get(condition.metric, condition.metric)]
+    base, new, metric = pair.base, pair.new, metric_of(condition.metric)
     assert base
     assert new
     if not metric.applies(new) or not (condition.to_base or new.judged):

@@ -25,53 +25,11 @@ from ssdprof.core.base import (
     unique,
 )
 from ssdprof.core.case import Case
+from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
 
-_METRICS = (
-    "speedup", "time", "match", "rms", "memory", "launches", "kl", "top1", "perplexity", "perplexity-increase",
-    "slower", "slower-call",
-)  # fmt: skip
-
-
 _NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")  # of options with a value
-
-
-class Condition(Record):
-    """What a case must satisfy: `core.conditions`.  The metric says in which direction.
-
-    at: a tolerance, clock, tensor or implementation, as the metric wants.  limit: in the metric's unit, or percent.
-    to_base: the limit is a change from the base report: relative if percent.
-    spelling: the option as the user gave it, "min-speedup 1.5"; it is what reports show.
-    """
-
-    metric: Text
-    at: Text = ""
-    limit: NotNegative
-    percent: bool = False
-    to_base: bool = False
-    spelling: Text = ""
-
-    @model_validator(mode="after")
-    def _is_known(self) -> Condition:
-        if self.metric not in _METRICS:
-            raise ValueError(f"there is no metric {self.metric}")
-        places = {"match": ("0", "1e-3", "1e-2"), "time": ("call", "device"), "slower-call": ("call",)}
-        if self.at and self.metric != "speedup" and self.at not in places.get(self.metric, ()):
-            raise ValueError(f"there is no {self.metric} at {self.at}")
-        return self
-
-
-class Verdict(Record):
-    """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.  found: in words."""
-
-    condition: Condition
-    case: Text
-    holds: bool | None
-    found: Text = ""
-
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.condition.spelling, self.case, self.found) if part)
 
 
 class LeftOut(Record):

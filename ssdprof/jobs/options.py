@@ -23,7 +23,7 @@ from ssdprof.files import regular
 
 if TYPE_CHECKING:
     from ssdprof.core.base import DType
-    from ssdprof.core.report import Condition
+    from ssdprof.core.conditions import Condition
     from ssdprof.kernels.registry import Implementation
     from ssdprof.operators.generate import Cell, Tokens
 

@@ -20,7 +20,8 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
 from ssdprof.core.case import call_size
-from ssdprof.core.report import Condition, Report, Requested
+from ssdprof.core.conditions import Condition
+from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import (
     CallRef,
     CaptureManifest,

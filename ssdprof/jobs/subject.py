@@ -18,8 +18,7 @@ from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
-from ssdprof.core.conditions import of_options, parse_percent
-from ssdprof.core.report import Condition
+from ssdprof.core.conditions import LIMITS, Condition, of_options, parse_percent
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
 from ssdprof.core.words import words
 from ssdprof.environment.child import started
@@ -238,11 +237,7 @@ def read(options: Options) -> Options:
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
     """Those of the command line, then those of the settings file, if the command reads it."""
-    names = ("min_speedup", "max_rms_ratio", "max_kl", "min_top1", "max_perplexity_increase")
-    limits = {name: getattr(options, name, None) for name in names}
-    given = of_options(
-        **limits, min_match=getattr(options, "min_match", None) or (), gates=getattr(options, "gate", None) or ()
-    )
+    given = of_options(getattr(options, "gate", None) or (), **{name: getattr(options, name, None) for name in LIMITS})
     if not hasattr(options, "config"):
         return given
     return settings.gates(options.config, given, prefill=isinstance(options, declared.PrefillOptions))

@@ -11,8 +11,8 @@ from cases import answers, band, bench, case, cell, deviation, failed, of_answer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdprof.core.conditions import METRICS, broken, of_options, parse, verdicts
-from ssdprof.core.report import Condition, LeftOut, Report
+from ssdprof.core.conditions import METRICS, Condition, broken, of_options, parse, verdicts
+from ssdprof.core.report import LeftOut, Report
 from ssdprof.errors import BadInputError
 
 NUMBERS = st.floats(min_value=0, max_value=1e9, allow_nan=False)
