@@ -13,6 +13,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -167,6 +168,8 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         asked = kind(**given)
+        if hasattr(asked, "command"):
+            asked = replace(asked, command=terminal.command_line())
         if Commands.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
             _module("commands.stored").after_child(names, ended, as_json=getattr(asked, "json", False))
             return

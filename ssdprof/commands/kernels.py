@@ -34,7 +34,7 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
     ranks = join()
     reports = ranks is None or ranks.first  # the first rank reports for all
     watcher: Watcher = output.TerminalWatcher() if reports else Watcher()
-    request = bench_job.resolved(replace(options, command=terminal.command_line()), names, too_large, watcher)
+    request = bench_job.resolved(options, names, too_large, watcher)
     if not options.no_tuned:
         tuned.use_saved(watcher.say)
     operator = operators.get(options.operator)
@@ -79,7 +79,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         found.append(find is not None)
         write(report)
 
-    header = {"subject": options.where or operator.name, "command": terminal.command_line()}
+    header = {"subject": options.where or operator.name, "command": options.command}
     report = tune_job.tune(operator, sources, wanted, device, watcher, keep, budget=options.budget, **header)
     write(report)
     if any(found) and report.environment.gpu:
@@ -98,7 +98,7 @@ def stalls(options: StallsOptions) -> None:
     else:
         watcher = output.TerminalWatcher()
         found = None if options.no_tuned else tuned.use_saved(watcher.say)
-        folder, report = stalls_job.profile(replace(options, tuned=found, command=terminal.command_line()), watcher)
+        folder, report = stalls_job.profile(replace(options, tuned=found), watcher)
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +56,6 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     watcher = TerminalWatcher() if reports else Watcher()
-    options = replace(options, command=terminal.command_line())
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = run_job.run(found, options, watcher, ranks)
@@ -140,7 +139,6 @@ def answers(options: AnswersOptions, subject: Subject) -> None:
         return
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    options = replace(options, command=terminal.command_line())
     with terminal.only_data_on_stdout():
         folder, report = answers_job.answers(subject, options, TerminalWatcher())
     shown = tables.render(compose(report), verdict_last=True)
@@ -152,7 +150,6 @@ def prefill(options: PrefillOptions) -> None:
     subject = prefill_job.find(options)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    options = replace(options, command=terminal.command_line())
     with terminal.only_data_on_stdout():
         folder, report = prefill_job.time_prefills(options, subject, TerminalWatcher())
     output.finish(report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder))

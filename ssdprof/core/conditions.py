@@ -214,7 +214,7 @@ def parse(option: str, text: str) -> Condition:
 
 
 def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...]:
-    """The conditions of `LIMITS`, by name, in the order of the table, and of --gate.  None: an option that was not given.
+    """The conditions of the options in `LIMITS`, in its order, and of --gate.  None: one that was not given.
 
     Raises BadInputError for an invalid one.
     """

@@ -596,3 +596,4 @@ class TuneOptions:
     dry_run: bool = flag("--dry-run", "List the candidates, and stop.")
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
     json: Json = False
+    command: tuple[str, ...] = derived(())

@@ -49,7 +49,8 @@ class Ranks:
     def told(self, key: str, by: int) -> str:
         """What a rank tells; waits for it.  MissingCapabilityError if it dies before."""
         while not self.store.check([key]):
-            self.require_alive(by)
+            if not self.alive(by):
+                raise self.gone(by)
             time.sleep(POLL_S)
         found: str = self.store.get(key).decode()
         return found
@@ -57,11 +58,6 @@ class Ranks:
     def alive(self, rank: int) -> bool:
         """Whether the rank's process runs; one that has not yet joined lives."""
         return not self.store.check([f"{rank}/process"]) or _runs(int(self.store.get(f"{rank}/process")))
-
-    def require_alive(self, rank: int) -> None:
-        """MissingCapabilityError, with its name, if the rank's process has died."""
-        if not self.alive(rank):
-            raise self.gone(rank)
 
     def gone(self, rank: int) -> MissingCapabilityError:
         """The error for a rank that died."""

@@ -250,7 +250,7 @@ def opened(
         try:
             yield writer
             for number in range(header.ranks, header.files) if first else ():
-                if not ((line := _lines(path / f"cases.{number}.jsonl")[1]) and line.complete):
+                if not _last(path, number).complete:
                     with watcher.step(f"Process {number + 1} of {header.samplers}"):
                         sample_again(header.command, path, number)
             writer.update(complete=True)
@@ -291,12 +291,10 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
     report = writer.kept()
     if not report.cases:
         return "What was done could not be kept."
-    layers, cases = len(report.captured), len(report.of_calls) + len(report.of_prefill)
-    answers = len(report.of_answers)
-    parts = [f"{cases} case{'s' * (cases != 1)}"] if cases or not answers else []
-    if parts and layers:
-        parts[0] += f" of {layers} layer{'s' * (layers != 1)}"
-    parts += [f"{answers} case{'s' * (answers != 1)} of answers"] if answers else []
+    cases, answers = len(report.of_calls) + len(report.of_prefill), len(report.of_answers)
+    of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
+    parts = [plural(cases, "case") + of] if cases or not answers else []
+    parts += [f"{plural(answers, 'case')} of answers"] if answers else []
     kept = f"What was done is kept in {writer.folder}, marked as partial: {' and '.join(parts)}."
     return f"{kept}  The same command with --out {shlex.quote(str(writer.folder))} goes on."
 
@@ -311,7 +309,7 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
         return None
     with locked(file, *_TAKEN) as opened_file:
         _cut(opened_file)
-        complete = (process := _lines(file)[1]) is not None and process.complete
+        complete = _last(folder, rank).complete
         writer = Writer(folder, _document(folder / HEADER), opened_file)
         if case:
             writer.case(Case.model_validate_json(case).changed(status="failed", reason=why))
@@ -329,14 +327,13 @@ def _wait(path: Path, ranks: Ranks) -> None:
         if rank == ranks.rank:
             continue
         ranks.told(f"{rank}/open", rank)
-        file = path / f"cases.{rank}.jsonl"
-        with file.open("rb") as opened_file:
+        with (path / f"cases.{rank}.jsonl").open("rb") as opened_file:
             while not _free(opened_file):
                 time.sleep(POLL_S)
-        last = _lines(file)[1]
-        if last is None or not last.complete:
+        last = _last(path, rank)
+        if not last.complete:
             error = ranks.gone(rank)
-            if last and last.ended:
+            if last.ended:
                 raise MissingCapabilityError(f"Rank {rank} of {ranks.count} ended: {last.ended}.", error.hint)
             raise error
 
@@ -345,8 +342,8 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
     """The error for another rank that died; None if there is none.  One that noted its end has a message of its own."""
     for rank in range(ranks.count):
         if rank != ranks.rank and not ranks.alive(rank):
-            last = _lines(path / f"cases.{rank}.jsonl")[1]
-            if rank == FIRST or last is None or not (last.complete or last.ended):
+            last = _last(path, rank)
+            if rank == FIRST or not (last.complete or last.ended):
                 return ranks.gone(rank)
     return None
 
@@ -383,21 +380,15 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 def latest(*kinds: str) -> Path | None:
     """The report under `runs/` that was started last, of one of the kinds."""
-    found = [(one.created, one.id, path) for path, one in _headers(RUNS) if one and one.kind in kinds]
+    headers = _readable(RUNS, lambda path: _document(path / HEADER))
+    found = [(one.created, one.id, path) for path, one in headers if isinstance(one, Report) and one.kind in kinds]
     return max(found)[2] if found else None
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
     """The reports directly under `folder`, the newest first, unreadable ones last, with what is wrong with them."""
-    found: list[tuple[str, Path, Report | SsdprofError]] = []
-    for path, _ in _headers(folder):
-        try:
-            report = _folder(path)
-        except SsdprofError as error:
-            found.append(("", path, error))
-        else:
-            found.append((report.created, path, report))
-    return tuple((path, one) for _, path, one in sorted(found, key=lambda each: each[:2], reverse=True))
+    found = _readable(folder, _folder)
+    return tuple(sorted(found, key=lambda each: (getattr(each[1], "created", ""), each[0]), reverse=True))
 
 
 def dump(report: Report) -> str:
@@ -405,16 +396,14 @@ def dump(report: Report) -> str:
     return report.model_dump_json(exclude_defaults=True, indent=1)
 
 
-def _headers(folder: Path) -> Iterator[tuple[Path, Report | None]]:
-    """Folders of reports directly under `folder`, with their headers; None for a damaged one."""
-    if not folder.is_dir():
-        return
-    for path in folder.iterdir():
+def _readable(folder: Path, read: Callable[[Path], Report]) -> Iterator[tuple[Path, Report | SsdprofError]]:
+    """Folders of reports directly under `folder`, with what `read` gives or raises."""
+    for path in folder.iterdir() if folder.is_dir() else ():
         if (path / HEADER).is_file():
             try:
-                yield path, _document(path / HEADER)
-            except SsdprofError:
-                yield path, None
+                yield path, read(path)
+            except SsdprofError as error:
+                yield path, error
 
 
 def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
@@ -506,6 +495,11 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
             what = f"not JSON: {library_message(error)}"
             raise BadInputError(f"{file} is damaged, line {number}: {what}.", _AGAIN) from error
     return cases, process
+
+
+def _last(folder: Path, number: int) -> ProcessLine:
+    """The last line of a process; an empty one if there is none."""
+    return _lines(folder / f"cases.{number}.jsonl")[1] or ProcessLine()
 
 
 def _text(file: Path) -> str:
