@@ -19,7 +19,7 @@ from documented_kernels import DOCUMENT, write_example
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.core.base import PrecisionRecord
 from ssdprof.core.case import Case
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.measure import isolate

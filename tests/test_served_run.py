@@ -9,7 +9,7 @@ from command_line import DEMOS, Answer
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.store import CaptureWriter
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerCapture, Serving
 from ssdprof.jobs import compare, limits

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
@@ -18,11 +17,14 @@ from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, laye
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object
+from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ssdprof.checkpoint.meta import Mixer
+    from ssdprof.checkpoint import meta
+else:
+    meta = lazy("ssdprof.checkpoint.meta")  # imports transformers: a wrong name or layer is refused before that
 
 _ADAPTER = "adapter_config.json"
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
@@ -60,24 +62,14 @@ class Model:
     @cached_property
     def on_meta(self) -> PreTrainedModel:
         """The whole base model on the meta device; raises what `meta.build` raises."""
-        self._meta.check_known(self.config, self.where)
+        meta.check_known(self.config, self.where)
         plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
-        built: PreTrainedModel = self._meta.build(plain, self.source.label)
-        return built
+        return meta.build(plain, self.source.label)
 
     @cached_property
-    def mixers(self) -> tuple[Mixer, ...]:
+    def mixers(self) -> tuple[meta.Mixer, ...]:
         """Modules of `on_meta` that call an operator; BadInputError if there are none."""
-        found: tuple[Mixer, ...] = self._meta.find_mixers(
-            self.on_meta, f"{self.where}, of type {shown(self.model_type)},"
-        )
-        return found
-
-    @cached_property
-    def _meta(self) -> ModuleType:
-        from ssdprof.checkpoint import meta  # imports transformers: a wrong name or layer is refused before that
-
-        return meta
+        return meta.find_mixers(self.on_meta, f"{self.where}, of type {shown(self.model_type)},")
 
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
@@ -99,16 +91,11 @@ class Model:
         return CheckpointRef(
             requested=self.requested,
             source="demo" if self.requested in DEMO_FOLDERS else "local" if self.source.revision is None else "hub",
-            repo_id=self.source.label,
-            revision=self.source.revision,
-            model_type=self.model_type,
-            layers=self.layers,
-            layer_count=self.layer_count,
-            siblings=self.siblings,
-            quantization=self.quantization,
+            repo_id=self.source.label, revision=self.source.revision, model_type=self.model_type, layers=self.layers,
+            layer_count=self.layer_count, siblings=self.siblings, quantization=self.quantization,
             trained_context=(checkpoint and checkpoint.trained_context) or self._number("max_position_embeddings"),
             random_weights=self.random_weights,
-        )
+        )  # fmt: skip
 
     @property
     def vocab_size(self) -> int | None:
@@ -147,7 +134,7 @@ class Model:
                 f"Layers with the operator: {', '.join(str(layer.index) for layer in self.layers)}.",
             )
         wanted, kinds = deepest_layer + 1, getattr(self.on_meta.config, "layer_types", None) or []
-        if "full_attention" in kinds[wanted:] and not self._meta.accepts(self.cut_config(wanted)):
+        if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
             return int(kinds.index("full_attention")) + 1
         return wanted
 

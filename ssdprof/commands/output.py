@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ssdprof.commands import terminal
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
@@ -68,18 +68,10 @@ class TerminalWatcher(Watcher):
         """A bar below those of outer steps, drawn at progress: a thread would share the interpreter with timed work."""
         outermost = self._bars is None
         bars = self._bars = self._bars or Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self._console,
-            transient=True,
-            auto_refresh=False,
-            speed_estimate_period=_ETA_FROM,
-        )
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+            console=self._console, transient=True, auto_refresh=False, speed_estimate_period=_ETA_FROM,
+        )  # fmt: skip
 
         def advance(amount: int) -> None:
             bars.advance(task, amount)

@@ -73,19 +73,12 @@ def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
     if isinstance(report, SsdprofError):
         return ListedRun(name=path.name, verdict="unreadable", reason=report.message)
     return ListedRun(
-        name=path.name,
-        kind=report.kind,
-        created=report.created,
-        commit=report.commit,
-        model=report.subject,
+        name=path.name, kind=report.kind, created=report.created, commit=report.commit, model=report.subject,
         random_weights=bool(report.model and report.model.random_weights),
-        seqlens=tuple(prompt.seqlen for prompt in report.prompts),
-        layers=len(report.captured),
-        cases=len(report.cases),
-        gpu=report.environment.gpu.name if report.environment.gpu else None,
-        verdict=brief.verdict_word(report),
+        seqlens=tuple(prompt.seqlen for prompt in report.prompts), layers=len(report.captured), cases=len(report.cases),
+        gpu=report.environment.gpu.name if report.environment.gpu else None, verdict=brief.verdict_word(report),
         state="complete" if report.complete else "partial",
-    )
+    )  # fmt: skip
 
 
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:

@@ -14,8 +14,7 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionRecord, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import SLOWER, Condition, Verdict, judge, metric_of, number
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import SLOWER, Condition, Outcome, Verdict, judge, metric_of, number
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.errors import BadInputError
@@ -187,14 +186,10 @@ def compare(
         for name in dict.fromkeys((*ours, *theirs))
     ]
     return Comparison(
-        base=base,
-        new=new,
-        smallest_difference=smallest_difference,
-        machine=_different(_needs(one), _needs(other)),
-        pairs=tuple(pairs),
-        totals=tuple(_totals(pairs, smallest_difference)),
+        base=base, new=new, smallest_difference=smallest_difference, machine=_different(_needs(one), _needs(other)),
+        pairs=tuple(pairs), totals=tuple(_totals(pairs, smallest_difference)),
         verdicts={condition: tuple(_offenders(condition, pairs, other)) for condition in conditions},
-    )
+    )  # fmt: skip
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:

@@ -240,14 +240,10 @@ class Chooser:
             try:
                 with meta.quiet_transformers():
                     self._known[seqlen, length] = memory.predict_memory(
-                        self._model.base_model,
-                        {layer.index for layer in self._subject.layers},
-                        seqlen=seqlen,
-                        segment_length=length,
-                        batch=self._batch,
-                        on_gpu=self.main != "cpu",
+                        self._model.base_model, {layer.index for layer in self._subject.layers}, seqlen=seqlen,
+                        segment_length=length, batch=self._batch, on_gpu=self.main != "cpu",
                         serving=self._subject.serving,
-                    )
+                    )  # fmt: skip
             except Exception as error:  # the model's code may raise any error; a real run reports it
                 why = library_message(error)
                 self.remark = f"The memory that is needed besides the weights is not known, because of an error: {why}."
@@ -328,33 +324,23 @@ def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
     BadInputError for a config that transformers cannot use, and for a missing file of a capture.
     """
     of = partial(
-        DryRun,
-        checkpoint=found.ref,
-        layers=found.layers,
-        seqlens=found.seqlens,
-        batch=found.batch,
-        serving=found.serving,
-        tensor_parallel=tensor_parallel,
-        device=str(limits.device()),
+        DryRun, checkpoint=found.ref, layers=found.layers, seqlens=found.seqlens, batch=found.batch,
+        serving=found.serving, tensor_parallel=tensor_parallel, device=str(limits.device()),
         free_bytes=limits.free_bytes(),
-    )
+    )  # fmt: skip
     if isinstance(found, Stored):
         sizes = {capture.file: _size(found.folder / capture.file) for capture in found.chosen}
         return of(
             dims=stored_dims(found.chosen[0]).words,
             files=tuple(PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()),
-            weight_bytes=0,
-            notes=() if found.manifest.complete else (BROKEN_OFF,),
-        )
+            weight_bytes=0, notes=() if found.manifest.complete else (BROKEN_OFF,),
+        )  # fmt: skip
     files = found.located.files(found.deepest_layer, head=found.whole)
     placement, remark = _placement(found)
     return of(
-        dims=found.located.size_words(found.layers[0]),
-        files=files,
-        weight_bytes=found.weight_bytes,
-        placement=placement,
-        notes=(*found.located.notes, *found.located.caveats, *filter(None, [remark])),
-    )
+        dims=found.located.size_words(found.layers[0]), files=files, weight_bytes=found.weight_bytes,
+        placement=placement, notes=(*found.located.notes, *found.located.caveats, *filter(None, [remark])),
+    )  # fmt: skip
 
 
 def check_start(planned: DryRun, found: Subject | Stored) -> None:
@@ -431,24 +417,15 @@ class Loaded:
         subject = self.subject
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             capture_layers(
-                self.model,
-                ids,
-                subject.layers,
-                ref=subject.ref,
-                segment_length=segment_length,
-                on_layer=on_layer,
-                serving=subject.serving,
-                head=partial(logits, self.whole) if subject.serving.decode else None,
-            )
+                self.model, ids, subject.layers, ref=subject.ref, segment_length=segment_length, on_layer=on_layer,
+                serving=subject.serving, head=partial(logits, self.whole) if subject.serving.decode else None,
+            )  # fmt: skip
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
         return store.CaptureWriter(
-            folder,
-            checkpoint=self.subject.ref,
-            prompts=self.prompts,
-            segment_length=max(self.segment_lengths),
+            folder, checkpoint=self.subject.ref, prompts=self.prompts, segment_length=max(self.segment_lengths),
             overwrite=overwrite,
-        )
+        )  # fmt: skip
 
 
 def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
@@ -518,14 +495,9 @@ def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
     built = []
     for seqlen in subject.seqlens:
         ids, prompt = build_prompt(
-            tokenizer.folder if tokenizer else None,
-            seqlen,
-            kind="file" if request.prompt_file else request.prompt,
-            file=request.prompt_file,
-            vocab_size=vocabulary,
-            batch=subject.batch,
-            packed=subject.serving.packed,
-        )
+            tokenizer.folder if tokenizer else None, seqlen, kind="file" if request.prompt_file else request.prompt,
+            file=request.prompt_file, vocab_size=vocabulary, batch=subject.batch, packed=subject.serving.packed,
+        )  # fmt: skip
         if vocabulary is not None:
             check_ids(vocabulary, ids)
         words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer

@@ -14,7 +14,7 @@ from rich.text import Text
 from ssdprof.core import words as fmt
 from ssdprof.core.base import DType, Intermediates, grouped, precisions_for
 from ssdprof.core.case import Case
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError, harmless
 from ssdprof.report import calls, model, terminal

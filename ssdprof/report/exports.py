@@ -20,8 +20,7 @@ import numpy as np
 from ssdprof.core import words as fmt
 from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, Clock, PartName
 from ssdprof.core.case import Case, Launch, Summary
-from ssdprof.core.conditions import judged
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import Outcome, judged
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims, LayerRef

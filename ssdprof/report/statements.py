@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ssdprof.core import words as fmt
 from ssdprof.core.base import LONGEST_SEQLEN, PrecisionRecord, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import METRICS, Verdict
-from ssdprof.core.outcome import Outcome, exact_answer_is_finite
+from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.calls import baseline_us
 from ssdprof.report.facts import gpu_name

@@ -21,14 +21,9 @@ def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
-        version=VERSION,
-        id="",
-        created=created,
-        command=command,
-        commit=_commit(),
-        ssdprof_version=__version__,
+        version=VERSION, id="", created=created, command=command, commit=_commit(), ssdprof_version=__version__,
         **fields,
-    )
+    )  # fmt: skip
     return report.changed(notes=(*report.notes, *_notes(report, report.model))) if report.model else report
 
 

@@ -8,8 +8,7 @@ import cases
 import pytest
 from cases import EXACT_FP32, RELAXED_FP32, answers, band, bench, cell, failed, of_answers, of_prefill, prefill
 
-from ssdprof.core.conditions import of_options
-from ssdprof.core.outcome import Outcome, exact_answer_is_finite
+from ssdprof.core.conditions import Outcome, exact_answer_is_finite, of_options
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
 
 

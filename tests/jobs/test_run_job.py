@@ -17,7 +17,7 @@ from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels
 from ssdprof.core.base import precisions_for
-from ssdprof.core.outcome import Outcome
+from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
 from ssdprof.jobs import compare, limits, subject
