@@ -19,9 +19,9 @@ from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Watcher
-from ssdprof.report import html, tuning
+from ssdprof.report import html
 from ssdprof.report import stalls as stall_report
-from ssdprof.report.document import compose
+from ssdprof.report.document import candidates, compose, of_tuning
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
@@ -62,7 +62,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         searches = tune_job.planned(operator, sources, wanted)
         if options.json:
             terminal.print_json(searches)
-        elif table := tuning.candidates(searches):
+        elif table := candidates(searches):
             terminal.out().print(SplitTable(table, rest="--json"))
         return
     watcher = output.TerminalWatcher()
@@ -88,7 +88,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
     if options.json:
         print(dump(report))
     else:
-        terminal.out().print(render(tuning.compose(report), rest="--json"))
+        terminal.out().print(render(of_tuning(report), rest="--json"))
 
 
 def stalls(options: StallsOptions) -> None:

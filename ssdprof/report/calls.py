@@ -211,11 +211,10 @@ def launches(report: Report) -> Table | None:
 
     def used(cases: Sequence[Case]) -> str:
         """Precisions and sizes, if not all of the implementation."""
+        own = every[cases[0].implementation]
         ordered = sorted(cases, key=lambda case: (*precision_order(case.precision), -case.seqlen))
-        own = [dict.fromkeys(map(kind, ordered)) for kind in kinds]
-        alls = [set(map(kind, every[cases[0].implementation])) for kind in kinds]
-        some = ["; ".join(one) for one, among in zip(own, alls, strict=True) if len(one) < len(among)]
-        return " at ".join(some) or "all"
+        some = (dict.fromkeys(map(kind, ordered)) for kind in kinds if set(map(kind, cases)) < set(map(kind, own)))
+        return " at ".join(map("; ".join, some)) or "all"
 
     headers = (
         "implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy", "configuration", "used for"

@@ -9,8 +9,7 @@ from typing import Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.case import Case
-from ssdprof.core.pairs import Comparison, Pair, Total, subject, unfinished
-from ssdprof.core.report import Report
+from ssdprof.core.pairs import Comparison, Pair, Side, Total, subject, unfinished
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
@@ -79,7 +78,6 @@ def compose(comparison: Comparison, stalls: Sequence[StageChange] = (), *, every
     base, new = comparison.base[0], comparison.new[0]
     return Document(
         title=f"ssdprof compare: BASE {base}, NEW {new}",
-        name=new,
         verdict=tuple(_verdict(comparison)),
         caveats=tuple(_caveats(comparison)),
         sections=tuple(_sections(comparison, stalls, every)),
@@ -120,12 +118,9 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool) -> Iterator[Section]:
     both = [pair for pair in comparison.pairs if pair.base and pair.new]
 
-    def speedup(side: tuple[str, Report], case: Case | None) -> str:
+    def speedup(side: Side, case: Case | None) -> str:
         found = side[1].speedup(case) if case else None
-        return fmt.ratio(found.value if found else None)
-
-    def us(case: Case | None) -> str:
-        return fmt.duration(case.time_us.value if case and case.time_us else None)
+        return fmt.ratio(found and found.value)
 
     columns: tuple[Column[Pair], ...] = (
         *_NAMES,
@@ -133,8 +128,7 @@ def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool
         Column("time,\nBASE / NEW", lambda pair: fmt.speedup(pair.time, by_call=bool(pair.case.prefill))),
         Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call, by_call=True)),
         Column("speedup,\nNEW / BASE", lambda pair: fmt.speedup(pair.over_baseline, by_call=bool(pair.case.prefill))),
-        Column("time,\nBASE", lambda pair: us(pair.base)),
-        Column("time,\nNEW", lambda pair: us(pair.new)),
+        *_of_both("time", fmt.duration, lambda case: case.time_us and case.time_us.value),
         Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),
         Column("speedup,\nNEW", lambda pair: speedup(comparison.new, pair.new)),
     )
@@ -144,34 +138,34 @@ def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool
     for title, values in _VALUES.items():
         yield section(title, _side_by_side(title, both, values, every))
     note = "Times under ncu cannot be compared with those of a run."
-    yield section(
-        "Stalls by stage", table("Busy warp samples of each stage, by ncu", _STALLS, stalls, keys=2, note=note)
-    )
+    shares = table("Busy warp samples of each stage, by ncu", _STALLS, stalls, keys=2, note=note)
+    yield section("Stalls by stage", shares)
     yield section("Not compared", _unpaired(comparison.pairs))
     yield section("What ran", _facts(comparison))
 
 
+def _of_both(header: str, show: Callable[[Any], str], of: Callable[[Case], Any]) -> tuple[Column[Pair], Column[Pair]]:
+    def cell(case: Case | None) -> str:
+        return show(of(case)) if case else fmt.MISSING
+
+    base: Column[Pair] = Column(f"{header},\nBASE", lambda pair: cell(pair.base))
+    return base, Column(f"{header},\nNEW", lambda pair: cell(pair.new))
+
+
 def _side_by_side(title: str, pairs: Sequence[Pair], values: Sequence[_Value], every: bool) -> Table | None:
     """The cells of BASE and NEW; without `every` only cases with another cell, and columns that differ."""
-    rows: list[tuple[Pair, list[str], list[str]]] = []
-    for pair in pairs:
-        before, now = ([show(of(case)) for _, show, of in values] for case in (pair.base, pair.new) if case)
-        if before != now or (every and any(cell not in ("", fmt.MISSING) for cell in (*before, *now))):
-            rows.append((pair, before, now))
-    differ = [i for i in range(len(values)) if every or any(before[i] != now[i] for _, before, now in rows)]
-    cells = [
-        (*(one.of(pair) for one in _NAMES), *(cell for i in differ for cell in (before[i], now[i])))
-        for pair, before, now in rows
-    ]
-    headers = [f"{values[i][0]},\n{side}" for i in differ for side in ("BASE", "NEW")]
-    return strings(
-        f"{title}, side by side",
-        (*(one.header for one in _NAMES), *headers),
-        cells,
-        f"lll{'r' * len(headers)}",
-        keys=3,
-        note="" if every else "Only cases that changed; all of them with --format markdown.",
-    )
+    columns = [_of_both(*one) for one in values]
+
+    def differs(pair: Pair, base: Column[Pair], new: Column[Pair]) -> bool:
+        return base.of(pair) != new.of(pair)
+
+    def is_shown(pair: Pair) -> bool:
+        return any(differs(pair, *both) or (every and both[0].of(pair) not in ("", fmt.MISSING)) for both in columns)
+
+    rows = [*filter(is_shown, pairs)]
+    shown = (one for both in columns if every or any(differs(pair, *both) for pair in rows) for one in both)
+    note = "" if every else "Only cases that changed; all of them with --format markdown."
+    return table(f"{title}, side by side", (*_NAMES, *shown), rows, keys=3, note=note)
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Table | None:
@@ -181,12 +175,9 @@ def _unpaired(pairs: Sequence[Pair]) -> Table | None:
         found = {name: case.result for name, case in (("BASE", pair.base), ("NEW", pair.new)) if case}
         return ", ".join(f"{name} {result}" for name, result in found.items())
 
-    left = [
-        pair
-        for pair in pairs
-        if pair.verdict.startswith(("only", "not"))
-        and not (pair.verdict == "not timed" and results(pair) == "BASE passed, NEW passed")
-    ]
+    said = ("not timed", "BASE passed, NEW passed")
+    unjudged = [pair for pair in pairs if pair.verdict.startswith(("only", "not"))]
+    left = [pair for pair in unjudged if (pair.verdict, results(pair)) != said]
     why: Column[Pair] = words("why", lambda pair: pair.verdict)
     more: Column[Pair] = words("more", lambda pair: "; ".join(pair.incomparable) or results(pair))
     return table("Cases without a verdict on speed", (*_NAMES, why, more), left, keys=3)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import grouped
+from ssdprof.core.case import Case
 from ssdprof.core.report import Report
+from ssdprof.core.tuned import PlannedSearches
 from ssdprof.report import calls, model
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
-from ssdprof.report.table import Document, Section, facts, section
+from ssdprof.report.table import Column, Document, Section, Table, facts, section, table, text
 
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
+_MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
+_TUNING_READING = (
+    "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed configuration's time over "
+    "the candidate's, sampled in turns, with its 95 % interval.  A configuration that is kept was compared with the "
+    "fp64 oracle on the timed inputs, and is more than 1 % faster with 95 % confidence."
+)
 
 
 def compose(report: Report) -> Document:
     """The whole report: the verdict first, then the tables, then every layer."""
     return Document(
         title=heading(report),
-        name=report.id,
         version=report.ssdprof_version,
         origin=origin(report),
         verdict=(*verdict_lines(report), *in_short(report)),
@@ -65,3 +73,47 @@ def _sections(report: Report) -> Iterator[Section]:
     for group in (group for group in found if group.calls > 1):
         yield section(f"Speed of each layer {group.where}", calls.speed_by_layer(group), folded=True)
         yield section(f"Accuracy of each layer {group.where}", *calls.errors_by_layer(group), folded=True)
+
+
+# --- of ssdprof tune
+
+
+def of_tuning(report: Report) -> Document:
+    """What each search of `ssdprof tune` found."""
+    searches = grouped(report.cases, lambda case: (case.place, case.precision)).values()
+    left = (f"{one.place}: left out: {one.reason}." for one in report.left_out)
+    return Document(
+        title=f"ssdprof tune: {report.subject}",
+        version=report.ssdprof_version,
+        sections=(
+            section("Searches", *(_search(report, own) for own in searches), (*report.remarks, *left), _TUNING_READING),
+        ),
+    )
+
+
+def candidates(searches: PlannedSearches) -> Table | None:
+    """The table of a dry run."""
+    rows = ((search, "; ".join(found) or "none") for search, found in searches.items())
+    return facts("Candidates, by what they change in the committed configuration", ("search", "candidates"), rows)
+
+
+def _search(report: Report, cases: Sequence[Case]) -> Table | None:
+    committed = next(one for one in cases if one.implementation == report.baseline)
+    timed = sorted((one for one in cases if one.device_us), key=lambda one: one.device_us or (0.0,))
+    shown = [one for place, one in enumerate(timed) if place < _MOST_CANDIDATES or one is committed]
+
+    def verdict(case: Case) -> str:
+        said = "" if case is committed and case.device_us else report.faster(case) or case.result
+        return f"{said}: {case.why}" if case.why else said
+
+    return table(
+        f"{committed.place}, {committed.precision.intermediates}: {committed.variant} kernel",
+        (
+            text("candidate", lambda case: case.implementation),
+            Column("device", lambda case: fmt.duration(case.device_us and case.device_us.value)),
+            Column("ratio", lambda case: fmt.speedup(report.speedup(case))),
+            text("verdict", verdict, wraps=True),
+        ),
+        (*shown, *(one for one in cases if not one.device_us)),
+        note=f"Committed: {committed.plan}.  {len(cases)} tried.",
+    )

@@ -23,7 +23,7 @@ from ssdprof.core.case import Case, Launch, Summary
 from ssdprof.core.conditions import Outcome, judged
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Dims, LayerRef
+from ssdprof.core.subject import LayerRef
 from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
@@ -47,15 +47,10 @@ def rows(report: Report) -> tuple[Case, ...]:
 # --- CSV
 
 Row = dict[str, object]  # header, with its unit -> value
-_EMPTY = Case(
-    layer=LayerRef(index=0, name="", operator=""),
-    dims=Dims(operator="", batch=1, seqlen=1, chunk_size=None, dtype="fp32", sizes={}, words=""),
-    batch=1,
-    seqlen=1,
-    implementation="",
-    precision=EXACT_FP32,
-    status="failed",
-)  # for the headers of a report without cases
+_ANY = LayerRef(index=0, name="", operator="")
+_EMPTY = Case.model_construct(  # for the headers of a report without cases
+    layer=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
+)
 
 
 def csv(report: Report) -> str:

@@ -76,7 +76,7 @@ def when(created: str) -> str:
 # --- what ran
 
 
-def what_ran(report: Report) -> Table:
+def what_ran(report: Report) -> Table | None:
     """The model, the prompt, the machine and the settings behind every number."""
     found = (*_subject(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), found)

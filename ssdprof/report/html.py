@@ -17,7 +17,7 @@ from ssdprof.report import plots
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
-from ssdprof.report.groups import Group, groups
+from ssdprof.report.groups import groups
 from ssdprof.report.table import Document, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
@@ -43,8 +43,15 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
     found = () if report.kind == "bench" else groups(report)
-    extra = {SPEED: _speed(report, found, numbers), ACCURACY: _accuracy(found[:_LAYERED], numbers)}
-    parts = [_part(one, extra.get(one.title, ())) for one in document.sections]
+    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
+    lines = {
+        f"Error along {along.get(one.call.kind if one.call else None, 'a chunk')}, worst layer, {one.size}":
+        plots.along_positions(one)
+        for one in found[:_LAYERED]
+    }  # fmt: skip
+    bars = {"Speedup": plots.speedups(found), "Roofline of the operator": plots.roofline(report, found)}
+    pictures = {SPEED: bars, ACCURACY: lines}
+    parts = [_part(one, _pictures(numbers, pictures.get(one.title, {}).items())) for one in document.sections]
     parts += _stalls(stalls, numbers) if stalls else ()
     return _page(document, parts)
 
@@ -90,21 +97,6 @@ def _pictures(
     ]
     if shown:
         yield "pictures", shown
-
-
-def _speed(report: Report, found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
-    made = {"Speedup": plots.speedups(found), "Roofline of the operator": plots.roofline(report, found)}
-    yield from _pictures(numbers, made.items())
-
-
-def _accuracy(found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
-    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
-    made = {
-        f"Error along {along.get(group.call.kind if group.call else None, 'a chunk')}, worst layer, {group.size}":
-        plots.along_positions(group)
-        for group in found
-    }  # fmt: skip
-    yield from _pictures(numbers, made.items())
 
 
 def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:

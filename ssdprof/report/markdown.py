@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Mapping
 
@@ -32,7 +33,7 @@ def _section(section: Section) -> str:
     body = "\n\n".join(_block(block, section.title) for block in section.blocks)
     if not section.folded:
         return f"\n### {escape(section.title)}\n\n{body}\n"
-    return f"\n<details>\n<summary>{_html(section.title)}</summary>\n\n{body}\n\n</details>\n"
+    return f"\n<details>\n<summary>{html.escape(section.title, quote=False)}</summary>\n\n{body}\n\n</details>\n"
 
 
 def _block(block: Block, section: str) -> str:
@@ -70,10 +71,6 @@ def _unbroken(cell: str) -> str:
 
 def escape(text: str) -> str:
     """Text on one line, escaped for Markdown, HTML and GitHub's mathematics."""
-    text = _html(" ".join(text.split()))
+    text = html.escape(" ".join(text.split()), quote=False)
     text = re.sub(r"[\\`*|~$]|\](?=[(\[:])", r"\\\g<0>", text)
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # GitHub does not interpret it inside a word
-
-
-def _html(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -171,7 +171,6 @@ def compose(report: StallReport) -> Document:
             lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
     return Document(
         title=", ".join(filter(None, (*parts, report.gpu))),
-        name="",
         version=report.ssdprof_version,
         verdict=tuple(VerdictLine(line, True) for line in lines),
         caveats=tuple(_caveats(report)),
@@ -191,16 +190,16 @@ def _sections(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[Sec
     yield section("Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = [hint for group in found for hint in group.hints]
-    headers = ("kernel", "evidence, and what may help")
-    yield section("Hints", strings("What the numbers point to", headers, hints, "ll", wraps=1))
-    yield section("Hottest lines", *map(_hottest, found))
+    yield section("Hints", facts("What the numbers point to", ("kernel", "evidence, and what may help"), hints))
+    lines = (table(f"{one.name}: the hottest lines", _LINES, one.lines[:_HOTTEST], keys=2) for one in found)
+    yield section("Hottest lines", *lines)
     seen = dict.fromkeys(reason for group in found for reason, _ in most(group.all()))
     meanings = facts("Stall reasons", ("reason", "what the warp does"), ((one, meaning(one)) for one in seen))
-    yield section("What the reasons mean", meanings if seen else None, folded=True)
+    yield section("What the reasons mean", meanings, folded=True)
     checks = list(_checks("report", report.checks))
     checks += [row for one in report.kernels for row in _checks(one.kernel, one.checks, _sampled(one))]
-    headers4 = ("what", "requirement", "result", "detail")
-    yield section("Self-checks", strings("Self-checks", headers4, checks, "llll", wraps=1), folded=True)
+    headers = ("what", "requirement", "result", "detail")
+    yield section("Self-checks", strings("Self-checks", headers, checks, "llll", wraps=1), folded=True)
     ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
     yield section("What was profiled", ran, folded=True)
 
@@ -275,14 +274,11 @@ def by_stage(group: KernelGroup) -> Table | None:
         rows.append(row(name, share))
         if len(parts) > 1 or name not in parts:
             rows += [row(f"– {group.part(part) if part != name else 'other'}", found) for part, found in parts.items()]
-    idle = fmt.words(f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()) if group.idle else ""
-    return strings(
-        f"{group.name}: stages and stall reasons",
-        ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other"),
-        [*rows, row("all", group.all())] if rows else (),
-        f"l{'r' * (len(shown) + 3)}",
-        note=f"Not a cost and not in the table, of all samples: {idle}." if idle else "",
-    )
+    rows += [row("all", group.all())] if rows else []
+    idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]
+    note = f"Not a cost and not in the table, of all samples: {fmt.words(idle)}." if idle else ""
+    headers = ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other")
+    return strings(f"{group.name}: stages and stall reasons", headers, rows, f"l{'r' * (len(shown) + 3)}", note=note)
 
 
 def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
@@ -292,70 +288,58 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
         return None
     wholes = [{**group.whole(), "all": group.all()} for group in sampled]
 
-    def cells(name: str) -> Iterator[str]:
-        for group, whole in zip(sampled, wholes, strict=True):
-            pct = sum(whole[name].values()) if name in whole else None
-            yield from (fmt.duration(group.us(pct)), fmt.share(pct, 1))
+    def of_group(group: KernelGroup, whole: Mapping[str, Share]) -> tuple[Column[str], ...]:
+        def pct(stage: str) -> float | None:
+            return sum(whole[stage].values()) if stage in whole else None
+
+        time: Column[str] = Column(f"{group.name},\ntime", lambda stage: fmt.duration(group.us(pct(stage))))
+        return time, Column(f"{group.name},\nshare", lambda stage: fmt.share(pct(stage), 1))
 
     names = dict.fromkeys(name for whole in wholes for name in whole)
     order = sorted(names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole))
-    return strings(
-        f"Stage by stage: {fmt.words(group.name for group in sampled)}",
-        ("stage", *(f"{group.name},\n{unit}" for group in sampled for unit in ("time", "share"))),
-        [(name, *cells(name)) for name in order],
-        f"l{'r' * (2 * len(sampled))}",
-    )
+    columns = (one for pair in map(of_group, sampled, wholes) for one in pair)
+    title = f"Stage by stage: {fmt.words(group.name for group in sampled)}"
+    return table(title, (text("stage", str), *columns), order)
 
 
 def _averages(report: StallReport) -> Table | None:
-    found = [kernel for kernel in report.kernels if kernel.average]
+    def share(kernel: KernelStalls) -> Column[str]:
+        whole = sum(kernel.average.values())
+        return Column(kernel.kernel, lambda reason: fmt.share(100 * kernel.average.get(reason, 0.0) / whole, 1))
 
-    def share(kernel: KernelStalls, reason: str) -> str:
-        return fmt.share(100 * kernel.average.get(reason, 0.0) / sum(kernel.average.values()), 1)
-
-    return strings(
-        "Stall reasons, without samples",
-        ("reason", *(kernel.kernel for kernel in found), "what the warp does"),
-        [
-            (reason, *(share(kernel, reason) for kernel in found), meaning(reason))
-            for reason in dict.fromkeys(reason for kernel in found for reason in kernel.average)
-        ],
-        f"l{'r' * len(found)}l",
-        note="Percent of all warps' time, idle ones among them; which line or stage, the report does not say.",
-        wraps=len(found) + 1,
-    )
+    shares = [share(kernel) for kernel in report.kernels if kernel.average]
+    reasons = dict.fromkeys(reason for kernel in report.kernels for reason in kernel.average)
+    note = "Percent of all warps' time, idle ones among them; which line or stage, the report does not say."
+    columns: tuple[Column[str], ...] = (text("reason", str), *shares, text("what the warp does", meaning, wraps=True))
+    return table("Stall reasons, without samples", columns, reasons, note=note)
 
 
-def _hottest(group: KernelGroup) -> Table | None:
+def _waits(line: Line) -> str:
+    return ", ".join(f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
 
-    def cells(line: Line) -> tuple[str, ...]:
-        waits = (f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
-        place = f"{line.file}:{line.line}" if line.line else "no line"
-        return place, line.stage, ", ".join(waits), fmt.cut(line.text, _LONGEST_LINE)
 
-    rows = [(fmt.share(pct, 1), *cells(line)) for pct, line in group.lines[:_HOTTEST]]
-    headers = ("share", "line", "stage", "waits for", "source")
-    return strings(f"{group.name}: the hottest lines", headers, rows, "rllll", keys=2, wraps=4)
+_LINES: tuple[Column[tuple[float, Line]], ...] = (
+    Column("share", lambda row: fmt.share(row[0], 1)),
+    text("line", lambda row: f"{row[1].file}:{row[1].line}" if row[1].line else "no line"),
+    text("stage", lambda row: row[1].stage),
+    text("waits for", lambda row: _waits(row[1])),
+    text("source", lambda row: fmt.cut(row[1].text, _LONGEST_LINE), wraps=True),
+)
+_LAUNCHED: tuple[Column[tuple[Launched, Launch]], ...] = (
+    text("implementation", lambda row: row[0].implementation),
+    text("variant", lambda row: row[0].variant),
+    text("kernel", lambda row: row[1].kernel),
+    Column("registers", lambda row: fmt.count(row[1].registers)),
+    Column("spills", lambda row: fmt.count(row[1].spills)),
+    Column("shared", lambda row: fmt.size_words(row[1].shared_bytes)),
+    Column("occupancy", lambda row: fmt.share(row[1].warps_pct)),
+)
 
 
 def _launched(report: StallReport) -> Table | None:
-    Row = tuple[Launched, Launch]
-    columns: tuple[Column[Row], ...] = (
-        text("implementation", lambda row: row[0].implementation),
-        text("variant", lambda row: row[0].variant),
-        text("kernel", lambda row: row[1].kernel),
-        Column("registers", lambda row: fmt.count(row[1].registers)),
-        Column("spills", lambda row: fmt.count(row[1].spills)),
-        Column("shared", lambda row: fmt.size_words(row[1].shared_bytes)),
-        Column("occupancy", lambda row: fmt.share(row[1].warps_pct)),
-    )
-    return table(
-        "Resources of the kernels, from Triton",
-        columns,
-        [(one, launch) for one in report.launched for launch in one.launches],
-        keys=3,
-        note="Registers and spills are per thread, shared memory per block; occupancy is what these allow.",
-    )
+    rows = [(one, launch) for one in report.launched for launch in one.launches]
+    note = "Registers and spills are per thread, shared memory per block; occupancy is what these allow."
+    return table("Resources of the kernels, from Triton", _LAUNCHED, rows, keys=3, note=note)
 
 
 def _facts(report: StallReport) -> Iterator[Fact]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ssdprof.core import words as fmt
@@ -39,6 +38,19 @@ class Table:
     def __post_init__(self) -> None:
         if len(self.align) != len(self.headers) or any(len(row) != len(self.headers) for row in self.rows):
             raise ValueError(f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has")
+
+    def only(self, columns: Iterable[int]) -> Table:
+        """With some of its columns."""
+        kept = tuple(columns)
+        headers, *rows = (tuple(cells[column] for column in kept) for cells in (self.headers, *self.rows))
+        align = tuple(self.align[column] for column in kept)
+        wraps = kept.index(self.wraps) if self.wraps in kept else None
+        return replace(self, headers=headers, rows=tuple(rows), align=align, wraps=wraps)
+
+    def full(self) -> list[int]:
+        """The columns that are not empty."""
+        columns = enumerate(zip(*self.rows, strict=True))
+        return [number for number, cells in columns if any(cell not in ("", fmt.MISSING) for cell in cells)]
 
 
 class Column(NamedTuple, Generic[T]):
@@ -85,12 +97,7 @@ def strings(title: str, headers: Sequence[str], rows: Iterable[Row], align: str,
 
 def filled(found: Table | None) -> Table | None:
     """The table without its empty columns."""
-    if found is None:
-        return None
-    full = [any(cell not in ("", fmt.MISSING) for cell in cells) for cells in zip(*found.rows, strict=True)]
-    headers, *rows = (tuple(compress(cells, full)) for cells in (found.headers, *found.rows))
-    wraps = None if found.wraps is None else sum(full[: found.wraps])
-    return replace(found, headers=headers, align=tuple(compress(found.align, full)), rows=tuple(rows), wraps=wraps)
+    return found and found.only(found.full())
 
 
 def tone(cell: str) -> str:
@@ -121,10 +128,9 @@ def folded(rows: Iterable[Row], column: int) -> list[Row]:
     return found
 
 
-def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
+def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table | None:
     """Names and values; those without a value are left out."""
-    found = tuple((name, value) for name, value in rows if value)
-    return Table(title=title, headers=headers, rows=found, align=("left", "left"), wraps=1)
+    return strings(title, headers, (row for row in rows if row[1]), "ll", wraps=1)
 
 
 class VerdictLine(NamedTuple):
@@ -154,11 +160,9 @@ def section(title: str, *blocks: Block | None, reading: str = "", folded: bool =
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """origin: (label, value) pairs shown before all numbers.  name: of the report.  Sections without blocks are left
-    out."""
+    """origin: (label, value) pairs shown before all numbers.  Sections without blocks are left out."""
 
     title: str
-    name: str
     version: str = ""  # of ssdprof
     origin: tuple[tuple[str, str], ...] = ()
     verdict: tuple[VerdictLine, ...] = ()

@@ -65,15 +65,12 @@ class SplitTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.table.title, style="bold")
-        rows = self.table.rows[:_MOST_ROWS]
-        blocks = _blocks(self.table, options.max_width)
-        for number, block in enumerate(blocks):
+        parts = [self.table.only(block) for block in _blocks(self.table, options.max_width)]
+        for number, part in enumerate(parts):
             if number:
                 yield ""
-            squeezed = _taken(self.table, block) > options.max_width
-            yield _drawn(self.table, rows, block, part=len(blocks) > 1, squeezed=squeezed)
-        hidden = len(self.table.rows) - len(rows)
-        if hidden:
+            yield _drawn(part, is_part=len(parts) > 1, squeezed=_taken(_widths(part)) > options.max_width)
+        if (hidden := len(self.table.rows) - _MOST_ROWS) > 0:
             yield Text(f"{hidden:,} more rows: {self.rest}", style="dim")
         if self.table.note:
             yield Text(self.table.note, style="dim")
@@ -91,52 +88,46 @@ def _section(section: Section, rest: str) -> Iterator[RenderableType]:
                 yield from map(bullet, block)
 
 
-def _drawn(
-    table: Table, rows: Sequence[tuple[str, ...]], block: Sequence[int], *, part: bool, squeezed: bool
-) -> RenderableType:
-    """The columns of a block; a part of a table has no empty rows.  squeezed: every column may wrap."""
+def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
+    """is_part: of a table, without empty rows.  squeezed: every column may wrap."""
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
-    for column in block:
-        drawn.add_column(
-            Text(table.headers[column]),
-            justify=table.align[column],
-            no_wrap=column != table.wraps and not squeezed,
-            overflow="fold",
-            vertical="top",
-        )
-    for row in rows:
-        if part and all(row[column] == MISSING for column in block[table.keys :]):
-            continue
-        drawn.add_row(*(Text(row[column], style=_STYLES[tone(row[column])]) for column in block))
+    for column, (header, align) in enumerate(zip(table.headers, table.align, strict=True)):
+        rigid = column != table.wraps and not squeezed
+        drawn.add_column(Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top")
+    for row in table.rows[:_MOST_ROWS]:
+        if not is_part or any(cell != MISSING for cell in row[table.keys :]):
+            drawn.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
     return drawn
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
     """Columns of each part: the fewest parts that fit, of similar widths.  A split table loses empty columns."""
-    keys, rest = tuple(range(table.keys)), tuple(range(table.keys, len(table.headers)))
-    if _taken(table, (*keys, *rest)) <= width:
-        return [(*keys, *rest)]
-    rest = tuple(column for column in rest if any(row[column] not in ("", MISSING) for row in table.rows))
+    widths = _widths(table)
+    whole, keys = tuple(range(len(widths))), tuple(range(table.keys))
+    rest = [column for column in table.full() if column >= table.keys]
 
-    def fits(block: tuple[int, ...]) -> bool:
-        return len(block) == table.keys + 1 or _taken(table, block) <= width
+    def taken(block: Sequence[int]) -> int:
+        return _taken(widths[column] for column in block)
 
+    def fits(block: Sequence[int]) -> bool:
+        return len(block) == len(keys) + 1 or taken(block) <= width
+
+    if taken(whole) <= width:
+        return [whole]
     for parts in range(1, len(rest) + 1):
-        splits = []
-        for cuts in combinations(range(1, len(rest)), parts - 1):
-            edges = (0, *cuts, len(rest))
-            splits.append([(*keys, *rest[low:high]) for low, high in pairwise(edges)])
+        edges = ((0, *cuts, len(rest)) for cuts in combinations(range(1, len(rest)), parts - 1))
+        splits = [[(*keys, *rest[low:high]) for low, high in pairwise(one)] for one in edges]
         if possible := [split for split in splits if all(map(fits, split))]:
-            return min(possible, key=lambda split: max(_taken(table, block) for block in split))
+            return min(possible, key=lambda split: max(map(taken, split)))
     return [keys]
 
 
-def _taken(table: Table, block: Sequence[int]) -> int:
-    """Width of a block in which only the text column is wrapped."""
-    return sum(_width(table, column) + _GAP for column in block) - _GAP
+def _widths(table: Table) -> list[int]:
+    """The width of each column, if only the text column is wrapped."""
+    columns = zip(*([header.split("\n") for header in table.headers], *table.rows), strict=True)
+    widest = [max(map(cell_len, (*header, *cells))) for header, *cells in columns]
+    return [min(one, _LEAST_WRAPPED) if column == table.wraps else one for column, one in enumerate(widest)]
 
 
-def _width(table: Table, column: int) -> int:
-    cells = [*table.headers[column].split("\n"), *(row[column] for row in table.rows)]
-    widest = max(cell_len(cell) for cell in cells)
-    return min(widest, _LEAST_WRAPPED) if column == table.wraps else widest
+def _taken(widths: Iterable[int]) -> int:
+    return sum(one + _GAP for one in widths) - _GAP
