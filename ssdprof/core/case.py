@@ -350,6 +350,15 @@ class Case(Record):
         return tokens(self.call.prompt_seqlen, self.call.sequences)
 
     @property
+    def calls(self) -> str:
+        """The calls that add up: "decode steps after 512 tokens", "chunks of 8 tokens of 40 tokens"; else the size."""
+        if self.call and self.call.kind == "decode":
+            return f"decode steps after {self.prompt}"
+        if self.call and self.call.kind == "chunk":
+            return f"chunks of {tokens(self.seqlen, self.batch)} of {self.prompt}"
+        return self.size
+
+    @property
     def kernels(self) -> int | None:
         """Number of launched Triton kernels; None if none was recorded (`launches` has the planned number)."""
         return sum(launch.registers is not None for launch in self.launches) or None

@@ -283,11 +283,7 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
     """All calls that add up with the case, in words, and what they are over."""
     if case.layer is None:
         return case.where, "length"
-    if case.call is None or case.call.kind in ("packed", "verify"):
-        return case.size, "layer"
-    if case.call.kind == "decode":
-        return f"decode steps after {case.prompt}", "call"
-    return f"chunks of {case.size.partition(', ')[0]} of {case.prompt}", "call"
+    return case.calls, "layer" if case.call is None or case.call.kind in ("packed", "verify") else "call"
 
 
 # --- conditions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -36,8 +37,8 @@ class Series:
         there = {case.implementation for case in group.cases if case.device_us}
         self.over = "unfused" if cases[0].drawn and group.report.baseline not in there else ""
         self.timed = [case for case in cases if case.device_us and case.call_us]
-        times = {clock: [us.value for case in self.timed if (us := case.by_clock(clock))] for clock in CLOCKS}
-        self.us = {clock: math.fsum(own) for clock, own in times.items()}
+        self._us = {clock: [us.value for case in self.timed if (us := case.by_clock(clock))] for clock in CLOCKS}
+        self.us = {clock: math.fsum(own) for clock, own in self._us.items()}
         spaces = [case.workspace_bytes for case in self.timed if case.workspace_bytes is not None]
         self.workspace_bytes = max(spaces, default=None)
 
@@ -68,9 +69,8 @@ class Series:
         Its interval assumes that all calls are at the same end of their intervals, so it covers at least 95 %.
         """
         # a call's ratio is baseline / own time, so its weight is its own time
-        times = [us.value for case in self.timed if (us := case.by_clock(clock))]
-        bounds = list(zip(*self._ratios(clock), strict=True))
-        sums = [math.fsum(v * us for v, us in zip(bound, times, strict=True)) / self.us[clock] for bound in bounds]
+        bounds = zip(*self._ratios(clock), strict=True)
+        sums = [math.fsum(map(operator.mul, bound, self._us[clock])) / self.us[clock] for bound in bounds]
         return Estimate(*sums) if sums else None
 
     @property
@@ -109,11 +109,7 @@ class Group:
         names = dict.fromkeys(case.implementation for case in cases)
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
-        self.size = first.size
-        if self.steps:
-            self.size = f"decode steps after {self.tokens}"
-        elif self.call and self.call.kind == "chunk":
-            self.size = f"chunks of {fmt.tokens(self.seqlen, first.batch)} of {self.tokens}"
+        self.size = first.calls
         self.where = f"{'at' if self.call is None or self.call.kind == 'packed' else 'in'} {self.size}"
 
     @property
