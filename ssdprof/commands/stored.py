@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 import typer
 from pydantic import TypeAdapter
@@ -19,12 +19,12 @@ from ssdprof import files, operators, settings
 from ssdprof.checkpoint.names import FAMILIES
 from ssdprof.commands import output, terminal
 from ssdprof.core import pairs
-from ssdprof.core.base import Record, Text, precisions_for
+from ssdprof.core.base import precisions_for
 from ssdprof.core.conditions import of_options, parse, parse_percent
-from ssdprof.core.report import Report
+from ssdprof.core.report import ListedRun, Report
 from ssdprof.core.words import MISSING
 from ssdprof.environment.child import Forked
-from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
+from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
@@ -43,51 +43,14 @@ SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 # --- runs
 
 
-class ListedRun(Record):
-    """A report's folder.
-
-    name: of the folder; other commands take it.  model: or the operator of a bench.
-    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition does not hold;
-        "refused": an implementation does not support a case; "incomplete": nothing went wrong, but cases are missing;
-        "unreadable": see `reason`, and all other fields but the name are empty.
-    state: "partial" if it did not reach its end.
-    gpu: None on a machine without one.
-    """
-
-    name: Text
-    kind: Text = ""
-    created: Text = ""  # ISO 8601, UTC
-    commit: Text = ""  # of the working directory's repository
-    model: Text = ""
-    random_weights: bool = False
-    seqlens: tuple[int, ...] = ()  # of the prompts
-    layers: int = 0  # replayed ones
-    cases: int = 0
-    gpu: Text | None = None
-    verdict: Text
-    state: Literal["complete", "partial"] | None = None
-    reason: Text = ""
-
-
-def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
-    if isinstance(report, SsdprofError):
-        return ListedRun(name=path.name, verdict="unreadable", reason=report.message)
-    return ListedRun(
-        name=path.name, kind=report.kind, created=report.created, commit=report.commit, model=report.subject,
-        random_weights=bool(report.model and report.model.random_weights),
-        seqlens=tuple(prompt.seqlen for prompt in report.prompts), layers=len(report.captured), cases=len(report.cases),
-        gpu=report.environment.gpu.name if report.environment.gpu else None, verdict=brief.verdict_word(report),
-        state="complete" if report.complete else "partial",
-    )  # fmt: skip
-
-
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     if folder is not None and not folder.is_dir():
         raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
     found = reports.listed(folder or reports.RUNS)
+    listed = [ListedRun.of(path.name, report) for path, report in found]
     if as_json:
-        terminal.print_json([listed(path, report).model_dump(mode="json") for path, report in found])
-    elif tables := list(brief.history(found) if history else filter(None, [brief.runs(found)])):
+        terminal.print_json([one.model_dump(mode="json") for one in listed])
+    elif tables := list(brief.history(found) if history else filter(None, [brief.runs(listed)])):
         for table in tables:
             terminal.out().print(SplitTable(table, rest="--json"))
     else:
@@ -317,7 +280,7 @@ SCHEMAS = {
     "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
-    "runs": ("runs", "ssdprof.commands.stored:ListedRun[]"),
+    "runs": ("runs", "ssdprof.core.report:ListedRun[]"),
     "stalls-v3": ("stalls", "ssdprof.core.stalls:StallReport"),
     "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearches"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),

@@ -352,6 +352,15 @@ class Outcome:
         failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
         self.passed = self.judged + len(self.answers) > 0 and not (self.ended_early or failed)
 
+    @property
+    def word(self) -> str:
+        """ "passed", "failed", "refused" or "incomplete"."""
+        if self.passed:
+            return "passed"
+        if self.failed or self.broken or self.answers_failed:
+            return "failed"
+        return "refused" if self.refused else "incomplete"
+
 
 def exact_answer_is_finite(case: Case) -> bool:
     """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's output can be."""

@@ -25,9 +25,10 @@ from ssdprof.core.base import (
     unique,
 )
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import Condition
+from ssdprof.core.conditions import Condition, Outcome
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
+from ssdprof.errors import SsdprofError
 
 _NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")  # of options with a value
 
@@ -298,3 +299,42 @@ class Report(Record):
         cases = (one for one in self.cases if not one.answers and kept(str(one.precision), one.implementation))
         asked = (one for one in self.requested if not one[0].startswith("answers") and kept(one[2], one[1]))
         return self.changed(cases=tuple(cases), requested=tuple(asked))
+
+
+class ListedRun(Record):
+    """A report's folder.
+
+    name: of the folder; other commands take it.  model: or the operator of a bench.
+    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition does not hold;
+        "refused": an implementation does not support a case; "incomplete": nothing went wrong, but cases are missing;
+        "unreadable": see `reason`, and all other fields but the name are empty.
+    state: "partial" if it did not reach its end.
+    gpu: None on a machine without one.
+    """
+
+    name: Text
+    kind: Text = ""
+    created: Text = ""  # ISO 8601, UTC
+    commit: Text = ""  # of the working directory's repository
+    model: Text = ""
+    random_weights: bool = False
+    seqlens: tuple[int, ...] = ()  # of the prompts
+    layers: int = 0  # replayed ones
+    cases: int = 0
+    gpu: Text | None = None
+    verdict: Text
+    state: Literal["complete", "partial"] | None = None
+    reason: Text = ""
+
+    @classmethod
+    def of(cls, name: str, report: Report | SsdprofError) -> ListedRun:
+        """name: of its folder.  report: or what is wrong with it."""
+        if isinstance(report, SsdprofError):
+            return cls(name=name, verdict="unreadable", reason=report.message)
+        return cls(
+            name=name, kind=report.kind, created=report.created, commit=report.commit, model=report.subject,
+            random_weights=bool(report.model and report.model.random_weights),
+            seqlens=tuple(prompt.seqlen for prompt in report.prompts), layers=len(report.captured),
+            cases=len(report.cases), gpu=report.environment.gpu.name if report.environment.gpu else None,
+            verdict=Outcome(report).word, state="complete" if report.complete else "partial",
+        )  # fmt: skip

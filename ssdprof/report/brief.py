@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -15,8 +15,8 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import DType, Intermediates, grouped, precisions_for
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import Outcome
-from ssdprof.core.report import Report
-from ssdprof.errors import BadInputError, SsdprofError, harmless
+from ssdprof.core.report import ListedRun, Report
+from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
@@ -71,26 +71,20 @@ def _speed(found: Sequence[Group]) -> Table | None:
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
+    Show = Callable[[float | None], str]
 
-    def of(which: Against, *columns: Column[Pooled]) -> tuple[Column[Series], ...]:
-        return lifted(lambda row: row.pooled(which), *columns)
+    def error(header: str, which: Against, show: Show, of: Callable[[Pooled], float | None]) -> Column[Series]:
+        return Column(header, lambda row: show((one := row.pooled(which)) and of(one)))
 
-    rms: Column[Pooled] = Column("rms error\nvs fp64", lambda one: fmt.small(one.rms_ratio))
     columns: tuple[Column[Series], ...] = (
         Column("within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes"),
-        *of(
-            "vs_baseline",
-            Column("equal to\nbaseline", lambda one: fmt.percent(one.match_pct(0.0))),
-            Column("within\n1e-3", lambda one: fmt.percent(one.match_pct(1e-3))),
-            Column("1e-3\nof rms", lambda one: fmt.percent(one.match_rms_pct(calls.OF_RMS))),
-        ),
-        *of("vs_oracle", rms),
-        *of("floor", rms._replace(header="floor")),
-        *of(
-            "vs_oracle",
-            Column("largest\nerror", lambda one: fmt.small(one.largest.max_abs)),
-            Column("largest\nvalue", lambda one: fmt.small(one.largest.scale_max_abs)),
-        ),
+        error("equal to\nbaseline", "vs_baseline", fmt.percent, lambda one: one.match_pct(0.0)),
+        error("within\n1e-3", "vs_baseline", fmt.percent, lambda one: one.match_pct(1e-3)),
+        error("1e-3\nof rms", "vs_baseline", fmt.percent, lambda one: one.match_rms_pct(calls.OF_RMS)),
+        error("rms error\nvs fp64", "vs_oracle", fmt.small, lambda one: one.rms_ratio),
+        error("floor", "floor", fmt.small, lambda one: one.rms_ratio),
+        error("largest\nerror", "vs_oracle", fmt.small, lambda one: one.largest.max_abs),
+        error("largest\nvalue", "vs_oracle", fmt.small, lambda one: one.largest.scale_max_abs),
     )
     rows = [row for group in found for row in group.others() if row.pooled("vs_oracle")]
     return _table("Accuracy of the output", rows, columns)
@@ -117,15 +111,8 @@ def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]
     equal = [i for i in columns if i > len(kept) and len(every) > 1 and len({row[i] for row in every}) == 1]
     if shared := [f"{' '.join(made.headers[i].split())} {every[0][i]}" for i in equal if every[0][i] != fmt.MISSING]:
         notes.insert(0, f"In all rows: {', '.join(shared)}.")
-    left = [i for i in columns if i not in equal]
-    return replace(
-        made,
-        headers=tuple(made.headers[i] for i in left),
-        align=tuple(made.align[i] for i in left),
-        rows=tuple(tuple(row[i] for i in left) for row in every[: _MOST["row"]]),
-        keys=len(kept),
-        note="  ".join(notes),
-    )
+    shown = replace(made, rows=tuple(every[: _MOST["row"]]), keys=len(kept), note="  ".join(notes))
+    return shown.only(i for i in columns if i not in equal)
 
 
 # --- ssdprof accuracy
@@ -177,39 +164,28 @@ def accuracy_table(
 # --- ssdprof runs
 
 
-_Stored = tuple[Path, Report | SsdprofError]
+def runs(found: Sequence[ListedRun]) -> Table | None:
+    """A row for each report, readable or not."""
 
+    def readable(row: ListedRun) -> ListedRun | None:
+        return row if row.state else None
 
-def runs(found: Sequence[_Stored]) -> Table | None:
-    """A row for each report, readable or not.  found: folder -> the report, or what is wrong with it."""
-
-    def readable(row: _Stored) -> Report | None:
-        return row[1] if isinstance(row[1], Report) else None
-
-    def model(report: Report) -> str:
-        return report.subject + ", random weights" * bool(report.model and report.model.random_weights)
-
-    def verdict(row: _Stored) -> str:
-        if not isinstance(row[1], Report):
-            return "unreadable"
-        return f"{verdict_word(row[1])}{'' if row[1].complete else ', partial'}"
-
-    columns: tuple[Column[_Stored], ...] = (
-        text("run", lambda row: harmless(row[0].name)),
+    columns: tuple[Column[ListedRun], ...] = (
+        text("run", lambda row: row.name),
         *lifted(
             readable,
-            text("started", lambda report: when(report.created)),
-            text("model", model),
-            Column("tokens", lambda report: ", ".join(fmt.count(prompt.seqlen) for prompt in report.prompts)),
-            text("GPU", lambda report: gpu_name(report.environment)),
+            text("started", lambda row: when(row.created)),
+            text("model", lambda row: row.model + ", random weights" * row.random_weights),
+            Column("tokens", lambda row: ", ".join(map(fmt.count, row.seqlens))),
+            text("GPU", lambda row: row.gpu or "none"),
         ),
-        text("verdict", verdict),
+        text("verdict", lambda row: row.verdict + ", partial" * (row.state == "partial")),
     )
-    note = "  ".join(harmless(f"{path.name}: {one.message}") for path, one in found if isinstance(one, SsdprofError))
+    note = "  ".join(f"{row.name}: {row.reason}" for row in found if row.reason)
     return table("Runs", columns, found, note=note)
 
 
-def history(found: Sequence[_Stored]) -> Iterator[Table]:
+def history(found: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
 
     def over_before(row: tuple[Report, float | None]) -> float | None:
@@ -220,12 +196,12 @@ def history(found: Sequence[_Stored]) -> Iterator[Table]:
         text("commit", lambda row: row[0].commit or fmt.MISSING),
         text("newest run", lambda row: row[0].id),
         text("started", lambda row: when(row[0].created)),
-        text("verdict", lambda row: verdict_word(row[0])),
+        text("verdict", lambda row: Outcome(row[0]).word),
         Column("time", lambda row: fmt.duration(_us(row[0]))),
         Column("over the time\nof before", lambda row: fmt.ratio(over_before(row))),
         Column("largest rms error,\nover the floor", lambda row: fmt.ratio(_error(row[0]))),
     )
-    every = [report for _, report in reversed(found) if isinstance(report, Report)]
+    every = [report for _, report in found if isinstance(report, Report)][::-1]
     kinds = grouped(every, lambda one: (one.subject, gpu_name(one.environment), tuple(case.name for case in _own(one))))
     for (subject, gpu, names), own in kinds.items():
         rows = list({report.commit or report.id: report for report in own}.values())
@@ -249,13 +225,3 @@ def _us(report: Report) -> float | None:
 def _error(report: Report) -> float | None:
     out = [one.over_floor for case in _own(report) if (one := case.tensor("out"))]
     return max((one for one in out if one is not None), default=None)
-
-
-def verdict_word(report: Report) -> str:
-    """ "passed", "failed", "refused" or "incomplete"."""
-    found = Outcome(report)
-    if found.passed:
-        return "passed"
-    if found.failed or found.broken or found.answers_failed:
-        return "failed"
-    return "refused" if found.refused else "incomplete"

@@ -13,7 +13,7 @@ from report.test_contents import TWO, packed, result, steps
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import of_options
-from ssdprof.core.report import Report
+from ssdprof.core.report import ListedRun, Report
 from ssdprof.errors import BadInputError
 from ssdprof.report import brief, terminal
 from ssdprof.report.brief import accuracy_table
@@ -214,7 +214,7 @@ def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
 
 def test_each_run_has_its_verdict() -> None:
     def runs(*found: Report | BadInputError) -> Table | None:
-        return brief.runs([(Path(f"runs/{number}"), one) for number, one in enumerate(found)])
+        return brief.runs([ListedRun.of(str(number), one) for number, one in enumerate(found)])
 
     random = report(complete=False, model=checkpoint(random_weights=True))
     table = runs(
