@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -118,15 +119,18 @@ def library_message(error: BaseException) -> str:
     The type of the error precedes a text that is only a value, such as that of a KeyError.  Very long words and
     messages, which a damaged file may cause, are shortened.
     """
-    said = str(error)
-    if type(error).__name__ == "ValidationError":  # of pydantic: the first of its faults
-        first = error.errors()[0]  # type: ignore[attr-defined]
-        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    said = first_fault(error) if type(error).__name__ == "ValidationError" else str(error)
     words = printable(said).rstrip(". ").split()
     text = " ".join(word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words)
     if isinstance(error, LookupError) or len(words) < 3:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return whole_words(text, LONGEST_SENTENCE)
+
+
+def first_fault(error: Any) -> str:
+    """The first of the errors of pydantic's ValidationError: "cases.0.status: Field required"."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def whole_words(text: str, most: int) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from ssdprof.core.conditions import Condition, of_options
-from ssdprof.errors import BadInputError, library_message, nearest, unreadable
+from ssdprof.errors import BadInputError, first_fault, library_message, nearest, unreadable
 from ssdprof.files import regular
 
 _PROJECT = "pyproject.toml"
@@ -102,14 +102,12 @@ def _parse(values: dict[str, Any], source: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
-        where = ".".join(path)
         if first["type"] == "extra_forbidden":
             model = ProjectSettings
             for part in path[:-1]:
                 model = model.model_fields[part].annotation
             known = [field.alias or name for name, field in model.model_fields.items()]
-            raise BadInputError(f"{source} has the unknown key {where}.", nearest(path[-1], known)) from error
+            raise BadInputError(f"{source} has the unknown key {'.'.join(path)}.", nearest(path[-1], known)) from error
         raise BadInputError(
-            f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.",
-            "'ssdprof schemas settings-v1' prints the allowed keys and values.",
+            f"{source}: {first_fault(error)}.", "'ssdprof schemas settings-v1' prints the allowed keys and values."
         ) from error

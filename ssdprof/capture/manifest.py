@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ssdprof.core.base import VERSION, first_fault
+from ssdprof.core.base import VERSION
 from ssdprof.core.subject import CaptureManifest
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, first_fault
 from ssdprof.files import read_object
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from ssdprof.errors import HARMFUL, escaped
 
@@ -84,12 +84,6 @@ def unique(what: str, names: Sequence[object]) -> None:
     """ValueError if one of the names occurs twice."""
     if len(set(names)) < len(names):
         raise ValueError(f"{what} occurs twice: {next(name for name in names if names.count(name) > 1)}")
-
-
-def first_fault(error: ValidationError) -> str:
-    """The first error of a document: "cases.0.status: Field required"."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg'].removeprefix('Value error, ')}"
 
 
 class PrecisionRecord(Record):

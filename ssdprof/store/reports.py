@@ -24,13 +24,13 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from ssdprof.core.base import VERSION, first_fault
+from ssdprof.core.base import VERSION
 from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, sampler, tell
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, first_fault, library_message, unreadable
 from ssdprof.files import check_writable, locked, parse_json, regular, safe_name, uninterrupted, unwritable, write_text
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft

@@ -10,6 +10,7 @@ from ssdprof import __version__, files, operators
 from ssdprof.core.base import grouped
 from ssdprof.core.subject import Environment, Gpu
 from ssdprof.core.tuned import TunedCalls, TunedConfig, TunedConfigs
+from ssdprof.core.words import plural
 from ssdprof.environment import machine
 from ssdprof.environment.machine import installed_version, kernels_hash
 
@@ -105,11 +106,8 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
     if finds is None or not finds.finds:
         return None
     _use(finds)
-    number = len(finds.finds)
-    say(
-        f"{number} {'configuration' if number == 1 else 'configurations'} tuned on this GPU will be used where they "
-        "fit; --no-tuned takes the committed ones."
-    )
+    found = plural(len(finds.finds), "configuration")
+    say(f"{found} tuned on this GPU will be used where they fit; --no-tuned takes the committed ones.")
     return file_of(gpu)
 
 

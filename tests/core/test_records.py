@@ -28,10 +28,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ssdprof.core.accuracy import BudgetUse
-from ssdprof.core.base import PrecisionRecord, Record, first_fault, precisions_for
+from ssdprof.core.base import PrecisionRecord, Record, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import CallRef, Ceilings
+from ssdprof.errors import first_fault
 
 REPORTS = {
     "run": cases.report(),
