@@ -89,9 +89,7 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
         (REPORTS["run"], {"smallest_difference": -0.01}, "smallest_difference"),
     ],
 )
-def test_a_number_out_of_its_range_and_an_unknown_field_are_refused(
-    made: Any, fields: dict[str, Any], where: str
-) -> None:
+def test_a_number_out_of_range_and_an_unknown_field_are_refused(made: Any, fields: dict[str, Any], where: str) -> None:
     with pytest.raises(ValidationError) as caught:
         made.changed(**fields)
     assert first_fault(caught.value).startswith(f"{where}: ")
