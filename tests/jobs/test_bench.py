@@ -84,6 +84,13 @@ def test_every_cell_is_measured_and_kept() -> None:
         assert (fused.drawn.checked, bool(fused.plan), fused.flops is None) == (None, True, False)
 
 
+def test_outputs_are_matched_with_another_one_than_the_baseline() -> None:
+    report = benched(*cells(40), match_with="fused")
+    assert (report.baseline, report.matched_with) == ("unfused", "fused")
+    against = [case.accuracy[0].vs_baseline and case.accuracy[0].vs_baseline.against for case in report.cases]
+    assert against == ["fused exact, fp32 states", None]
+
+
 @pytest.mark.parametrize("sizes", [(16,), (16, 32)])
 def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)

@@ -95,28 +95,6 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(cheat: Any
     assert fingerprint(*tensors.tensors(entry.call.inputs).values()) == before
 
 
-def test_a_kernel_that_remembers_contents_finds_none_that_it_knows() -> None:
-    (entry,) = entries("cheat")
-    computed: dict[tuple[int, ...], SSDOutput] = {}
-
-    class Calling(FakeTimer):
-        def call_us(self, run: Any) -> float:
-            before = len(computed)
-            run()
-            return 100.0 if len(computed) > before else 1.0
-
-    def run() -> SSDOutput:
-        RAN.append(("cheat", 1.0))
-        key = fingerprint(entry.call.inputs.x)
-        if key not in computed:
-            computed[key] = right(entry.call.inputs)
-        return SSDOutput(*(tensor.clone() for tensor in computed[key]))
-
-    cheats(entry, run)
-    (case,) = compared([entry], timer=Calling()).values()
-    assert case.call_us == (100.0,) * 3
-
-
 def test_what_a_thread_computes_after_the_call_is_no_output() -> None:
     threads: list[threading.Thread] = []
     calls: list[None] = []
