@@ -1,7 +1,5 @@
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -26,8 +24,3 @@ def random_inputs(
     tensors |= dict(D=normal(heads), dt_bias=step + torch.log(-torch.expm1(-step))) | overrides
     on_device = {name: value.to(device) if torch.is_tensor(value) else value for name, value in tensors.items()}
     return SSDInputs(**{"chunk_size": 32, "dt_softplus": True} | on_device)
-
-
-@pytest.fixture
-def make_inputs() -> Callable[..., SSDInputs]:
-    return random_inputs

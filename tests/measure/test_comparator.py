@@ -27,8 +27,6 @@ EXACT = Precision()
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 precisions = pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: f"{p.intermediates}-{p.state_dtype}")
 
-MakeInputs = Callable[..., SSDInputs]
-
 
 def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: torch.Tensor) -> None:
     out[0, 57, 2, 3] += out[:, :, 2].abs().max() / 20
@@ -86,8 +84,8 @@ def reason(found: tuple[Accuracy, ...]) -> str:
 
 @dtypes
 @precisions
-def test_the_rounded_exact_answer_passes(make_inputs: MakeInputs, dtype: torch.dtype, precision: Precision) -> None:
-    inputs = make_inputs(dtype=dtype, batch=2)
+def test_the_rounded_exact_answer_passes(dtype: torch.dtype, precision: Precision) -> None:
+    inputs = random_inputs(dtype=dtype, batch=2)
     assert_passes(right_answer(inputs), inputs, precision)
 
 
@@ -95,9 +93,9 @@ def test_the_rounded_exact_answer_passes(make_inputs: MakeInputs, dtype: torch.d
 @precisions
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_output_fails(
-    make_inputs: MakeInputs, dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, torch.Tensor], None]
+    dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, torch.Tensor], None]
 ) -> None:
-    inputs = make_inputs(dtype=dtype)
+    inputs = random_inputs(dtype=dtype)
     output = right_answer(inputs)
     change(inputs, output.out)
     comparison = judge(output, inputs, precision)
@@ -106,8 +104,8 @@ def test_a_wrong_output_fails(
 
 
 @dtypes
-def test_a_wrong_final_state_fails_alone(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
-    inputs = make_inputs(dtype=dtype)
+def test_a_wrong_final_state_fails_alone(dtype: torch.dtype) -> None:
+    inputs = random_inputs(dtype=dtype)
     out = right_answer(inputs).out
     stale = ssd_chunked(replace(inputs, **{name: getattr(inputs, name)[:, :96] for name in ("x", "dt", "B", "C")}))
     comparison = judge(SSDOutput(out, stale.final_states.float()), inputs)
@@ -117,8 +115,8 @@ def test_a_wrong_final_state_fails_alone(make_inputs: MakeInputs, dtype: torch.d
 
 
 @dtypes
-def test_one_nan_is_reported_with_its_position(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
-    inputs = make_inputs(dtype=dtype, batch=2)
+def test_one_nan_is_reported_with_its_position(dtype: torch.dtype) -> None:
+    inputs = random_inputs(dtype=dtype, batch=2)
     output = right_answer(inputs)
     output.out[1, 57, 2, 3] = float("nan")
     output.out[1, 57, 3, 1] = float("inf")
@@ -130,10 +128,10 @@ def test_one_nan_is_reported_with_its_position(make_inputs: MakeInputs, dtype: t
     assert "the exact answer is finite everywhere" in reason(comparison)
 
 
-def test_nan_weights_are_told_from_a_nan_of_the_kernel(make_inputs: MakeInputs) -> None:
+def test_nan_weights_are_told_from_a_nan_of_the_kernel() -> None:
     D = torch.ones(4)
     D[2] = float("nan")
-    inputs = make_inputs(D=D)
+    inputs = random_inputs(D=D)
     comparison = judge(right_answer(inputs), inputs)
     assert comparison[0].vs_oracle.nonfinite
     assert comparison[0].floor.first_nonfinite == (0, 0, 2, 0)
@@ -144,47 +142,47 @@ def test_nan_weights_are_told_from_a_nan_of_the_kernel(make_inputs: MakeInputs) 
 
 
 @dtypes
-def test_states_in_bf16_do_not_pass_as_fp32(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
-    inputs = make_inputs(dtype=dtype)
+def test_states_in_bf16_do_not_pass_as_fp32(dtype: torch.dtype) -> None:
+    inputs = random_inputs(dtype=dtype)
     coarse = rounded_answer(inputs, Precision(state_dtype=torch.bfloat16))
     assert not reason(judge(coarse, inputs, Precision(state_dtype=torch.bfloat16)))
     for claimed in (torch.float32, torch.float16):
         assert judge(coarse, inputs, Precision(state_dtype=claimed))[1].reason
 
 
-def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(dtype=torch.bfloat16, A=torch.full((4,), -0.1), seed=2)
+def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits() -> None:
+    inputs = random_inputs(dtype=torch.bfloat16, A=torch.full((4,), -0.1), seed=2)
     out, final_states = rounded_answer(inputs, EXACT)
     said = reason(judge(SSDOutput(out, final_states.bfloat16().float()), inputs))
     assert said == "final_states: fp32 states are claimed, but every element is a bf16 number"
 
 
-def test_states_that_are_exact_in_bf16_may_be_bf16_numbers(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(x=torch.zeros(1, 100, 4, 32, dtype=torch.bfloat16))
+def test_states_that_are_exact_in_bf16_may_be_bf16_numbers() -> None:
+    inputs = random_inputs(x=torch.zeros(1, 100, 4, 32, dtype=torch.bfloat16))
     assert_passes(right_answer(inputs), inputs, EXACT)
 
 
-def test_relaxed_does_not_pass_as_exact_for_fp32_inputs(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(dtype=torch.float32)
+def test_relaxed_does_not_pass_as_exact_for_fp32_inputs() -> None:
+    inputs = random_inputs(dtype=torch.float32)
     relaxed = rounded_answer(inputs, Precision(intermediates="relaxed"))
     assert reason(judge(relaxed, inputs, EXACT))
     assert not reason(judge(relaxed, inputs, Precision(intermediates="relaxed")))
 
 
-def test_one_huge_activation_does_not_blind_the_rule(make_inputs: MakeInputs) -> None:
+def test_one_huge_activation_does_not_blind_the_rule() -> None:
     """Trained models have a few activations far above the rest; only these need the budget of the maximum norm."""
     x = torch.randn(1, 100, 4, 32, generator=torch.Generator().manual_seed(1))
     x[0, 99, :, 5] = 300
-    inputs = make_inputs(x=x.bfloat16(), D=torch.ones(4))
+    inputs = random_inputs(x=x.bfloat16(), D=torch.ones(4))
     output = right_answer(inputs)
     assert_passes(output, inputs, EXACT)
     output.out[:, :99] *= 1.1
     assert "rms|ours - oracle|" in reason(judge(output, inputs))
 
 
-def test_packed_sequences_are_compared_one_by_one(make_inputs: MakeInputs) -> None:
+def test_packed_sequences_are_compared_one_by_one() -> None:
     initial_states = torch.randn(4, 4, 32, 16)
-    inputs = make_inputs(cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states)
+    inputs = random_inputs(cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states)
     output = right_answer(inputs)
     assert_passes(output, inputs, EXACT)
     assert torch.equal(output.final_states[1], initial_states[1])
@@ -192,8 +190,8 @@ def test_packed_sequences_are_compared_one_by_one(make_inputs: MakeInputs) -> No
     assert judge(output, inputs)[1].vs_oracle.first_nonfinite == (2, 1, 4, 5)
 
 
-def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make_inputs(batch=2, seqlen=150, z=torch.randn(2, 150, 4, 32).bfloat16())
+def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs(batch=2, seqlen=150, z=torch.randn(2, 150, 4, 32).bfloat16())
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1
     whole = judge(output, inputs)
@@ -209,8 +207,8 @@ def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monke
         assert one.reason == other.reason
 
 
-def test_baseline_and_floor_stand_beside_the_oracle(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs()
+def test_baseline_and_floor_stand_beside_the_oracle() -> None:
+    inputs = random_inputs()
     right, coarse = right_answer(inputs), rounded_answer(inputs, EXACT)
     comparisons = compare(
         inputs,
@@ -229,8 +227,8 @@ def test_baseline_and_floor_stand_beside_the_oracle(make_inputs: MakeInputs) -> 
     assert comparisons["coarse"][0].floor == out.floor
 
 
-def test_an_output_of_the_wrong_shape_or_dtype_is_named(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs()
+def test_an_output_of_the_wrong_shape_or_dtype_is_named() -> None:
+    inputs = random_inputs()
     out, final_states = right_answer(inputs)
     with pytest.raises(ValueError, match=r"out must be torch.bfloat16 of shape \(1, 100, 4, 32\)"):
         judge(SSDOutput(out.float(), final_states), inputs)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure.conftest import random_inputs
 
 from ssdprof import operators
 from ssdprof.kernels.precision import Precision
@@ -63,9 +64,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("together", [1, 4])  # draws that are evaluated at once, as on a GPU
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_named(make_inputs: Make, fault: Make, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_named(fault: Make, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssdprof.measure.accuracy._drawn_together", lambda *_: together)
-    inputs = make_inputs(seqlen=LENGTH)
+    inputs = random_inputs(seqlen=LENGTH)
     assert reasons(inputs, *exact(inputs)) == "; "
     assert FAULTS[fault] in reasons(inputs, *fault(*exact(inputs)))
 
@@ -90,8 +91,8 @@ def test_a_cut_of_operands_must_be_declared() -> None:
     assert failed("rounds", "cuts") == []
 
 
-def test_fp32_inputs_are_judged_by_the_budget_alone(make_inputs: Callable[..., SSDInputs]) -> None:
-    inputs = make_inputs(seqlen=LENGTH, dtype=torch.float32)
+def test_fp32_inputs_are_judged_by_the_budget_alone() -> None:
+    inputs = random_inputs(seqlen=LENGTH, dtype=torch.float32)
     out, state = exact(inputs)
     found = compare(inputs, {"ours": Candidate(output=(out[None].float(), state[None].float()), precision=Precision())})
     assert [one.checks for one in found["ours"]] == [(), ()]

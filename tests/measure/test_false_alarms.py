@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from kernel_cases import SSDCase
+from measure.conftest import random_inputs
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -84,20 +85,20 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 @dtypes
 @pytest.mark.parametrize("shape", [pytest.param(name, marks=[pytest.mark.slow] * ("256" in name)) for name in SHAPES])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_another_evaluation_passes(
-    make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, shape: str, seed: int
-) -> None:
-    inputs = make_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
+def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int) -> None:
+    inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}
 
 
 @pytest.mark.parametrize(
     ("dtype", "off"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)], ids=str
 )
-def test_a_wrong_decay_does_not_pass(make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, off: float) -> None:
+def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float) -> None:
     """The tolerance for exponents covers only their rounding in fp32."""
     shape = SHAPES["a chunk of 256"]
-    inputs, wrong = (make_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape) for factor in (1, 1 + off))
+    inputs, wrong = (
+        random_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape) for factor in (1, 1 + off)
+    )
     output = other_evaluation(wrong, Precision())
     found = compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"]
     assert any(tensor.reason for tensor in found)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from measure.conftest import random_inputs
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
@@ -16,7 +17,6 @@ from ssdprof.measure import first_run as module
 from ssdprof.measure.first_run import Call, forget_peak, peak_bytes, run_and_measure
 
 GPU = torch.device("cuda")
-MakeInputs = Callable[..., SSDInputs]
 
 
 def faulty() -> SSDOutput:
@@ -29,19 +29,19 @@ def call_of(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> Call:
     return Call(implementation=scan, inputs=inputs, precision=Precision(), label="scan exact")
 
 
-def test_an_error_becomes_a_status_and_a_reason(make_inputs: MakeInputs) -> None:
-    output, fields = call_of(make_inputs()).first_run()
+def test_an_error_becomes_a_status_and_a_reason() -> None:
+    output, fields = call_of(random_inputs()).first_run()
     assert (fields["status"], output, fields["variant"]) == ("failed", None, "portable")
     where = "test_first_run.py:28 in <lambda>, test_first_run.py:23 in faulty"
     assert fields["reason"] == f"RuntimeError: CUDA error: an illegal memory access was encountered ({where})"
 
 
-def test_an_interrupt_that_c_code_made_another_error_of_is_still_one(make_inputs: MakeInputs) -> None:
+def test_an_interrupt_that_c_code_made_another_error_of_is_still_one() -> None:
     def interrupted() -> SSDOutput:
         raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
 
     with pytest.raises(KeyboardInterrupt):
-        call_of(make_inputs(), interrupted).first_run()
+        call_of(random_inputs(), interrupted).first_run()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -72,10 +72,10 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
 # --- memory
 
 
-def test_outputs_fill_half_of_the_free_memory(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_fill_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
     monkeypatch.setattr(module, "free_memory", lambda _device: 10 * output_bytes)
-    assert call_of(make_inputs(batch=2)).outputs_that_fit == 5
+    assert call_of(random_inputs(batch=2)).outputs_that_fit == 5
 
 
 @pytest.mark.gpu

@@ -1,10 +1,9 @@
 """Bytes and FLOPs of known shapes, and the relation of a time to them."""
 
-from collections.abc import Callable
-
 import cases
 import pytest
 import torch
+from measure.conftest import random_inputs
 
 from ssdprof.core.subject import Ceilings, Dims
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -37,10 +36,10 @@ def test_mamba2_at_128k_moves_2_77_gb_and_does_0_43_tflop() -> None:
     assert flops(MAMBA2_2_7B.sizes, MAMBA2_2_7B.seqlen, 128) == pytest.approx(0.43e12, rel=0.01)
 
 
-def test_every_optional_input_is_read(make_inputs: Callable[..., SSDInputs]) -> None:
-    plain = make_inputs(D=None, dt_bias=None)
+def test_every_optional_input_is_read() -> None:
+    plain = random_inputs(D=None, dt_bias=None)
     states = torch.zeros(1, 4, 32, 16)
-    full = make_inputs(z=plain.x, initial_states=states)
+    full = random_inputs(z=plain.x, initial_states=states)
     more = ORACLE.cost(full)[1]["bytes_moved"] - ORACLE.cost(plain)[1]["bytes_moved"]
     assert more == 4 * 4 + 4 * 4 + plain.x.numel() * 2 + states.numel() * 4
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import GDNCase
+from measure.conftest import random_inputs
 
 from ssdprof import operators
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
@@ -31,9 +32,9 @@ def make_gdn(seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate:
 
 
 @pytest.fixture(params=["ssd", "gdn"])
-def make(request: pytest.FixtureRequest, make_inputs: Make) -> Make:
+def make(request: pytest.FixtureRequest) -> Make:
     """Makes the inputs of an operator."""
-    return make_inputs if request.param == "ssd" else make_gdn
+    return random_inputs if request.param == "ssd" else make_gdn
 
 
 def begun(inputs: Any, precision: Precision) -> Any:
@@ -76,7 +77,7 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"])
-def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
         "plain": {}, "gated": {"z": torch.randn(2, 100, 4, 32)},
@@ -84,7 +85,7 @@ def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str, monkeypatch: pytest.
         "no skip, no bias": {"D": None, "dt_bias": None}, "D per channel": {"D": torch.randn(4, 32)},
         "limit": {"dt_limit": (1e-3, 1e-2)},
     }[variant]  # fmt: skip
-    assert max(errors(make_inputs(dtype=FP32, batch=2, **changes), Precision())) < 2e-6
+    assert max(errors(random_inputs(dtype=FP32, batch=2, **changes), Precision())) < 2e-6
 
 
 @pytest.mark.parametrize("variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"])
@@ -156,10 +157,10 @@ def test_coarser_states_lose_more(make: Make) -> None:
         assert (50 if gdn else 100) * fp32[tensor] < fp16[tensor] < bf16[tensor] / 4
 
 
-def test_the_products_stay_fp32_when_the_process_allows_tf32(make_inputs: Make) -> None:
+def test_the_products_stay_fp32_when_the_process_allows_tf32() -> None:
     torch.set_float32_matmul_precision("high")
     try:
-        rounded(make_inputs(dtype=FP32), Precision())
+        rounded(random_inputs(dtype=FP32), Precision())
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
