@@ -15,12 +15,20 @@ DEMOS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "demo")) for nam
 
 
 class Answer:
-    """The result of one call of the command line: exit code, stdout, and stderr as one line."""
+    """The result of one call of the command line: exit code, stdout (`shown`: as one line), and stderr as one line."""
 
     def __init__(self, *words: str) -> None:
         with patch.object(sys, "argv", ["ssdprof", *words]):  # which a bench's further processes repeat
             result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
         self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+        self.shown = " ".join(self.out.split())
+
+
+def passing(*words: str) -> Answer:
+    """The answer of a call whose exit code is 0."""
+    answer = Answer(*words)
+    assert answer.code == 0, answer.err
+    return answer
 
 
 def call(*words: str) -> tuple[int, str, str]:

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import Answer
+from command_line import Answer, passing
 from torchrun import starting, wait_for
 from typer.testing import CliRunner
 
@@ -71,8 +71,7 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
 def test_a_small_bench() -> None:
     options = "--shape 16x64x128x1 --seq 256 --cells 2x200 --packed 4x16-64 --dtypes all"
     words = ("bench", "ssd", *options.split())
-    answer = Answer(*words, "--out", "cells", "--json")
-    assert answer.code == 0, answer.err
+    answer = passing(*words, "--out", "cells", "--json")
     report = reports.load("cells")[1]
     assert report == Report.model_validate(json.loads(answer.out))
     assert (report.complete, report.missing) == (True, ())

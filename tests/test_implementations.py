@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer
+from command_line import Answer, passing
 from documented_kernels import DOCUMENT, write_example
 
 from ssdprof.commands.terminal import only_data_on_stdout
@@ -34,7 +34,7 @@ SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
 
 def call(*words: str) -> tuple[int, str, str]:
     answer = Answer(*words)
-    return answer.code, " ".join(answer.out.split()), answer.err
+    return answer.code, answer.shown, answer.err
 
 
 @pytest.fixture(autouse=True)
@@ -194,8 +194,7 @@ def refuse(_inputs: Any) -> Any:
 
 def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full")
-    assert code == 0, shown
+    shown = passing("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full").shown
     case = cases()["other"]
     assert (case.result, case.precision) == ("passed", EXACT_BF16)
     assert case.accuracy[0].vs_baseline is not None
@@ -208,8 +207,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,fused,shy,gpu_only,mamba_ssm", "--full")
-    assert code == 0, shown
+    shown = passing("run", "demo", *SHORT, "--impl", "unfused,fused,shy,gpu_only,mamba_ssm", "--full").shown
     assert "Not compared: " in shown
     if not torch.cuda.is_available():
         assert "gpu_only needs an NVIDIA GPU, and this machine has none" in shown
@@ -221,22 +219,20 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest
 def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full")
-    assert code == 0, shown
+    shown = passing("run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full").shown
     found = cases()
     assert (found["sloppy"].result, found["wrong"].result) == ("passed", "inaccurate")
     assert found["sloppy"].outside_budget.startswith("out, head 0: max|ours - oracle| is ")
     assert "Outside the error budget, but timed because it is another library's: sloppy" in shown
     assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
-    code, shown, _ = call("accuracy", "--impl", "sloppy")
+    _, shown, _ = call("accuracy", "--impl", "sloppy")
     assert "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0." in shown
 
 
 def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
     words = ("--seq", "40", "--layers", "0", "--impl", "unfused,fused", "--baseline", "other", "--full")
-    code, shown, _ = call("run", "demo", *words)
-    assert code == 0, shown
+    shown = passing("run", "demo", *words).shown
     report = latest()
     assert report.baseline == "other"
     against = {
@@ -271,8 +267,7 @@ def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
     code, shown, _ = call("accuracy")
     assert code == 1
     assert "bad_kernels:nan" in shown.partition("Accuracy of the output at 40 tokens")[2]
-    code, shown, _ = call("accuracy", "--impl", "fused", "--baseline", "unfused")
-    assert code == 0, shown
+    shown = passing("accuracy", "--impl", "fused", "--baseline", "unfused").shown
     assert "fused interpreter" in shown
     assert "bad_kernels:nan" not in shown
     code, _, told = call("accuracy", "--impl", "fussed")

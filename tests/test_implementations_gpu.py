@@ -60,7 +60,7 @@ def hanging(inputs):
 
 def call(*words: str) -> tuple[int, str]:
     answer = Answer(*words)
-    return answer.code, " ".join(answer.out.split())
+    return answer.code, answer.shown
 
 
 @pytest.fixture(autouse=True)

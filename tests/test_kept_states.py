@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import DEMOS, Answer
+from command_line import DEMOS, Answer, passing
 from fakes import RAN, noting, pretend_gpu
 from measure.test_probes import probed
 
@@ -117,8 +117,7 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator: str, m
         monkeypatch.setitem(registry._implementations, (operator, name), noting(name, 50.0, operator, real=True))
     words = ("bench", operator, "--shape", SHAPES[operator], "--seq", "100", "--state-every", "64", "--batch", "2")
     sizes = ("--chunk-size", "64") if operator == "ssd" else ()
-    answer = Answer(*words, *sizes, "--out", "kept")
-    assert answer.code == 0, answer.err
+    passing(*words, *sizes, "--out", "kept")
     report = load("kept")[1]
     assert {case.size for case in report.cases} == {"2 x 100, state every 64"}
     for case in report.cases:
@@ -157,15 +156,13 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str,
 @pytest.mark.parametrize("model", DEMOS)
 def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
     words = ("--verify", "4", "--layers", "first:1")
-    answer = Answer("run", model, "--seq", "24", "--batch", "2", *words, "--save-captures", "--out", "a", "--full")
-    assert answer.code == 0, answer.err
+    answer = passing("run", model, "--seq", "24", "--batch", "2", *words, "--save-captures", "--out", "a", "--full")
     report = load("a")[1]
     assert [case.implementation for case in report.cases] == ["fused", "recurrent"]
     for case in report.cases:
         assert case.size == "2 x 4 tokens, drafted at the end of 2 x 24 tokens"
-    assert "drafted at the end of 2 x 24 tokens" in " ".join(answer.out.split())
-    again = Answer("run", "a/captures", *words, "--out", "b")
-    assert again.code == 0, again.err
+    assert "drafted at the end of 2 x 24 tokens" in answer.shown
+    passing("run", "a/captures", *words, "--out", "b")
     assert [case.accuracy for case in load("b")[1].cases] == [case.accuracy for case in report.cases]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from command_line import Answer
+from command_line import Answer, passing
 
 from ssdprof.core.conditions import Outcome
 from ssdprof.jobs import limits
@@ -28,12 +28,10 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
-    planned = Answer(*PLAIN, "--dry-run")
-    assert planned.code == 0, planned.err
+    planned = passing(*PLAIN, "--dry-run")
     for words in ("disk-offload:", "in main memory", "on the disk", "is read once, in", "GB/s", "peak on cpu"):
-        assert words in " ".join(planned.out.split())
-    answer = Answer(*PLAIN, "--out", "a")
-    assert answer.code == 0, answer.err
+        assert words in planned.shown
+    answer = passing(*PLAIN, "--out", "a")
     assert "on the disk; a layer of" in answer.err
     _, report = reports.load("a")
     assert Outcome(report).passed

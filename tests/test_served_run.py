@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from command_line import DEMOS, Answer
+from command_line import DEMOS, Answer, passing
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
@@ -17,7 +17,8 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-FAST = ("--layers", "first:1", "--dtypes", "exact", "--states", "fp32")
+ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+FAST = ("--layers", "first:1", *ONE_PRECISION)
 WHOLE = (*FAST, "--full")  # and the whole report
 
 
@@ -45,8 +46,7 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
 
 def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "cast_inputs", lambda inputs, _: (inputs, "1 of x became 0."))
-    answer = Answer("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
-    assert answer.code == 0, answer.err
+    passing("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
     _, report = reports.load("a")
     name = report.captured[0].name
     assert [note for note in report.remarks if "became 0" in note] == [
@@ -56,10 +56,9 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("model", DEMOS)
 def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
-    answer = Answer(
+    answer = passing(
         "run", model, "--seq", "24", "--decode", "2", "--batch", "2", "--save-captures", "--out", "a", *WHOLE
     )
-    assert answer.code == 0, answer.err
     _, report = reports.load("a")
     assert kinds(report) == {
         ("prompt", "unfused", 24): 1,
@@ -74,16 +73,14 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert not report.of_answers  # not requested
     assert Outcome(report).passed
     for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):
-        assert words in " ".join(answer.out.split())
+        assert words in answer.shown
 
-    again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
-    assert again.code == 0, again.err
+    again = passing("run", "a/captures", "--out", "b", *ONE_PRECISION)
     assert "steps after 2 x 24  recurrent interpreter" in again.out
     _, replayed = reports.load("b")
     assert kinds(replayed) == kinds(report)
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
-    shown = Answer("accuracy", "b")
-    assert shown.code == 0
+    shown = passing("accuracy", "b")
     assert "In decode steps after 2 x 24 tokens, recurrent may be used" in shown.out
     assert "in decode steps after 2 x 24 tokens" in Answer("export", "b").out
 
@@ -93,10 +90,9 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
 
 
 def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
-    answer = Answer(
+    passing(
         "run", "demo", "--seq", "16", "--layers", "first:1", "--dtypes", "relaxed", "--states", "bf16", "--decode", "1"
     )
-    assert answer.code == 0, answer.err
     _, report = reports.load(None)
     steps = [case for case in report.cases if case.call]
     assert {str(case.precision) for case in steps} == {"exact, fp32 states"}
@@ -109,17 +105,15 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
 
 @pytest.mark.slow
 def test_packed_sequences_are_one_call() -> None:
-    answer = Answer("run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *WHOLE)
-    assert answer.code == 0, answer.err
+    answer = passing("run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *WHOLE)
     _, report = reports.load("a")
     lengths = report.prompts[0].serving.packed
     assert len(lengths) == 3
     assert all(4 <= length <= 12 for length in lengths)
     assert kinds(report) == {("packed", "unfused", sum(lengths)): 1, ("packed", "fused", sum(lengths)): 1}
     assert any("went through the model one by one" in note for note in report.remarks)
-    assert f"at {sum(lengths)} tokens in 3 packed sequences" in " ".join(answer.out.split())
-    again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
-    assert again.code == 0, again.err
+    assert f"at {sum(lengths)} tokens in 3 packed sequences" in answer.shown
+    passing("run", "a/captures", "--out", "b", *ONE_PRECISION)
     assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
 
 
@@ -128,15 +122,13 @@ def test_packed_sequences_are_one_call() -> None:
     [("demo", "2 heads x 64", "2 or 4"), ("demo-gdn", "1/2 heads", "2"), ("demo-kda", "1/1 heads", "2")],
 )
 def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
-    answer = Answer("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)
-    assert answer.code == 0, answer.err
+    answer = passing("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)
     _, report = reports.load("a")
     assert report.tensor_parallel == 2
     assert {case.dims.words[: len(words)] for case in report.cases if case.dims} == {words}
     assert any("first of 2 tensor-parallel ranks" in note for note in report.remarks)
     assert "the first of 2 tensor-parallel ranks" in answer.out
-    again = Answer("run", "a/captures", "--tensor-parallel", "2", "--out", "b", "--dtypes", "exact", "--states", "fp32")
-    assert again.code == 0, again.err
+    passing("run", "a/captures", "--tensor-parallel", "2", "--out", "b", "--dtypes", "exact", "--states", "fp32")
     assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
     for place in (model, "a/captures"):
         refused = Answer("run", place, *(("--seq", "24") if place == model else ()), "--tensor-parallel", "3")

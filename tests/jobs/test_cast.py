@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from command_line import passing
 from kernels.kernel_cases import GDNCase, SSDCase
-from typer.testing import CliRunner
 
 from ssdprof.capture.layers import token_major
-from ssdprof.cli import app
 from ssdprof.core.pairs import compare
 from ssdprof.jobs.compare import cast_inputs
 from ssdprof.operators.tensors import tensors
@@ -56,39 +55,30 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
-def run(*words: str) -> tuple[int, str, str]:
-    fast = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")
-    result = CliRunner().invoke(app, ["run", "demo", *fast, *words], catch_exceptions=False)
-    return result.exit_code, " ".join(result.stdout.split()), " ".join(result.stderr.split())
+FAST = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")
 
 
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
-    code, plain, err = run("--out", "plain", "--save-captures", "--states", "fp16")
-    assert code == 0, err
+    plain = passing("run", "demo", *FAST, "--out", "plain", "--save-captures", "--states", "fp16")
     source = load("plain")[1].cases[0].dims.dtype
     assert load("plain")[1].cast is None
-    assert "cast from" not in plain
-    code, out, err = run("--out", "cast", "--cast", "fp16", "--full")
-    assert code == 0, err
+    assert "cast from" not in plain.out
+    cast = passing("run", "demo", *FAST, "--out", "cast", "--cast", "fp16", "--full")
     _, report = load("cast")
     assert report.cast == (source, "fp16")
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
     assert {case.precision.state_dtype for case in report.cases} == {"fp16"}
     assert {precision.partition(", ")[2] for _, _, precision in report.requested} == {"fp16 states"}
-    assert out.count(f"cast from {source} to fp16") >= 3  # in the heading, the caveats and the list of runs
+    assert cast.shown.count(f"cast from {source} to fp16") >= 3  # in the heading, the caveats and the list of runs
     first, second = ((name, load(name)[1]) for name in ("plain", "cast"))
     pairs = [pair for pair in compare(first, second, smallest_difference=0.01).pairs if pair.base and pair.new]
     assert {pair.case.implementation for pair in pairs} == {"unfused", "fused"}
     assert not [pair for pair in pairs if not (pair.incomparable and pair.other_inputs)]
 
-    code, _, err = run("--out", "again", "--cast", source)
-    assert code == 0, err
+    passing("run", "demo", *FAST, "--out", "again", "--cast", source)
     assert load("again")[1].cast is None, "nothing was cast"
-    stored = CliRunner().invoke(
-        app, ["run", "plain/captures", "--cast", "fp16", "--dtypes", "relaxed", "--out", "stored"]
-    )
-    assert stored.exit_code == 0, stored.stderr
+    passing("run", "plain/captures", "--cast", "fp16", "--dtypes", "relaxed", "--out", "stored")
     _, replayed = load("stored")
     assert replayed.cast == report.cast
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
