@@ -9,11 +9,10 @@ import pytest
 import torch
 from captured import LAYERS, layer, store_layers
 from cases import report as run_report
+from command_line import Answer, passing
 from kernels.kernel_cases import SSDCase
 from stalls import synthetic
-from typer.testing import CliRunner, Result
 
-from ssdprof.cli import app
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Launch
 from ssdprof.core.report import Report
@@ -28,10 +27,6 @@ from ssdprof.stalls.facts import analyse
 from ssdprof.store.reports import HEADER, dump
 
 
-def call(*words: str) -> Result:
-    return CliRunner().invoke(app, ["stalls", *words])
-
-
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A report that was recorded elsewhere."""
@@ -42,13 +37,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere: Path) -> None:
-    result = call("--from", str(elsewhere))
-    assert result.exit_code == 0
-    assert "_kernel: 2.00 µs in one kernel." in result.stdout
-    result = call("--from", str(elsewhere), "--json")
-    assert StallReport.model_validate(json.loads(result.stdout)).kernels[0].duration_us == 2.0
-    assert str(elsewhere.parent) not in result.stdout
-    assert call("--from", str(elsewhere), "--json").stdout == result.stdout
+    answer = passing("stalls", "--from", str(elsewhere))
+    assert "_kernel: 2.00 µs in one kernel." in answer.out
+    answer = Answer("stalls", "--from", str(elsewhere), "--json")
+    assert StallReport.model_validate(json.loads(answer.out)).kernels[0].duration_us == 2.0
+    assert str(elsewhere.parent) not in answer.out
+    assert Answer("stalls", "--from", str(elsewhere), "--json").out == answer.out
 
 
 # --- the whole job, with stand-ins for the GPU and for ncu
@@ -112,16 +106,15 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    result = call(str(captured), "--out", str(out), "--json")
-    assert result.exit_code == 0, result.output
+    answer = passing("stalls", str(captured), "--out", str(out), "--json")
     assert gpu == [("unfused", 5), ("fused", 5)]  # the middle layer
-    report = StallReport.model_validate_json(result.stdout)
+    report = StallReport.model_validate_json(answer.out)
     assert [kernel.implementation for kernel in report.kernels] == ["unfused", "fused"]
     assert report.dims is not None
     assert (report.dims.dtype, report.ncu, report.command[0]) == ("bf16", "2025.3.1.0", "ssdprof")
     kept = out / "stalls"
     assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {file.name for file in kept.iterdir()}
-    assert (kept / "stalls.json").read_text() == result.stdout
+    assert (kept / "stalls.json").read_text() == answer.out
     text = (kept / "stalls.md").read_text()
     title = "ssdprof stalls, ibm-granite/granite-4.0-h-small, layers.5, 64 tokens, "
     for words in ("ncu 2025.3.1.0", "layers.5 (layer 5)", title, report.created):
@@ -132,10 +125,9 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
-    result = call(str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", words, "--json")
-    assert result.exit_code == 0, result.output
+    answer = passing("stalls", str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", words, "--json")
     assert gpu == [(name, 7) for name in words.split(",")]
-    report = StallReport.model_validate_json(result.stdout)
+    report = StallReport.model_validate_json(answer.out)
     assert [kernel.implementation for kernel in report.kernels] == words.split(",")
     files = {file.name for file in (tmp_path / "o" / "stalls").glob("*.ncu-rep")}
     assert files == {"fused.ncu-rep", "mamba_ssm.ncu-rep", "published-checkout.ncu-rep", "my_module-kernel.ncu-rep"}
@@ -145,13 +137,12 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
     captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path: Path
 ) -> None:
     launches(SsdprofError("mamba_ssm cannot be imported: no.", "pip install it.", ExitCode.MISSING_CAPABILITY))
-    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused")
-    assert result.exit_code == 0, result.output
-    assert "mamba_ssm is left out: mamba_ssm cannot be imported: no." in " ".join(result.stdout.split())
+    answer = passing("stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused")
+    assert "mamba_ssm is left out: mamba_ssm cannot be imported: no." in answer.shown
     assert gpu == [("fused", 5)]
-    alone = call(str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
-    assert alone.exit_code == ExitCode.MISSING_CAPABILITY
-    assert "cannot be imported" in alone.stderr
+    alone = Answer("stalls", str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
+    assert alone.code == ExitCode.MISSING_CAPABILITY
+    assert "cannot be imported" in alone.err
 
 
 @pytest.mark.parametrize(
@@ -169,9 +160,9 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
     captured: Path, launches: Callable[[Any], None], tmp_path: Path, name: str, outcome: Any, told: str, code: int
 ) -> None:
     launches(outcome)
-    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", name)
-    assert result.exit_code == code
-    words = " ".join(result.stderr.split())
+    answer = Answer("stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", name)
+    assert answer.code == code
+    words = answer.err
     assert told in words
     assert ("'ssdprof run' shows" in words) == (name == "my_module:kernel")
     assert not (tmp_path / "o").exists()
@@ -181,17 +172,17 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = (str(captured), "--out", str(tmp_path / "o"), "--impl", "fused")
-    result = call(*words, "--layer", "4")
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert "(2, 64), (5, 64), (7, 64)" in result.stderr
+    answer = Answer("stalls", *words, "--layer", "4")
+    assert answer.code == ExitCode.BAD_INPUT
+    assert "(2, 64), (5, 64), (7, 64)" in answer.err
     assert not gpu
     assert not (tmp_path / "o").exists()
-    assert call(*words).exit_code == 0
-    again = call(*words)
-    assert again.exit_code == ExitCode.BAD_INPUT
-    assert "--force" in again.stderr
+    assert Answer("stalls", *words).code == 0
+    again = Answer("stalls", *words)
+    assert again.code == ExitCode.BAD_INPUT
+    assert "--force" in again.err
     assert len(gpu) == 1
-    assert call(*words, "--force").exit_code == 0
+    assert Answer("stalls", *words, "--force").code == 0
 
 
 def test_where_ncu_cannot_work_triton_is_asked(
@@ -201,11 +192,11 @@ def test_where_ncu_cannot_work_triton_is_asked(
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)
-    result = call(str(captured), "--out", str(tmp_path / "o"))
-    assert result.exit_code == ExitCode.MISSING_CAPABILITY
+    answer = Answer("stalls", str(captured), "--out", str(tmp_path / "o"))
+    assert answer.code == ExitCode.MISSING_CAPABILITY
     assert len(gpu) == 2
     for words in ("No stalls: ncu is not on this machine. Install it.", "_fused", "96", "31%"):
-        assert words in result.stdout
+        assert words in answer.out
 
 
 # --- stalls of a run
@@ -251,9 +242,9 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))
-    result = call("a")
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert words in " ".join(result.stderr.split())
+    answer = Answer("stalls", "a")
+    assert answer.code == ExitCode.BAD_INPUT
+    assert words in answer.err
 
 
 def test_a_layer_of_a_run_is_captured_again() -> None:
