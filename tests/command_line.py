@@ -24,11 +24,15 @@ class Answer:
         self.shown = " ".join(self.out.split())
 
 
-def passing(*words: str) -> Answer:
-    """The answer of a call whose exit code is 0."""
+def ending(code: int, *words: str) -> Answer:
+    """The answer of a call that must have this exit code."""
     answer = Answer(*words)
-    assert answer.code == 0, answer.err
+    assert answer.code == code, answer.err
     return answer
+
+
+def passing(*words: str) -> Answer:
+    return ending(0, *words)
 
 
 def call(*words: str) -> tuple[int, str, str]:

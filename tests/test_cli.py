@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Answer
+from command_line import Answer, ending
 
 import ssdprof
 from ssdprof import cli
@@ -31,8 +31,7 @@ def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def refused(code: int, *words: str) -> str:
     """stderr of a refused call.  It must end in two lines, without data on stdout and without a run."""
-    answer = Answer(*words)
-    assert answer.code == code, answer.err
+    answer = ending(code, *words)
     assert answer.out == ""
     assert answer.err.startswith("error: ")
     assert not list(Path("runs").glob("*"))
@@ -76,8 +75,7 @@ def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch, raised: BaseExcepti
         raise raised
 
     monkeypatch.setattr(reports, "load", fail)
-    answer = Answer("export")
-    assert answer.code == code
+    answer = ending(code, "export")
     assert answer.out == ""
     assert answer.err.startswith(words)
 

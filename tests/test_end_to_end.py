@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from command_line import DEMOS, Answer, passing
+from command_line import DEMOS, Answer, ending, passing
 from report.pages import Page
 from safetensors.torch import load_file, save_file
 from torchrun import Start, starting, wait_for
@@ -143,8 +143,7 @@ def test_captures_that_were_broken_off(demo_run: Path) -> None:
     shutil.copytree(captures, "captures")
     manifest = json.loads(Path("captures/manifest.json").read_text()) | {"complete": False}
     Path("captures/manifest.json").write_text(json.dumps(manifest))
-    answer = Answer("run", "captures", *ONE_PRECISION)
-    assert answer.code == 1
+    answer = ending(1, "run", "captures", *ONE_PRECISION)
     assert "PARTIAL: the replayed capture was interrupted" in answer.shown
     assert not latest().capture_complete
     assert Answer("accuracy").code == Answer("export").code == 1
@@ -170,16 +169,14 @@ def test_weights_that_are_nan_are_found_and_fail() -> None:
     weights = load_file(file)
     weights["model.layers.1.mamba.in_proj.weight"].fill_(torch.nan)
     save_file(weights, file)
-    answer = Answer("run", "model", *FAST, "--json")
-    assert answer.code == 1
+    answer = ending(1, "run", "model", *FAST, "--json")
     report = read(answer.out)
     assert {case.result for case in report.cases} == {"nonfinite"}
     out = report.cases[0].tensor("out")
     assert out
     assert out.vs_oracle.first_nonfinite is not None
     for command in ("accuracy", "export"):
-        answer = Answer(command)
-        assert answer.code == 1
+        answer = ending(1, command)
         assert "FAILED: the model's inputs, not the kernels. In layer 1" in answer.shown
 
 
@@ -189,8 +186,7 @@ def test_a_refused_implementation_is_no_pass_unless_it_was_left_out(monkeypatch:
 
     fused = replace(kernels.get("ssd", "fused"), plan=refuse, run=refuse)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), fused)
-    answer = Answer("run", "demo", *FAST)
-    assert answer.code == 1
+    answer = ending(1, "run", "demo", *FAST)
     assert "REFUSED: fused (exact, fp32 states) in layer 1: fused: no such state size." in answer.shown
     assert {case.result for case in latest().cases} == {"passed", "refused"}
     assert Answer("accuracy").code == Answer("export").code == 1
@@ -203,9 +199,7 @@ def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     """Those of the settings file are not judged without one; the others are."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for words in (("--min-speedup", "1.5"), ("--gate", "speedup:1.5"), ("--gate", "time@call:5")):
-        answer = Answer("run", "demo", *FAST, *words)
-        assert answer.code == 3
-        assert "needs an NVIDIA GPU" in answer.err
+        assert "needs an NVIDIA GPU" in ending(3, "run", "demo", *FAST, *words).err
     Path("ssdprof.toml").write_text("[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\n")
     answer = passing("run", "demo", *FAST, "--gate", "match@1e-2:99.5%")
     assert "min-speedup of the settings file is not judged: this machine has no GPU." in answer.err
@@ -307,8 +301,7 @@ def test_interrupted(start: Start) -> None:
     assert {case.layer for case in report.cases} <= set(report.captured)
     assert all(case.result == "passed" for case in report.cases)
     for command in ("export", "accuracy"):
-        answer = Answer(command, "run")
-        assert answer.code == 1
+        answer = ending(1, command, "run")
         assert "PARTIAL" in answer.out
 
 

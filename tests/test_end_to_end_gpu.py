@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import Answer, passing
+from command_line import ending, passing
 from torchrun import starting, wait_for
 from typer.testing import CliRunner
 
@@ -83,7 +83,6 @@ def test_a_small_bench() -> None:
         assert all(launch.registers for launch in case.launches)
         assert bool(case.trials) is (case.implementation == "unfused")
         assert case.implementation == "unfused" or report.speedup(case)
-    answer = Answer(*words, "--check", "short", "--min-speedup", "1000")
-    assert answer.code == 1
+    answer = ending(1, *words, "--check", "short", "--min-speedup", "1000")
     assert "GATE FAILED: min-speedup 1000" in answer.err
     assert "x over unfused" in answer.out

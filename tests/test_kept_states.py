@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import DEMOS, Answer, passing
+from command_line import DEMOS, ending, passing
 from fakes import RAN, noting, pretend_gpu
 from measure.test_probes import probed
 
@@ -93,8 +93,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
     compared = ("--batch", "3", "--impl", f"fused,{','.join(planted_kernels)}", *("--draw", "pool") * pool)
     words = ("bench", operator, "--shape", SHAPES[operator], "--verify", "2,4", *compared)
     monkeypatch.setattr("sys.argv", ["ssdprof", *words])
-    answer = Answer(*words, "--out", "kept")
-    assert answer.code == 1, answer.err
+    ending(1, *words, "--out", "kept")
     report = load("kept")[1]
     assert {case.size for case in report.cases} == {"3 x 2, every state", "3 x 4, every state"}
     for case in report.cases:

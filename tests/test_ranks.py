@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer
+from command_line import Answer, ending
 from torch.distributed import HashStore
 from torchrun import MODULE, Start, ranks_of, starting, wait_for
 
@@ -82,8 +82,7 @@ def test_what_is_wrong_in_every_rank_is_told_by_the_first(
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, told in ((0, True), (1, not ended)):
         monkeypatch.setenv("RANK", str(rank))
-        answer = Answer(*words)
-        assert answer.code == 2
+        answer = ending(2, *words)
         assert bool(answer.err) == told
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from command_line import DEMOS, Answer, passing
+from command_line import DEMOS, Answer, ending, passing
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
@@ -38,9 +38,9 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
         return add(self, captured)
 
     monkeypatch.setattr(CaptureWriter, "add", interrupted)
-    answer = Answer("capture", "demo", "--seq", "24", "--chunked-prefill", "8", "--layers", "first:1", "--out", "a")
-    assert answer.code == 130
-    assert "What was captured is kept in a, marked as incomplete: 2 of 3 calls." in " ".join(answer.err.split())
+    words = ("--seq", "24", "--chunked-prefill", "8", "--layers", "first:1", "--out", "a")
+    answer = ending(130, "capture", "demo", *words)
+    assert "What was captured is kept in a, marked as incomplete: 2 of 3 calls." in answer.err
     assert len(read_manifest(Path("a")).layers) == 2
 
 
@@ -154,6 +154,5 @@ def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) 
     """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 2_000_000)
     assert Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--dry-run").code == 0
-    answer = Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run")
-    assert answer.code == 3
+    answer = ending(3, "run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run")
     assert "Without --decode and --answers" in answer.err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer, passing
+from command_line import Answer, ending, passing
 from safetensors.torch import save_file
 
 from ssdprof.capture import recording
@@ -221,8 +221,7 @@ def states_of_another_slot(file: Path) -> None:
 )  # fmt: skip
 def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words: str) -> None:
     damage(call(dump, 7) / "inputs.pt")
-    answer = Answer("capture", "--from", "flashinfer", str(dump), "--out", "captures")
-    assert answer.code == 2, answer.err
+    answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
     assert "docs/from-a-server.md" in answer.err
     assert "internal" not in answer.err
@@ -247,8 +246,7 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch: 
     monkeypatch.setattr(recording, "host_memory", lambda: 1 << 17)
     with pytest.raises(MissingCapabilityError, match=r"which main memory of .* cannot hold twice"):
         list(open_recording(dump, "flashinfer").layers())
-    answer = Answer("capture", "--from", "flashinfer", str(dump), "--out", "huge")
-    assert answer.code == 3
+    answer = ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
 
 
 def record(folder: Path, operator: str, *calls: dict[str, torch.Tensor], **arguments: Any) -> Path:
@@ -308,7 +306,6 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
     folder = record(tmp_path / "r", "gdn", gdn(9), gdn(9))
     damage(folder)
-    answer = Answer("capture", "--from", "safetensors", str(folder), "--out", "captures")
-    assert answer.code == 2, answer.err
+    answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")
     assert words in answer.err
     assert "internal" not in answer.err

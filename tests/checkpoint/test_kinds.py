@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 import transformers as tf
-from command_line import Answer
+from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 
 from ssdprof.checkpoint.load import fetch, load_model
@@ -111,8 +111,7 @@ def test_an_adapter_is_named_and_never_silent() -> None:
     for folder in (Path("alone"), checkpoint("qwen3_5_text")):
         (folder / "adapter_config.json").write_text(json.dumps(config))
         save_file({"base_model.model.layers.0.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
-    answer = Answer("run", "alone", "--dry-run")
-    assert answer.code == 2
+    answer = ending(2, "run", "alone", "--dry-run")
     assert "alone is a LoRA adapter for 'org/base' (adapter_config.json)." in answer.err
     assert "Merge it into its base model first." in answer.err
     (Path("alone") / "adapter_config.json").write_text("{")
@@ -123,8 +122,7 @@ def test_an_adapter_is_named_and_never_silent() -> None:
     assert report
     assert any(words in note for note in report.notes)
     rewrite(Path("qwen3_5_text"), renamed("in_proj_qkv.weight", "in_proj_qkv.base_layer.weight"))
-    answer = Answer("capture", "qwen3_5_text", "--prompt", "random", "--seq", "24", "--dry-run")
-    assert answer.code == 2
+    answer = ending(2, "capture", "qwen3_5_text", "--prompt", "random", "--seq", "24", "--dry-run")
     assert "base_layer.weight', not" in answer.err
     assert "an adapter was not merged" in answer.err
 
@@ -138,8 +136,7 @@ def test_a_classifier_predicts_no_tokens(key: str, tied: bool) -> None:
         folder, lambda weights: {k: one for k, one in weights.items() if "lm_head" not in k} | {key: torch.ones(2, 64)}
     )
     for command in (("answers",), ("run", "--decode", "1")):
-        answer = Answer(command[0], str(folder), "--prompt", "random", "--seq", "24", *command[1:])
-        assert answer.code == 2
+        answer = ending(2, command[0], str(folder), "--prompt", "random", "--seq", "24", *command[1:])
         assert f"is a classifier, with '{key}' and no lm_head.weight" in answer.err
     assert run(folder)[0].code == 0  # its operators are measured
 

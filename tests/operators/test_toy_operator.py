@@ -10,7 +10,7 @@ import pytest
 import torch
 from captured import layer, store
 from cases import prompt, value
-from command_line import Answer, passing
+from command_line import Answer, ending, passing
 from fakes import RAN, pretend_gpu
 from operators import toy
 
@@ -117,9 +117,7 @@ def test_the_comparator_knows_it_by_its_inputs() -> None:
 
 def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
-    answer = Answer("run", str(captures))
-    assert answer.code == 2
-    assert "There is no implementation 'unfused' of toy" in answer.err
+    assert "There is no implementation 'unfused' of toy" in ending(2, "run", str(captures)).err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):
         operators.get("tay")
     with pytest.raises(ValueError, match="registered already"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from captured import LAYERS, layer, store_layers
 from cases import report as run_report
-from command_line import Answer, passing
+from command_line import Answer, ending, passing
 from kernels.kernel_cases import SSDCase
 from stalls import synthetic
 
@@ -140,8 +140,7 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
     answer = passing("stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused")
     assert "mamba_ssm is left out: mamba_ssm cannot be imported: no." in answer.shown
     assert gpu == [("fused", 5)]
-    alone = Answer("stalls", str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
-    assert alone.code == ExitCode.MISSING_CAPABILITY
+    alone = ending(3, "stalls", str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
     assert "cannot be imported" in alone.err
 
 
@@ -160,8 +159,7 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
     captured: Path, launches: Callable[[Any], None], tmp_path: Path, name: str, outcome: Any, told: str, code: int
 ) -> None:
     launches(outcome)
-    answer = Answer("stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", name)
-    assert answer.code == code
+    answer = ending(code, "stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", name)
     words = answer.err
     assert told in words
     assert ("'ssdprof run' shows" in words) == (name == "my_module:kernel")
@@ -172,15 +170,11 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = (str(captured), "--out", str(tmp_path / "o"), "--impl", "fused")
-    answer = Answer("stalls", *words, "--layer", "4")
-    assert answer.code == ExitCode.BAD_INPUT
-    assert "(2, 64), (5, 64), (7, 64)" in answer.err
+    assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, "stalls", *words, "--layer", "4").err
     assert not gpu
     assert not (tmp_path / "o").exists()
     assert Answer("stalls", *words).code == 0
-    again = Answer("stalls", *words)
-    assert again.code == ExitCode.BAD_INPUT
-    assert "--force" in again.err
+    assert "--force" in ending(ExitCode.BAD_INPUT, "stalls", *words).err
     assert len(gpu) == 1
     assert Answer("stalls", *words, "--force").code == 0
 
@@ -192,8 +186,7 @@ def test_where_ncu_cannot_work_triton_is_asked(
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)
-    answer = Answer("stalls", str(captured), "--out", str(tmp_path / "o"))
-    assert answer.code == ExitCode.MISSING_CAPABILITY
+    answer = ending(ExitCode.MISSING_CAPABILITY, "stalls", str(captured), "--out", str(tmp_path / "o"))
     assert len(gpu) == 2
     for words in ("No stalls: ncu is not on this machine. Install it.", "_fused", "96", "31%"):
         assert words in answer.out
@@ -242,9 +235,7 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))
-    answer = Answer("stalls", "a")
-    assert answer.code == ExitCode.BAD_INPUT
-    assert words in answer.err
+    assert words in ending(ExitCode.BAD_INPUT, "stalls", "a").err
 
 
 def test_a_layer_of_a_run_is_captured_again() -> None:
