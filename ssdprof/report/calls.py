@@ -38,11 +38,13 @@ NAMES: tuple[Column[Series], ...] = (
 )
 
 
+def untimed(case: Case) -> str:
+    """Its result, where there is no time."""
+    return case.result.replace("passed", "not timed")
+
+
 def _verdict(row: Series) -> str:
-    """Without a time: the results of the series."""
-    if row.timed:
-        return row.verdict or fmt.MISSING
-    return fmt.words(dict.fromkeys(case.result.replace("passed", "not timed") for case in row.cases))
+    return (row.verdict or fmt.MISSING) if row.timed else fmt.words(dict.fromkeys(map(untimed, row.cases)))
 
 
 def _timed(row: Series) -> Series | None:

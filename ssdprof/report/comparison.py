@@ -104,10 +104,8 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
     reasons = dict.fromkeys(comparison.machine)
     reasons |= dict.fromkeys(why for pair in comparison.pairs if pair.over_baseline for why in pair.incomparable)
     if reasons:
-        yield (
-            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  Speedups over the "
-            "baseline, each measured under the same conditions, are."
-        )
+        speedups = "Speedups over the baseline, each measured under the same conditions, are."
+        yield f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  {speedups}"
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):
             yield f"{name} is not complete: {why}."

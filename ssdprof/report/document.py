@@ -82,13 +82,9 @@ def of_tuning(report: Report) -> Document:
     """What each search of `ssdprof tune` found."""
     searches = grouped(report.cases, lambda case: (case.place, case.precision)).values()
     left = (f"{one.place}: left out: {one.reason}." for one in report.left_out)
-    return Document(
-        title=f"ssdprof tune: {report.subject}",
-        version=report.ssdprof_version,
-        sections=(
-            section("Searches", *(_search(report, own) for own in searches), (*report.remarks, *left), _TUNING_READING),
-        ),
-    )
+    tables = (_search(report, own) for own in searches)
+    found = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
+    return Document(title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(found,))
 
 
 def candidates(searches: PlannedSearches) -> Table | None:

@@ -163,14 +163,10 @@ def baseline(report: Report) -> str:
 def _summarised(report: Report, case: Case) -> Case:
     over: dict[Clock, Estimate] = {clock: found for clock in CLOCKS if (found := report.speedup(case, clock))}
     parts = ("vs_oracle", "vs_baseline", "floor")
-    accuracy = [
-        one.changed(
-            **{name: found and found.changed(along=()) for name in parts for found in [getattr(one, name)]},
-            **({} if one.reason else {"budget": (), "checks": ()}),
-        )
-        for one in case.accuracy
-        if one.tensor == "out" or one.reason
-    ]
+    accuracy = []
+    for one in (one for one in case.accuracy if one.tensor == "out" or one.reason):
+        deviations = {name: found and found.changed(along=()) for name in parts for found in [getattr(one, name)]}
+        accuracy.append(one.changed(**deviations, **({} if one.reason else {"budget": (), "checks": ()})))
     launches = [
         Launch(kernel=one.kernel, config={"digest": one.digest}, registers=one.registers) for one in case.launches
     ]
@@ -277,18 +273,11 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         str(sum(test.find(tag) is not None for test in tests)) for tag in ("failure", "error", "skipped")
     )
     suite = Element(
-        "testsuite",
-        id=str(number),
-        package="ssdprof",
-        name=f"{_clean(subject(report))}: {name}",
-        timestamp=report.created[:19],
-        hostname="localhost",  # reports contain no host name
-        tests=str(len(tests)),
-        failures=failed,
-        errors=wrong,
-        skipped=skipped,
+        "testsuite", id=str(number), package="ssdprof", name=f"{_clean(subject(report))}: {name}",
+        timestamp=report.created[:19], hostname="localhost",  # reports contain no host name
+        tests=str(len(tests)), failures=failed, errors=wrong, skipped=skipped,
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
-    )
+    )  # fmt: skip
     values = {
         report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": subject(report),

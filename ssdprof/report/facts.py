@@ -84,16 +84,12 @@ def what_ran(report: Report) -> Table | None:
 
 def gpu(environment: Environment) -> Iterator[Fact]:
     """The GPU and its driver."""
-    found = environment.gpu
-    if found is None:
+    if found := environment.gpu:
+        sizes = f"{fmt.size_words(found.memory_bytes)}, L2 {fmt.size_words(found.l2_bytes)}"
+        yield "GPU", f"{found.name}, {found.sm_count} SMs, compute capability {found.compute_capability}, {sizes}"
+        yield "driver", f"{found.driver}, CUDA {found.cuda}"
+    else:
         yield "GPU", "none"
-        return
-    yield (
-        "GPU",
-        f"{found.name}, {found.sm_count} SMs, compute capability {found.compute_capability}, "
-        f"{fmt.size_words(found.memory_bytes)}, L2 {fmt.size_words(found.l2_bytes)}",
-    )
-    yield "driver", f"{found.driver}, CUDA {found.cuda}"
 
 
 def software(environment: Environment, **others: str) -> Fact:
@@ -113,11 +109,8 @@ def _subject(report: Report) -> Iterator[Fact]:
         if report.captured or report.kind == "run":
             operators = "/".join(dict.fromkeys(layer.operator.upper() for layer in ref.layers))
             captured = [layer.index for layer in report.captured]
-            yield (
-                "layers",
-                f"{len(captured)} of {len(ref.layers)} {operators} layers replayed ({fmt.indices(captured)}); "
-                f"the model has {fmt.plural(ref.layer_count, 'layer')}",
-            )
+            replayed = f"{len(captured)} of {len(ref.layers)} {operators} layers replayed ({fmt.indices(captured)})"
+            yield "layers", f"{replayed}; the model has {fmt.plural(ref.layer_count, 'layer')}"
     if found := next((case.prefill for case in report.of_prefill), None):
         loaded = f"{found.layers} of {found.layer_count} were loaded and timed"
         yield "layers", f"{loaded}; {found.operator_layers} have the operator"
@@ -128,14 +121,10 @@ def _subject(report: Report) -> Iterator[Fact]:
     shapes = grouped((case for case in report.cases if case.layer), lambda case: str(case.dims))
     for dims, own in shapes.items():
         yield "dimensions", dims if len(shapes) == 1 else f"{dims} (layers {fmt.indices(map(layer_of, own))})"
-    gates = {name: heads for one in report.processes for name, heads in one.gates.items()}
-    if gates:
+    if gates := {name: heads for one in report.processes for name, heads in one.gates.items()}:
         lengths = fmt.words(f"{length:,}" for length in MEMORIES)
-        yield (
-            "gates",
-            f"heads that forget within {lengths} tokens, and hardly at all: "
-            + "; ".join(f"layer {name}: {', '.join(map(str, heads))}" for name, heads in gates.items()),
-        )
+        heads = "; ".join(f"layer {name}: {', '.join(map(str, own))}" for name, own in gates.items())
+        yield "gates", f"heads that forget within {lengths} tokens, and hardly at all: {heads}"
     served = []
     for prompt in report.prompts:
         kind = {"default": "built-in text", "file": "text file", "random": "random tokens",
@@ -165,11 +154,9 @@ def _settings(report: Report) -> Iterator[Fact]:
     for seqlen, own in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = own[0].answers
         assert answers
-        yield (
-            f"answers, {fmt.tokens(seqlen)}",
-            f"{fmt.plural(len(own), 'case')} against {answers.reference}, layers {fmt.indices(answers.layers)}, "
-            f"model in {answers.weights}, segments of {answers.segment_length:,}",
-        )
+        compared = f"{fmt.plural(len(own), 'case')} against {answers.reference}, layers {fmt.indices(answers.layers)}"
+        ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
+        yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {ran}"
     if checked := sorted({case.drawn.checked for case in cases if case.drawn and case.drawn.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
@@ -189,19 +176,13 @@ def _machine(report: Report) -> Iterator[Fact]:
     if report.samplers > 1:
         yield "samples", f"of {report.samplers} processes, one after another"
     if found := report.clocks:
+        sm = "SM {:,} MHz before, {:,} after".format(*found.sm_mhz)
+        memory, heat = "{:,} to {:,} MHz".format(*found.memory_mhz), "{} to {} °C".format(*found.temperature_c)
         throttled = f"throttled: {', '.join(found.throttle_reasons)}" if found.throttle_reasons else "not throttled"
-        yield (
-            "clocks",
-            f"SM {found.sm_mhz[0]:,} MHz before, {found.sm_mhz[1]:,} after, "
-            f"memory {found.memory_mhz[0]:,} to {found.memory_mhz[1]:,} MHz, "
-            f"{found.temperature_c[0]} to {found.temperature_c[1]} °C, {throttled}",
-        )
-    if report.ceilings:
-        yield (
-            "ceilings",
-            f"copy {report.ceilings.copy_gb_per_s:,.0f} GB/s (read + written), matrix product "
-            f"{report.ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
-        )
+        yield "clocks", f"{sm}, memory {memory}, {heat}, {throttled}"
+    if ceilings := report.ceilings:
+        copy = f"copy {ceilings.copy_gb_per_s:,.0f} GB/s (read + written)"
+        yield "ceilings", f"{copy}, matrix product {ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run"
     if report.peak_bytes is not None and report.kind != "prefill":
         yield "peak memory", f"{fmt.size_words(report.peak_bytes)} of GPU memory"
     yield "CPU", f"{environment.cpu}, {environment.platform}"

@@ -62,12 +62,9 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
         seen[anchor := part["anchor"]] += 1
         part["anchor"] = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
     environment = Environment(
-        loader=PackageLoader("ssdprof.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+        loader=PackageLoader("ssdprof.report", "templates"), undefined=StrictUndefined,
+        autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
     environment.filters |= {"key": sort_key, "tone": tone}
     environment.tests["sortable"] = sortable
     return environment.get_template("page.html.j2").render(document=document, parts=parts)

@@ -8,7 +8,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
-from ssdprof.report.calls import PRECISION
+from ssdprof.report.calls import PRECISION, untimed
 from ssdprof.report.table import Column, Section, Table, filled, lifted, section, table, text
 
 ANSWERS_READING = (
@@ -152,7 +152,7 @@ def _times(report: Report, rows: Sequence[_Row]) -> Table | None:
         text("tokens", lambda row: _size(row[0]).removesuffix(" tokens")),
         text("convolution\nand norm", lambda row: row[1].conv_and_norm),
         text("implementation", lambda row: _name(row[0])),
-        Column("call", lambda row: fmt.duration(row[0].call_us.value) if row[0].call_us else _untimed(row[0])),
+        Column("call", lambda row: fmt.duration(row[0].call_us.value) if row[0].call_us else untimed(row[0])),
         Column("speedup", lambda row: fmt.speedup(report.speedup(row[0]), by_call=True)),
         Column("verdict", lambda row: report.faster(row[0]) or fmt.MISSING),
         Column("predicted", lambda row: fmt.ratio(report.predicted(row[0]) if report.speedup(row[0]) else None)),
@@ -191,10 +191,6 @@ def _name(case: Case) -> str:
 
 def _size(case: Case) -> str:
     return fmt.tokens(case.seqlen, case.batch)
-
-
-def _untimed(case: Case) -> str:
-    return "not timed" if case.result == "passed" else case.result
 
 
 def _layers(found: Prefill) -> str:

@@ -24,11 +24,8 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee
 GREY = "#777777"
 _NARROW = (3.5, 2.9)  # inches: the width of a page of 360 pixels, on which text has 11 pixels at least
 _SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "ssdprof",
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9,
-}
+    "svg.hashsalt": "ssdprof", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9
+}  # fmt: skip
 _PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}  # of positions
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
@@ -162,11 +159,8 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str, title
         axes.set_ylabel("TFLOP/s by device time")
         axes.set_title(title, loc="left", fontsize=10)
 
-    cells = [
-        (", ".join(filter(None, (label, which))), f"{at:,.4g}", f"{rate:,.4g}")
-        for label, own in points.items()
-        for at, rate, which in own
-    ]
+    named = ((", ".join(filter(None, (label, one[2]))), *one[:2]) for label, own in points.items() for one in own)
+    cells = [(name, f"{at:,.4g}", f"{rate:,.4g}") for name, at, rate in named]
     if roof:
         cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{peak:,.4g}"))
     numbers = _data(("what", f"operations per {per}", "TFLOP/s"), cells)
@@ -226,10 +220,8 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     longest = max((sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0)
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
-        bars = {
-            f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name: share
-            for name, share in group.stages.items()
-        }
+        names = (f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name for name in group.stages)
+        bars = dict(zip(names, group.stages.values(), strict=True))
         found[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
     roof = stall_roofline(report)
     return found if roof is None else found | {"roofline": ("Roofline", roof)}

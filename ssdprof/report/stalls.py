@@ -185,7 +185,9 @@ def _sections(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[Sec
         "at launch, per thread; spills: loads and stores of spilled registers, by warps."
     )
     missing = f"  Not collected: {', '.join(absent)}." if absent else ""
-    yield section("Kernel resources", _launched(report) if report.missing else None)
+    rows = [(one, launch) for one in report.launched for launch in one.launches if report.missing]
+    per = "Registers and spills are per thread, shared memory per block; occupancy is what these allow."
+    yield section("Kernel resources", table("Resources of the kernels, from Triton", _LAUNCHED, rows, keys=3, note=per))
     yield section("Kernels", table("Kernels", _KERNELS, report.kernels, note=note + missing))
     yield section("Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING)
     yield section("Stall reasons", _averages(report))
@@ -221,10 +223,8 @@ def _caveats(report: StallReport) -> Iterator[str]:
     unlabelled = [(file, kernel.kernel) for kernel in report.kernels for file in kernel.unlabelled]
     for file, own in grouped(unlabelled, lambda one: one[0]).items():
         kernels = dict.fromkeys(kernel for _, kernel in own)
-        yield (
-            f"The stages of {file} are not known ({fmt.words(kernels)}): its samples are listed by "
-            "function, and by line under the hottest lines."
-        )
+        listed = "its samples are listed by function, and by line under the hottest lines"
+        yield f"The stages of {file} are not known ({fmt.words(kernels)}): {listed}."
 
 
 # --- tables
@@ -334,12 +334,6 @@ _LAUNCHED: tuple[Column[tuple[Launched, Launch]], ...] = (
     Column("shared", lambda row: fmt.size_words(row[1].shared_bytes)),
     Column("occupancy", lambda row: fmt.share(row[1].warps_pct)),
 )
-
-
-def _launched(report: StallReport) -> Table | None:
-    rows = [(one, launch) for one in report.launched for launch in one.launches]
-    note = "Registers and spills are per thread, shared memory per block; occupancy is what these allow."
-    return table("Resources of the kernels, from Triton", _LAUNCHED, rows, keys=3, note=note)
 
 
 def _facts(report: StallReport) -> Iterator[Fact]:

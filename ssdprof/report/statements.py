@@ -61,10 +61,9 @@ def shortcomings(found: Outcome) -> list[str]:
         lines.append(f"MISSING: {fmt.plural(found.missing, 'requested case')}.")
     finite = grouped(found.failed, exact_answer_is_finite)
     if of_inputs := finite.get(False):
-        lines.append(
-            f"FAILED: the model's inputs, not the kernels.  In {layer_words(of_inputs)} the exact answer "
-            "itself is not finite: weights or activations hold NaN or infinity, or overflow the output's dtype."
-        )
+        why = "weights or activations hold NaN or infinity, or overflow the output's dtype"
+        where = f"In {layer_words(of_inputs)} the exact answer itself is not finite"
+        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {why}.")
     if of_kernels := finite.get(True):
         lines.append(f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: {case_words(of_kernels)}.")
     if found.refused:
@@ -171,10 +170,8 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
     if not timed:
         why = "on this GPU nothing was timed" if group.report.environment.gpu else "without a GPU there is no speed"
         who = fmt.words(dict.fromkeys(one.implementation for one in every)) or fmt.words(group.compared)
-        yield VerdictLine(
-            f"In short: {who} {'is' if every else 'is not'} accurate enough for {group.extent} {group.where}; {why}.",
-            bool(every),
-        )
+        said = f"{who} {'is' if every else 'is not'} accurate enough for {group.extent} {group.where}"
+        yield VerdictLine(f"In short: {said}; {why}.", bool(every))
         return
     least = min(one.us["device"] for one in timed)
     best = next(one for one in timed if one.us["device"] <= _CLEARLY_SLOWER * least)
@@ -183,11 +180,8 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
         yield VerdictLine(f"In short: keep {group.baseline}: {best.implementation} is not faster {group.where}.", True)
         return
     less = f"takes {fmt.duration(whole - best.us['device'])} less of {fmt.duration(whole)} for {group.extent}"
-    yield VerdictLine(
-        f"In short: on this {gpu_name(group.report.environment)}, {best.implementation} {less} {group.where}; "
-        f"{_answers_words(best)}; use {best.precision}.",
-        True,
-    )
+    gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} {less} {group.where}"
+    yield VerdictLine(f"In short: {gain}; {_answers_words(best)}; use {best.precision}.", True)
 
 
 def _answers_words(one: Series) -> str:
@@ -224,10 +218,8 @@ def caveats(report: Report) -> Iterator[str]:
         cases = f"{fmt.plural(len(left), 'case')} passed and could not be timed"
         yield f"No time: {cases}: {shortened(left, _MOST_BROKEN)}."
     if report.clocks and (reasons := report.clocks.throttle_reasons):
-        yield (
-            f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are too long.  Speedups are "
-            "valid, because the implementations were timed in turns."
-        )
+        valid = "Speedups are valid, because the implementations were timed in turns."
+        yield f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are too long.  {valid}"
     if report.model and report.model.source == "demo" and timed:
         yield "The built-in demo model is too small to fill a GPU: its times do not represent a real model's."
     yield from _of_baselines(report)
@@ -253,10 +245,9 @@ def _single_chunks(report: Report) -> Iterator[str]:
         if chunks and longest <= min(chunks):
             one = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
             are = "are" if call is None and longest > 1 else "is"
-            yield (
-                f"{one} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
-                "is passed on, so the dtype of the states is not tested."
-            )
+            chunk = f"one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}"
+            untested = "no state is passed on, so the dtype of the states is not tested"
+            yield f"{one} {are} no more than {chunk}: {untested}."
 
 
 def _of_baselines(report: Report) -> Iterator[str]:
@@ -270,12 +261,10 @@ def _of_baselines(report: Report) -> Iterator[str]:
         rated = [one for one in report.cases if one.rated_against == (worst.place, worst.implementation)]
         rated.sort(key=lambda one: one.precision == worst.precision)  # where there is one, the same precision is shown
         errors = {one.implementation: fmt.small(rms(one)) for one in rated if one.accuracy}
-        timed = ", but timed" if worst.time_us else ""
-        others = "".join(f", of {name} {error}" for name, error in errors.items())
-        yield (
-            f"The baseline is outside its error budget{timed}: {label} in {worst.place} (rms error "
-            f"{fmt.small(rms(worst))}{others})."
-        )
+        timed = ", but timed" * bool(worst.time_us)
+        rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
+        found = f"{label} in {worst.place} (rms error {fmt.small(rms(worst))}{rated_at})"
+        yield f"The baseline is outside its error budget{timed}: {found}."
 
 
 def _of_libraries(report: Report) -> Iterator[str]:
@@ -296,9 +285,13 @@ def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
         for part in case.plan.split("; ")
         if part.startswith(_SAME_AS)
     )
+
+    def words(precision: PrecisionRecord) -> str:
+        return f"{precision.intermediates} with {precision.state_dtype} states"
+
     for (name, other), own in grouped(same, lambda one: one[:2]).items():
-        precisions = [precision_words(one) for one in sorted({one[2] for one in own}, key=precision_order)]
-        ran = {precision_words(case.precision) for case in cases if case.implementation == name}
+        precisions = [words(one) for one in sorted({one[2] for one in own}, key=precision_order)]
+        ran = {words(case.precision) for case in cases if case.implementation == name}
         which = "every precision" if ran <= {other, *precisions} else fmt.words(precisions)
         said = f"{name} computes {which} as {other}: results are bitwise the same"
         if timed:
@@ -306,7 +299,7 @@ def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
         yield f"{said}."
 
 
-# --- cases and precisions in words
+# --- cases in words
 
 
 def case_words(cases: Iterable[Case]) -> str:
@@ -331,11 +324,6 @@ def _result_words(case: Case) -> str:
     if not exact_answer_is_finite(case):
         return "without a finite exact answer"
     return "not finite" if case.result == "nonfinite" else case.result
-
-
-def precision_words(precision: PrecisionRecord) -> str:
-    """ "exact with fp32 states"."""
-    return f"{precision.intermediates} with {precision.state_dtype} states"
 
 
 def _capital(text: str) -> str:
