@@ -31,10 +31,10 @@ INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
 
-HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
+HELP = "Measure what a fused kernel would do to your Mamba-2, Gated-DeltaNet or Kimi Delta Attention model on your GPU."
 EPILOG = (
     "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
-    "3 this machine lacks something; 4 the model is not available."
+    "3 this machine lacks something; 4 the model is not available; 130 interrupted."
 )
 
 

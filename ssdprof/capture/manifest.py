@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from ssdprof.core.base import VERSION
 from ssdprof.core.subject import CaptureManifest
-from ssdprof.errors import BadInputError, first_fault
+from ssdprof.errors import BadInputError, SsdprofError, first_fault
 from ssdprof.files import read_object
 
 MANIFEST = "manifest.json"
@@ -22,6 +23,13 @@ def is_capture(path: Path) -> bool:
     return os.path.isfile(path / MANIFEST)
 
 
+def is_foreign(folder: Path) -> bool:
+    """Whether the manifest in `folder` is another program's."""
+    with suppress(SsdprofError):
+        return "checkpoint" not in read_object(folder / MANIFEST, MANIFEST, AGAIN)
+    return False
+
+
 def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest in `folder`.
 
@@ -30,6 +38,8 @@ def read_manifest(folder: Path) -> CaptureManifest:
     """
     path = folder / MANIFEST
     content = read_object(path, str(path), AGAIN)
+    if "checkpoint" not in content:
+        raise BadInputError(f"{path} is no manifest of a capture.", "Name another folder.")
     version = content.get("version")
     if version != VERSION:
         raise BadInputError(

@@ -1,7 +1,8 @@
 """Folders of captured operator inputs: a safetensors file per call, and a manifest.
 
 Files and the manifest are written atomically, a file before its entry.  The manifest has `complete: false` until the
-writer closes without an error, and all of its entries are valid at any time.
+writer closes without an error, and all of its entries are valid at any time: an earlier complete capture is replaced
+with the last manifest, by files of other names.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, token_major
-from ssdprof.capture.manifest import AGAIN, BROKEN_OFF, MANIFEST, is_capture, read_manifest
+from ssdprof.capture.manifest import AGAIN, BROKEN_OFF, MANIFEST, is_capture, is_foreign, read_manifest
 from ssdprof.core.base import VERSION
 from ssdprof.core.subject import (
     CallRef,
@@ -37,7 +37,7 @@ from ssdprof.core.subject import (
     scalars_hash,
 )
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
-from ssdprof.files import LOCK, check_writable, locked, put
+from ssdprof.files import LOCK, check_writable, locked, put, uninterrupted
 from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.tensors import dtype_named, scalars, stored_dtype_name, tensors
 
@@ -57,11 +57,14 @@ def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers:
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
     """Raise in advance if `CaptureWriter` would refuse the folder.  out: None for the default one."""
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
-    if out is not None and is_capture(out) and not overwrite:
-        _refuse_complete(out)
+    if out is not None:
+        _refuse(out, overwrite)
 
 
-def _refuse_complete(folder: Path) -> None:
+def _refuse(folder: Path, overwrite: bool) -> None:
+    """Raise for a complete or unreadable capture that may not be replaced, and for the manifest of something else."""
+    if not is_capture(folder) or (overwrite and not is_foreign(folder)):
+        return
     before = read_manifest(folder)
     if before.complete:
         raise BadInputError(
@@ -95,8 +98,8 @@ class CaptureWriter:
         segment_length: int,
         overwrite: bool = False,
     ) -> None:
-        self.folder = self._place = folder  # where files are written: another one, while an earlier capture is there
-        self._overwrite = overwrite
+        self.folder, self._overwrite = folder, overwrite
+        self.kept: set[str] = set()  # files of an earlier complete capture, until the end
         self.manifest = CaptureManifest(
             version=VERSION,
             checkpoint=checkpoint,
@@ -110,28 +113,23 @@ class CaptureWriter:
         with ExitStack() as held:
             hint = "Wait for it, or name another folder."
             held.enter_context(locked(self.folder / LOCK, "Another capture is being written to", hint))
-            if is_capture(self.folder) and not self._overwrite:
-                _refuse_complete(self.folder)
+            _refuse(self.folder, self._overwrite)
             if _is_complete(self.folder):
-                new = tempfile.TemporaryDirectory(dir=self.folder, prefix=".new-")
-                self._place = Path(held.enter_context(new))
-            else:
-                self._clear()
+                self.kept = {capture.file for capture in read_manifest(self.folder).layers}
             self._write_manifest(self.manifest)
+            self._remove_all_but(self.kept)
             self._held = held.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._held:
+        with self._held, uninterrupted():
             if kind is None:
-                if self._place != self.folder:
-                    self._clear()
-                    for capture in self.manifest.layers:
-                        (self._place / capture.file).rename(self.folder / capture.file)
-                    self._place = self.folder
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
+                self.kept = {capture.file for capture in self.manifest.layers}
+            if self.kept:
+                self._remove_all_but(self.kept)
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
         """Store one call of a layer, then name it in the manifest.  ValueError if it is in the manifest already."""
@@ -148,7 +146,8 @@ class CaptureWriter:
             )
             for name, tensor in stored.items()
         }
-        file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
+        stem = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}"
+        file = f"{stem}{'_again' * (f'{stem}.safetensors' in self.kept)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
         others = scalars(captured.inputs)
@@ -163,19 +162,22 @@ class CaptureWriter:
             scalars=others,
             scalars_sha256=scalars_hash(others),
         )
-        _put(self._place / file, lambda temporary: save_file(stored, temporary))
+        _put(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
         return capture
 
-    def _clear(self) -> None:
-        """Remove an earlier capture."""
-        (self.folder / MANIFEST).unlink(missing_ok=True)
-        for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
-            file.unlink()
+    def _remove_all_but(self, kept: set[str]) -> None:
+        """Remove the files of other captures, and what a killed process left."""
+        for pattern in ("layer_*_seqlen_*.safetensors", ".layer_*_seqlen_*.tmp", f".{MANIFEST}.*.tmp"):
+            for file in self.folder.glob(pattern):
+                if file.name not in kept:
+                    file.unlink(missing_ok=True)
 
     def _write_manifest(self, manifest: CaptureManifest) -> None:
+        """Into the folder unless an earlier complete capture is there and this one is not complete."""
         text = manifest.model_dump_json(indent=1) + "\n"
-        _put(self._place / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        if manifest.complete or not self.kept:
+            _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
 
 
@@ -205,9 +207,8 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
         raise BadInputError(f"{path} is missing.", AGAIN)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            absent = records.keys() - set(file.keys())
-            if absent:
-                raise BadInputError(f"{path} lacks the tensor {', '.join(sorted(absent))}.", AGAIN)
+            if other := records.keys() ^ set(file.keys()):
+                raise BadInputError(f"{path} and the manifest differ in tensor {', '.join(sorted(other))}.", AGAIN)
             found = {name: file.get_tensor(name) for name in records}
     except OSError as error:
         raise unreadable(str(path), error, AGAIN) from error
@@ -227,6 +228,8 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
         operator = operators.get(capture.layer.operator)
         served = tuple(found.pop(name) for name in _SERVED if name in capture.served)
         inputs = operator.inputs(**found, **capture.scalars)
+        if next(iter(tensors(inputs).values())).shape[1] != capture.seqlen:
+            raise ValueError(f"it does not have {capture.seqlen:,} tokens")
         if (bounds := found.get("cu_seqlens")) is not None:
             sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:

@@ -152,7 +152,7 @@ METRICS: dict[str, Metric] = {
     ),
     "perplexity": Metric(
         of=lambda case, _where, _report: case.band.perplexity if case.band else None, applies=_answers, relative=True,
-        says=lambda _case, value, _: f"{value:.6g}",
+        says=lambda _case, value, at: f"perplexity {value:.6g} is above {at.limit:g}",
     ),
     "perplexity-increase": Metric(
         of=lambda case, _where, _report: case.band.perplexity_increase_pct if case.band else None, applies=_answers,
@@ -186,7 +186,11 @@ def parse(option: str, text: str) -> Condition:
     metric, found = metric_of(name), _GRAMMAR.fullmatch(text)
     change = old and (name in SLOWER or (name in _CHANGES and ":base" not in text))  # from BASE, without saying it
     more = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
-    hint = f"Write {name}:2{'%' if metric.percent else ''} or {more}."
+    hint = f"Write {name}:2{'%' if metric.percent else ''}{f' or {more}' if old else ''}."
+    if found and found["base"] and not old:
+        raise BadInputError(
+            f"{option} has no report to compare with: {text!r}.", "Give it to 'ssdprof compare --fail-if'."
+        )
     if change:
         hint = f"Write {name}:{'3%' if metric.relative else '-0.1' if metric.more else '0'}."
     if found is None or (change and found["base"]):
@@ -222,15 +226,17 @@ def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...
     for name in sorted(limits, key=[*LIMITS].index):
         given, metric, option = limits[name], LIMITS[name], name.replace("_", "-")
         unit, colon = "%" * METRICS[metric].percent, ":" * (metric == "match")
-        if metric == "match":  # several, of which the last one at each tolerance counts
-            places = {at: least for at, _, least in (one.partition(":") for one in given or ())}
+        if metric == "match":  # several
+            places = [tuple(one.partition(":")[::2]) for one in given or ()]
         else:
-            places = {} if given is None else {"": given}
-        for at, limit in places.items():
+            places = [] if given is None else [("", given)]
+        for at, limit in places:
             try:
                 one = parse("", f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}")
             except BadInputError as error:
-                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(metric, f"Give it as 1.5{unit}.")
+                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(
+                    metric, "Give a number from 0 to 100, such as 1.5%." if unit else "Give it as 1.5."
+                )
                 raise BadInputError(f"--{option} is no limit: {at}{colon}{limit}.", example) from error
             shown = f"{at}{colon}{one.limit:g}{unit * (not colon)}"
             found.append(one.changed(spelling=f"{option} {shown}"))
@@ -272,8 +278,10 @@ def verdicts(report: Report, conditions: Sequence[Condition] | None = None) -> I
     for condition in report.conditions if conditions is None else conditions:
         if condition.to_base:
             continue
-        nothing = Verdict(condition=condition, case="", holds=False, found="no case passed that it could judge")
-        yield from list(_of(condition, report)) or [nothing]
+        found = list(_of(condition, report))
+        yield from found
+        if all(one.holds is None for one in found):
+            yield Verdict(condition=condition, case="", holds=False, found="no case passed that it could judge")
 
 
 def broken(report: Report, conditions: Sequence[Condition] | None = None) -> tuple[Verdict, ...]:

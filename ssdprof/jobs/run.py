@@ -16,7 +16,6 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
-from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
 from ssdprof.core.case import call_size
@@ -341,10 +340,9 @@ def capture(subject: Subject, out: Path | None, *, overwrite: bool, watcher: Wat
         with limits.memory_errors(), writer, watcher.step("Capturing layers", subject.calls) as advance:
             loaded.run(lambda captured: (writer.add(captured), advance(1)))
     except KeyboardInterrupt:
-        kept = read_manifest(folder)
-        if kept.complete or not kept.layers:
+        if writer.kept or not writer.manifest.layers:
             raise
         where = f"What was captured is kept in {folder}, marked as incomplete"
-        done = f"{len(kept.layers):,} of {plural(subject.calls, 'call')}"
+        done = f"{len(writer.manifest.layers):,} of {plural(subject.calls, 'call')}"
         raise KeyboardInterrupt(f"{where}: {done}.") from None
     return folder, writer.manifest

@@ -230,7 +230,7 @@ def opened(
             if (path / HEADER).exists():
                 _refuse_another(path, header, sources())
             else:
-                for stale in path.glob("cases.*.jsonl"):
+                for stale in path.glob("cases.[0-9]*.jsonl"):
                     os.truncate(stale, 0)
                 write_text(path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n")
             if ranks:
@@ -274,7 +274,7 @@ def opened(
 def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> str:
     """Note why it ended; a sentence on where the results are.  made: the folder; None: another rank did."""
     if not writer.begun:
-        files = [*writer.folder.glob("cases.*.jsonl")]
+        files = [*writer.folder.glob("cases.[0-9]*.jsonl")]
         if made is not None and not any(b'{"case":' in file.read_bytes() for file in files):
             for file in (*files, writer.folder / HEADER):
                 file.unlink(missing_ok=True)

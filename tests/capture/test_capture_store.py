@@ -1,9 +1,11 @@
 """Captures on disk: the data that is read equals the data that was stored, and errors name the damage."""
 
 import errno
+import itertools
 import json
 import math
 import multiprocessing
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,11 +123,41 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
         assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
         raise KeyboardInterrupt
     assert load(tmp_path)[0].complete
-    assert {file.suffix for file in tmp_path.iterdir()} == {"", ".json", ".safetensors"}
+    assert len(list(tmp_path.iterdir())) == 3
+    for left in (".layer_000_seqlen_24.safetensors.1.tmp", ".manifest.json.2.tmp", "layer_009_seqlen_9.safetensors"):
+        (tmp_path / left).touch()
     with writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[1])
-    assert [layer.layer.index for layer in read_all(tmp_path)] == [1]
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+        out.add(mamba2[0])
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [1, 0]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
+    tmp_path: Path, mamba2: list[CapturedLayer], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Whichever of its changes of the folder is the last.  The next one leaves nothing of it."""
+    with writer(tmp_path) as out:
+        out.add(mamba2[0])
+    count = itertools.count(1)
+
+    def dies(change: Any) -> Any:
+        return lambda *given, **options: os._exit(9) if next(count) == at else change(*given, **options)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Path, "replace", dies(Path.replace))
+        monkeypatch.setattr(Path, "unlink", dies(Path.unlink))
+        with writer(tmp_path, overwrite=True) as out:
+            out.add(mamba2[0])
+            out.add(mamba2[1])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert load(tmp_path)[0].complete
+    assert [layer.layer.index for layer in read_all(tmp_path)] in ([0], [0, 1])
+    with writer(tmp_path, overwrite=True) as out:
+        out.add(mamba2[2])
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def flip(at: int, of: str = "") -> Callable[[Path], object]:
@@ -157,7 +189,7 @@ def without_dt(file: Path) -> None:
         (flip(12), r"{file}"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"{file} is damaged"),
         (Path.unlink, r"{file} is missing"),
-        (without_dt, r"{file} lacks the tensor dt"),
+        (without_dt, r"{file} and the manifest differ in tensor dt"),
     ],
     ids=["x", "dt", "A", "length of the header", "header", "truncated", "missing", "a tensor is missing"],
 )
@@ -172,7 +204,10 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
     ("change", "words"),
     [
         (lambda layer: layer["layer"].update(operator="gdn"), "is damaged"),
-        (lambda layer: layer["tensors"].pop("B"), r"manifest\.json is damaged: model\.layers\.0\.mixer: .*'B'"),
+        (lambda layer: layer["tensors"].pop("D"), r"safetensors and the manifest differ in tensor D"),
+        (lambda layer: layer.update(seqlen=1), r"manifest\.json is damaged: .*: it does not have 1 tokens"),
+        (lambda layer: layer["tensors"]["x"].update(model_strides=[-1] * 4), "is damaged at .*model_strides"),
+        (lambda layer: layer["tensors"]["x"].update(model_strides=[1]), "is damaged at .*x"),
         (lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]), "x does not have the shape or dtype"),
         (lambda layer: layer.update(file="../layer.safetensors"), "does not belong to it"),
         (lambda layer: layer.update(file="/etc/passwd"), "does not belong to it"),
@@ -195,7 +230,10 @@ def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], o
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        *((json.dumps({"version": one, "new": 1}).encode(), f"has version {one}; this") for one in (0, 4, None, "1")),
+        *(
+            (json.dumps({"version": one, "checkpoint": 1}).encode(), f"has version {one}; this")
+            for one in (0, 4, None, "1")
+        ),
         (b"[]", "holds no JSON object"), (b"{", "is not valid JSON"), (b"\xff\xfe", "is not valid JSON"),
         (b"[" * 10**5, "is not valid JSON: it is nested too deeply"),
     ],
@@ -229,6 +267,11 @@ def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: 
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
     check_folder(stored, overwrite=True)
+    (stored / "theirs").mkdir()
+    (stored / "theirs" / MANIFEST).write_text('{"name": "an app"}')
+    for overwrite in (False, True):
+        with pytest.raises(BadInputError, match="is no manifest of a capture"):
+            check_folder(stored / "theirs", overwrite=overwrite)
     check_folder(stored / "new" / "folder", overwrite=False)
     (stored / "file").write_text("")
     with pytest.raises(BadInputError, match="file/inside cannot be made: a file is in its place"):

@@ -71,8 +71,8 @@ def test_two_precisions_unless_more_are_asked_for(
 
 
 def test_the_conditions_of_every_command() -> None:
-    run, answers = RunOptions(model="demo", min_speedup=2, gate=["rms:base+5%"]), {"max_kl": 0.1, "min_top1": "90%"}
-    assert subject.run(run)[0].conditions == of_options(min_speedup=2, gates=["rms:base+5%"])
+    run, answers = RunOptions(model="demo", min_speedup=2, gate=["rms:5"]), {"max_kl": 0.1, "min_top1": "90%"}
+    assert subject.run(run)[0].conditions == of_options(min_speedup=2, gates=["rms:5"])
     asked, found = subject.answers(AnswersOptions(model="demo", max_perplexity_increase="2%", **answers))
     assert asked.conditions == of_options(max_perplexity_increase="2%", **answers)  # type: ignore[arg-type]
     assert found.whole

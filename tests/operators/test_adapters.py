@@ -31,7 +31,7 @@ from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import bench
 from ssdprof.jobs.options import BenchOptions
-from ssdprof.kernels.adapters import Tunings, package_version
+from ssdprof.kernels.adapters import Tunings, package_version, span
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.inputs import KDAInputs
@@ -52,6 +52,11 @@ Load = Callable[[str], Implementation]
 
 
 # --- inputs
+
+
+def test_a_view_spans_what_its_strides_skip() -> None:
+    view = torch.empty(2, 3, 5)[:, :, :4]
+    assert (span(view), span(view, axes=slice(1, None))) == (29, 14)
 
 
 def of_ssd(dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any) -> SSDInputs:

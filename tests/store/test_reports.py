@@ -302,10 +302,12 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_lines_without_a_header_are_of_nobody() -> None:
+def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> None:
     (interrupted() / "run.json").unlink()
+    Path("my run", "cases.mine.jsonl").write_text("mine")
     with opened(Path("my run"), Watcher(), **header()) as writer:
         assert writer.earlier == {}
+    assert Path("my run", "cases.mine.jsonl").read_text() == "mine"
     assert load("my run")[1].cases == ()
 
 
