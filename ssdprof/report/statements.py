@@ -83,9 +83,11 @@ def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
 
 def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
     if found.answers and not found.answers_failed:
-        gates = any(METRICS[one.metric].applies(found.answers[0]) for one in report.conditions)
+        gates = [one for one in report.conditions if METRICS[one.metric].applies(found.answers[0])]
+        unknown = any(one.condition in gates for one in found.broken)
         limits = "they are within the limits" if gates else "no limit was given"
-        yield VerdictLine(f"Answers of {fmt.plural(len(found.answers), 'case')} were compared: {limits}.", True)
+        limits = "a limit could not be judged" if unknown else limits
+        yield VerdictLine(f"Answers of {fmt.plural(len(found.answers), 'case')} were compared: {limits}.", not unknown)
     if not found.judged or found.failed:
         return
     one = found.judged == 1
