@@ -110,11 +110,12 @@ class Model:
         """Sizes of `layer`'s operator by name; BadInputError when the model has no such layer."""
         mixer = next((one for one, its in zip(self.mixers, self.layers, strict=True) if its == layer), None)
         if mixer is None:
-            raise BadInputError(
-                f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}.",
-                f"Layers with the operator: {', '.join(str(there.index) for there in self.layers)}.",
-            )
+            raise self._refuse_layer(f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}.")
         return mixer.sizes
+
+    def _refuse_layer(self, what: str) -> BadInputError:
+        """The error for a layer that is not there."""
+        return BadInputError(what, f"Layers with the operator: {', '.join(str(one.index) for one in self.layers)}.")
 
     def size_words(self, layer: LayerRef) -> str:
         """Those sizes for people: "128x64, N 128, G 1, chunk 256"."""
@@ -129,10 +130,8 @@ class Model:
         if deepest_layer is None:
             return self.layer_count
         if not 0 <= deepest_layer < self.layer_count:
-            raise BadInputError(
-                f"There is no layer {deepest_layer}: the model's layers are 0 to {self.layer_count - 1}.",
-                f"Layers with the operator: {', '.join(str(layer.index) for layer in self.layers)}.",
-            )
+            last = self.layer_count - 1
+            raise self._refuse_layer(f"There is no layer {deepest_layer}: the model's layers are 0 to {last}.")
         wanted, kinds = deepest_layer + 1, getattr(self.on_meta.config, "layer_types", None) or []
         if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
             return int(kinds.index("full_attention")) + 1

@@ -24,7 +24,7 @@ from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint import meta
+from ssdprof.checkpoint import meta, transformers
 from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
@@ -433,7 +433,9 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
 
     copies: of each prompt, side by side, for which memory is needed.
     """
-    _quiet_libraries()
+    # no warnings of fallbacks that capture replaces
+    transformers.logging.set_verbosity_error()
+    getLogger("accelerate").setLevel(ERROR)
     placed = choose(subject, copies)
     for note in (*subject.located.notes, *subject.located.caveats, *filter(None, [placed.remark])):
         watcher.say(note)
@@ -503,11 +505,3 @@ def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
         words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
         built.append((ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})))
     return built
-
-
-def _quiet_libraries() -> None:
-    """Silence transformers' and accelerate's warnings of fallbacks that capture replaces."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    getLogger("accelerate").setLevel(ERROR)
