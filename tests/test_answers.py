@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from command_line import DEMOS, call
+from command_line import DEMOS, Answer, ending, passing
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
@@ -65,10 +65,9 @@ def kl(case: Case) -> float:
 @pytest.mark.parametrize("model", DEMOS)
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     words = ("--implementations", "unfused", "--layers", "0", "--max-kl", "1e-10")
-    code, shown, err = call("answers", model, *SEQ, *words)
-    assert code == 1
-    assert "unfused (relaxed, bf16 states) at 70 tokens: mean KL" in " ".join(shown.split())
-    assert "GATE FAILED: max-kl 1e-10: " in err
+    answer = ending(1, "answers", model, *SEQ, *words)
+    assert "unfused (relaxed, bf16 states) at 70 tokens: mean KL" in answer.shown
+    assert "GATE FAILED: max-kl 1e-10: " in answer.err
     report = latest()
     found = {str(case.precision): kl(case) for case in report.cases if case.judged}
     assert list(found) == ["exact, fp32 states", "relaxed, bf16 states"]  # the default
@@ -86,12 +85,10 @@ def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
 def test_a_broken_kernel_fails_the_gate(register: Register, model: str, operator: str, broken: Any) -> None:
     register(operator, "broken", broken)
     words = ("answers", model, *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--gate", "kl:1e-4")
-    code, shown, _ = call(*words, "--generate", "2")
-    assert code == 1
-    text = " ".join(shown.split())
+    text = ending(1, *words, "--generate", "2").shown
     assert "FAILED: the answers of broken (exact, fp32 states) at 70 tokens: mean KL" in text
     assert "FAILED: the answers of unfused" not in text
-    assert call("export")[0] == 1
+    ending(1, "export")
 
 
 def test_the_layer_to_blame_comes_first(register: Register) -> None:
@@ -103,8 +100,7 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
 
     register("gdn", "broken", broken_in_one)
     words = ("answers", "demo-gdn", *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--per-layer")
-    code, shown, _ = call(*words, "--layers", "0,1", "--json")
-    assert code == 0  # no limit was given
+    shown = passing(*words, "--layers", "0,1", "--json").out  # no limit was given
     alone = [
         (case.implementation, case.answers.alone, kl(case) > 1e-3)
         for case in Report.model_validate_json(shown).cases
@@ -112,7 +108,7 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
     ]
     assert alone == [(name, layer, name == "broken") for layer in (0, 1) for name in ("unfused", "broken")]
     assert len(seen) == 2 + 2  # both together, then each separately
-    assert "One layer at a time" in call("export")[1]
+    assert "One layer at a time" in Answer("export").out
 
 
 def test_what_an_implementation_raises_is_in_its_case(register: Register) -> None:
@@ -125,8 +121,7 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register) -> Non
 
     register("ssd", "shy", refuse)
     register("ssd", "nan", zeros_over_zeros)
-    code, _, _ = call("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "shy,nan,unfused")
-    assert code == 1
+    ending(1, "answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "shy,nan,unfused")
     judged = [case for case in latest().cases if case.judged]
     assert [case.result for case in judged] == ["refused", "nonfinite", "passed"]
     assert judged[0].reason == "not today"
@@ -138,21 +133,18 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
 
     register("ssd", "slow", interrupted)
     words = ("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "unfused,slow", "--out", "runs/kept")
-    code, _, told = call(*words)
-    assert code == 130
+    told = ending(130, *words).err
     assert "marked as partial: 3 cases of answers" in told
     report = latest()
     assert (report.complete, len(report.cases)) == (False, 3)
     register("ssd", "slow", lambda inputs, _precision: oracle_output(inputs))
-    code, _, told = call(*words)
-    assert (code, "runs/kept has 3 cases, and goes on" in told) == (0, True), told
+    assert "runs/kept has 3 cases, and goes on" in passing(*words).err
     assert (latest().complete, len(latest().cases), latest().cases[:3]) == (True, 4, report.cases)
 
 
 @pytest.mark.usefixtures("exact_kernels")
 def test_run_compares_answers_too() -> None:
-    code, shown, _ = call("run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers")
-    assert code == 0, shown
+    shown = passing("run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers").shown
     report = latest("run")
     assert len(report.of_calls) == 2
     assert {(case.answers.layers, case.answers.weights) for case in report.of_answers if case.answers} == {
@@ -165,9 +157,8 @@ def test_run_compares_answers_too() -> None:
 def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path: Path, weights: str, item: int) -> None:
     """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
-    code, out, err = call("answers", str(tmp_path), "--prompt", "random", "--weights", weights, "--dry-run", "--json")
-    assert code == 0, err
-    plan = json.loads(out)
+    words = ("--prompt", "random", "--weights", weights, "--dry-run", "--json")
+    plan = json.loads(passing("answers", str(tmp_path), *words).out)
     elements = sum(one.numel() for one in tiny_models.shared("mamba2").parameters())
     assert plan["weight_bytes"] == item * elements
     assert [held["bytes"] for held in plan["placement"]["held"].values()] == [item * elements]

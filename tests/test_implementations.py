@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer, passing
+from command_line import Answer, ending, passing
 from documented_kernels import DOCUMENT, write_example
 
 from ssdprof.commands.terminal import only_data_on_stdout
@@ -30,11 +30,6 @@ from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
 SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
-
-
-def call(*words: str) -> tuple[int, str, str]:
-    answer = Answer(*words)
-    return answer.code, answer.shown, answer.err
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +69,7 @@ def cases() -> dict[str, Case]:
 @pytest.mark.usefixtures("not_isolated")
 def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
     write_example(here)
-    code, shown, told = call("run", model, *SHORT, "--impl", f"unfused,my_kernels:{function}")
-    assert code == 0, shown + told
+    shown = passing("run", model, *SHORT, "--impl", f"unfused,my_kernels:{function}").shown
     assert "PASSED: all 2 cases are within the error budget" in shown
     case = cases()[f"my_kernels:{function}"]
     assert (case.result, case.why) == ("passed", "")
@@ -98,14 +92,13 @@ def test_every_command_of_the_document_takes_the_example() -> None:
 @pytest.mark.usefixtures("judged_once")
 def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str) -> None:
     name = f"bad_kernels:{function}"
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", f"unfused,{name}")
-    assert code == 1
+    shown = ending(1, "run", "demo", *SHORT, "--impl", f"unfused,{name}").shown
     assert name in shown
     found = cases()
     assert (found[name].result, found["unfused"].result) == (status, "passed")
     assert re.match(reason, found[name].why)
     assert found[name].time_us is None
-    assert re.search(reason.replace(r"\|", r"\\\|"), call("export")[1])
+    assert re.search(reason.replace(r"\|", r"\\\|"), Answer("export").shown)
 
 
 @pytest.mark.usefixtures("not_isolated")
@@ -135,8 +128,7 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7")
-    assert code == 1
+    shown = ending(1, "run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7").shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
     assert cases()["unfused"].result == "passed"
 
@@ -144,13 +136,12 @@ def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("judged_once")
 def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     words = ("run", "demo", "--seq", "40", "--layers", "0", "--impl", "bad_kernels:precise,bad_kernels:good")
-    code, shown, _ = call(*words)
-    assert code == 1
+    shown = ending(1, *words).shown
     assert "REFUSED: bad_kernels:precise (relaxed, bf16 states) in layer 0: precise: exact intermediates only." in shown
     found = [(case.implementation, case.kind, case.version) for case in latest().cases if case.baseline]
     assert found.count(("bad_kernels:precise", "own", "bad_kernels:precise")) == 2
     assert found.count(("bad_kernels:good", "own", "bad_kernels:good")) == 1
-    assert call(*words, "--dtypes", "exact")[0] == 0
+    passing(*words, "--dtypes", "exact")
 
 
 # --- other libraries
@@ -225,7 +216,7 @@ def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyP
     assert found["sloppy"].outside_budget.startswith("out, head 0: max|ours - oracle| is ")
     assert "Outside the error budget, but timed because it is another library's: sloppy" in shown
     assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
-    _, shown, _ = call("accuracy", "--impl", "sloppy")
+    shown = Answer("accuracy", "--impl", "sloppy").shown
     assert "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0." in shown
 
 
@@ -251,9 +242,8 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
 def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "sloppy", sloppy)
     words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--max-rms-ratio")
-    assert call(*words, "1.0001")[0] == 0
-    code, shown, _ = call(*words, "0.5")
-    assert code == 1
+    passing(*words, "1.0001")
+    shown = ending(1, *words, "0.5").shown
     assert "layer 0, 40 tokens, bad_kernels:good, exact, fp32 states: " in shown
     assert "layer 0, 40 tokens, sloppy" not in shown
 
@@ -263,16 +253,13 @@ def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("judged_once")
 def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
-    assert call("run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")[0] == 1
-    code, shown, _ = call("accuracy")
-    assert code == 1
+    ending(1, "run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")
+    shown = ending(1, "accuracy").shown
     assert "bad_kernels:nan" in shown.partition("Accuracy of the output at 40 tokens")[2]
     shown = passing("accuracy", "--impl", "fused", "--baseline", "unfused").shown
     assert "fused interpreter" in shown
     assert "bad_kernels:nan" not in shown
-    code, _, told = call("accuracy", "--impl", "fussed")
-    assert code == 2
+    told = ending(2, "accuracy", "--impl", "fussed").err
     assert "has no implementation 'fussed'. hint: Did you mean fused?" in told
-    code, _, told = call("accuracy", "--baseline", "fused")
-    assert code == 2
+    told = ending(2, "accuracy", "--baseline", "fused").err
     assert "compared with unfused, not with fused. hint: Run the model again with --baseline fused." in told
