@@ -33,9 +33,3 @@ def ending(code: int, *words: str) -> Answer:
 
 def passing(*words: str) -> Answer:
     return ending(0, *words)
-
-
-def call(*words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of an `Answer`."""
-    answer = Answer(*words)
-    return answer.code, answer.out, answer.err

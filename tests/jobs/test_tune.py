@@ -16,7 +16,7 @@ import torch
 from captured import layer
 from captured import store as store_captures
 from cases import prompt
-from command_line import call
+from command_line import Answer, ending, passing
 from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, kept, ssd_inputs, ssd_problem
 
 from ssdprof import operators
@@ -529,16 +529,11 @@ def test_a_call_that_was_prepared_before_is_prepared_again() -> None:
 # --- the command
 
 
-def tune(*words: str) -> tuple[int, str, str]:
-    return call("tune", *words)
-
-
 def test_clear_needs_no_gpu() -> None:
     file = kept()
-    code, _, err = tune("--clear")
-    assert (code, file.exists()) == (0, False)
-    assert "Removed" in err
-    assert "There is nothing in" in tune("--clear")[2]
+    assert "Removed" in passing("tune", "--clear").err
+    assert not file.exists()
+    assert "There is nothing in" in passing("tune", "--clear").err
 
 
 @pytest.fixture
@@ -580,15 +575,14 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_from_words_to_kernels_that_take_the_find(words: str, places: tuple[str, ...], plan: Callable[[], Any]) -> None:
     """The file is real: the next command reads it and says so, and its kernels use the configuration."""
-    code, out, err = tune(*words.split(), "--out", "found.json", "--json")
-    assert code == 0, err
-    report = Report.model_validate_json(out)
+    answer = passing("tune", *words.split(), "--out", "found.json", "--json")
+    report = Report.model_validate_json(answer.out)
     assert report == load("found.json", "tune")[1]
     assert {case.place for case in report.cases} == set(places)
     assert all(case.samples for case in report.cases)
     (note,) = report.remarks
     assert f"{'; '.join(places)}, exact: found num_warps 8" in note
-    assert "1 of 1 searches found a faster configuration" in err
+    assert "1 of 1 searches found a faster configuration" in answer.err
     assert "1 configuration tuned on this GPU" in used()[0]
     assert "tuned on this GPU" in plan().reason
     assert plan().config["num_warps"] == 8
@@ -597,14 +591,11 @@ def test_from_words_to_kernels_that_take_the_find(words: str, places: tuple[str,
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
 def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
-    words = ["ssd", "--shape", "2x16x16x1", "--seq", "40"]
-    code, out, _ = tune(*words, "--dry-run", "--json")
-    assert code == 0
-    assert any("num_warps 8" in found for found in json.loads(out).values())
+    words = ("tune", "ssd", "--shape", "2x16x16x1", "--seq", "40")
+    planned = passing(*words, "--dry-run", "--json").out
+    assert any("num_warps 8" in found for found in json.loads(planned).values())
     assert not cache.exists(), "a dry run stores nothing"
-    code, out, _ = tune(*words)
-    assert code == 0
-    shown = " ".join(out.split())
+    shown = passing(*words).shown
     for part in ("2x16x16x1, bf16, 1 x 40, exact: portable kernel", "num_warps 8", "2.00x [", "committed"):
         assert part in shown
 
@@ -612,15 +603,15 @@ def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
 def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    words = ["ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40"]
+    words = ("tune", "ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40")
     with monkeypatch.context() as patch:
         seconds = count(0, 100)
         patch.setattr(job.time, "monotonic", lambda: next(seconds))
-        report = Report.model_validate_json(tune(*words, "--budget", "150", "--json")[1])
+        report = Report.model_validate_json(Answer(*words, "--budget", "150", "--json").out)
     assert {case.place for case in report.cases} == {"2x16x16x1, bf16, 1 x 40"}
     ((place, _, reason),) = (tuple(dict(one).values()) for one in report.left_out)
     assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
-    tune("--clear")
+    passing("tune", "--clear")
 
     def interrupted(problem: Problem, timer: Any) -> Any:
         if str(problem).startswith("4x16x16x1"):
@@ -628,7 +619,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
         return search(problem, timer)
 
     monkeypatch.setattr(job, "search", interrupted)
-    assert tune(*words)[0] == 130
+    ending(130, *words)
     (file,) = cache.glob("*.json")
     assert len(TunedConfigs.model_validate_json(file.read_text()).finds) == 1
 
@@ -636,15 +627,14 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
 @pytest.mark.gpu
 def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     """Two tunings, one for each kernel.  Every find has a right output and is used."""
-    code, out, err = tune("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
-    assert code == 0, err
-    report = Report.model_validate_json(out)
+    shapes = ("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
+    report = Report.model_validate_json(passing("tune", *shapes).out)
     assert "portable" in {case.variant for case in report.cases}
     assert all(case.samples for case in report.cases if case.implementation == "committed")
     assert not [case.name for case in report.cases if case.result == "inaccurate"]
     found = any(": found " in one for one in report.remarks)
-    words = ["bench", "ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--chunk-size", "128", "--json"]
-    code, out, err = call(*words)
-    assert (code, "tuned on this GPU" in err, "tuned on this GPU, " in out) == (0, found, found)
+    answer = passing("bench", *shapes, "--chunk-size", "128")
+    assert ("tuned on this GPU" in answer.err, "tuned on this GPU, " in answer.out) == (found, found)
     registry.use_overrides("ssd", {})  # as in a new process
-    assert "tuned on this GPU" not in "".join(call(*words, "--no-tuned")[1:])
+    answer = Answer("bench", *shapes, "--chunk-size", "128", "--no-tuned")
+    assert "tuned on this GPU" not in answer.out + answer.err

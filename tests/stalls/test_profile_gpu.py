@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from captured import store_layers
-from command_line import call
+from command_line import passing
 from documented_kernels import write_example
 from kernels.kernel_cases import SSDCase
 
@@ -69,9 +69,8 @@ def test_the_example_of_the_documents_is_profiled(users_folder: Path, model: str
     """By line, because the example names no stages."""
     write_example(users_folder)
     name = f"my_kernels:{function}"
-    code, out, err = call("stalls", model, "--seq", "512", "--impl", f"fused,{name}", "--out", "run", "--json")
-    assert code == 0, err
-    report = StallReport.model_validate_json(out)
+    answer = passing("stalls", model, "--seq", "512", "--impl", f"fused,{name}", "--out", "run", "--json")
+    report = StallReport.model_validate_json(answer.out)
     assert report.missing == ""
     (own,) = (kernel for kernel in report.kernels if kernel.implementation == name)
     assert own.kernel == function.replace("my_", "") + "_scan"
