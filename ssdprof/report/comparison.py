@@ -182,8 +182,7 @@ def _unpaired(pairs: Sequence[Pair]) -> Table | None:
 
 
 def _facts(comparison: Comparison) -> Table | None:
-    sides = (comparison.base, comparison.new)
-    reports = [report for _, report in sides]
+    reports = [report for _, report in (comparison.base, comparison.new)]
     environments = [report.environment for report in reports]
     rows = {
         "what": [f"{report.kind}: {subject(report)}" for report in reports],
@@ -195,5 +194,5 @@ def _facts(comparison: Comparison) -> Table | None:
     }
     for name in ("triton", "torch", "transformers"):
         rows[name] = [one.packages.get(name, fmt.MISSING) for one in environments]
-    headers = ("", f"BASE: {sides[0][0]}", f"NEW: {sides[1][0]}")
+    headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")
     return strings("What ran", headers, ((name, *values) for name, values in rows.items()), "lll")

@@ -216,7 +216,7 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     """Name -> (title, drawing): a picture of each group that was sampled, and the roofline."""
     found: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
-    reasons = [reason for reason, _ in most(summed(group.all() for group in sampled))]
+    reasons = [reason for reason, _ in most(summed(group.all for group in sampled))]
     longest = max((sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0)
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"

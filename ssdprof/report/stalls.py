@@ -67,7 +67,8 @@ def summed(shares: Iterable[Share]) -> Share:
 class KernelGroup:
     """The kernels of one implementation, weighted by their durations.
 
-    stages: in the algorithm's order, "stage" or "stage.part".  idle: in percent of all samples.
+    stages: in the algorithm's order, "stage" or "stage.part"; whole: with their parts added up; all: their sum, 100 %.
+    idle: in percent of all samples.
     hints: each with its kernel, the largest first; only those with enough effect on the whole.
     words: of parts of stages.
     lines: those that are not idle, each with its percent of the busy time, the hottest first.
@@ -88,6 +89,9 @@ class KernelGroup:
                     stages[stage].append({reason: each * count for reason, count in samples.items()})
             lines += [(each * line.total, line) for line in kernel.lines if line.stage not in kernel.idle]
         self.stages = {stage: summed(shares) for stage, shares in stages.items()}
+        names = dict.fromkeys(name.split(".")[0] for name in self.stages)
+        self.whole = {name: summed(self.parts(name).values()) for name in names}
+        self.all = summed(self.stages.values())
         self.lines = sorted(lines, key=lambda one: -one[0])
         self.hints = tuple(_hints(weights))
         self.is_sampled = bool(self.stages)
@@ -103,15 +107,6 @@ class KernelGroup:
 
     def us(self, pct: float | None) -> float | None:
         return None if pct is None or self.duration_us is None else self.duration_us * pct / 100
-
-    def whole(self) -> dict[str, Share]:
-        """Stages with their parts added up."""
-        names = dict.fromkeys(name.split(".")[0] for name in self.stages)
-        return {name: summed(self.parts(name).values()) for name in names}
-
-    def all(self) -> Share:
-        """The sum of all stages: 100 %."""
-        return summed(self.stages.values())
 
 
 def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
@@ -148,7 +143,7 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
     known = {group.name: group for group in kernel_groups(base) if group.is_sampled}
     for group in kernel_groups(new):
         if group.is_sampled and group.name in known:
-            before, now = known[group.name].whole(), group.whole()
+            before, now = known[group.name].whole, group.whole
             for stage in dict.fromkeys((*now, *before)):
                 pcts = [sum(one[stage].values()) if stage in one else None for one in (before, now)]
                 us = known[group.name].us(pcts[0]), group.us(pcts[1])
@@ -195,7 +190,7 @@ def _sections(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[Sec
     yield section("Hints", facts("What the numbers point to", ("kernel", "evidence, and what may help"), hints))
     lines = (table(f"{one.name}: the hottest lines", _LINES, one.lines[:_HOTTEST], keys=2) for one in found)
     yield section("Hottest lines", *lines)
-    seen = dict.fromkeys(reason for group in found for reason, _ in most(group.all()))
+    seen = dict.fromkeys(reason for group in found for reason, _ in most(group.all))
     meanings = facts("Stall reasons", ("reason", "what the warp does"), ((one, meaning(one)) for one in seen))
     yield section("What the reasons mean", meanings, folded=True)
     checks = list(_checks("report", report.checks))
@@ -261,7 +256,7 @@ _KERNELS: tuple[Column[KernelStalls], ...] = (
 
 def by_stage(group: KernelGroup) -> Table | None:
     """Stage x reason for one group, with the parts of a stage under their sum."""
-    shown = [reason for reason, _ in most(group.all())[:_MOST_REASONS]]
+    shown = [reason for reason, _ in most(group.all)[:_MOST_REASONS]]
 
     def row(title: str, share: Share) -> tuple[str, ...]:
         cells, pct = [share.get(reason, 0.0) for reason in shown], sum(share.values())
@@ -269,12 +264,12 @@ def by_stage(group: KernelGroup) -> Table | None:
         return title, fmt.share(pct, 1), fmt.duration(group.us(pct)), *some
 
     rows = []
-    for name, share in group.whole().items():
+    for name, share in group.whole.items():
         parts = group.parts(name)
         rows.append(row(name, share))
         if len(parts) > 1 or name not in parts:
             rows += [row(f"– {group.part(part) if part != name else 'other'}", found) for part, found in parts.items()]
-    rows += [row("all", group.all())] if rows else []
+    rows += [row("all", group.all)] if rows else []
     idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]
     note = f"Not a cost and not in the table, of all samples: {fmt.words(idle)}." if idle else ""
     headers = ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other")
@@ -286,7 +281,7 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
     sampled = [group for group in found if group.is_sampled and group.duration_us is not None]
     if len(sampled) < 2:
         return None
-    wholes = [{**group.whole(), "all": group.all()} for group in sampled]
+    wholes = [{**group.whole, "all": group.all} for group in sampled]
 
     def of_group(group: KernelGroup, whole: Mapping[str, Share]) -> tuple[Column[str], ...]:
         def pct(stage: str) -> float | None:

@@ -81,7 +81,7 @@ def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh() -> None
         (group,) = groups(report)
         assert group.idle == {"ahead": 11.0, "idle warps": 25.0}
         assert not set(group.stages) & {IDLE_WARPS, AHEAD}
-        assert pct(group.all()) == pytest.approx(100.0)
+        assert pct(group.all) == pytest.approx(100.0)
         table = by_stage(group)
         assert table is not None
         assert "idle warps 25.0%" in table.note

@@ -79,7 +79,7 @@ def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(unpacked: Path, n
     # one of the Hopper kernel's 16 warps has no role
     assert kernel.busy_samples < total * 15 / 16 if idle else kernel.busy_samples == total
     (group,) = groups(analyse([raw(unpacked / f"{name}.ncu-rep")]))
-    assert sum(group.all().values()) == pytest.approx(100)
+    assert sum(group.all.values()) == pytest.approx(100)
     assert not idle & set(group.stages)
 
 
@@ -88,7 +88,7 @@ def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name
     found = kernels(unpacked, name)
     assert tuple(kernel.kernel for kernel in found) == UNFUSED
     (group,) = groups(analyse([raw(unpacked / f"{name}.ncu-rep")]))
-    assert set(group.whole()) >= {"chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"}
+    assert set(group.whole) >= {"chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"}
     assert group.duration_us == pytest.approx(sum(kernel.duration_us or 0 for kernel in found))
     for kernel in found:
         stage = kernel.kernel.removeprefix("_").removesuffix("_kernel")
