@@ -334,6 +334,16 @@ def test_collinear_keys(kernel: Subject, dtype: torch.dtype, collinear: float, l
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
+@subjects("gdn unfused", "gdn recurrent", "kda unfused", "kda recurrent", slow=("gdn fused", "kda fused"))
+def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Subject) -> None:
+    """The norm has an epsilon of 1e-6."""
+    inputs = kernel.case(seqlen=40, l2norm=True).inputs()
+    inputs.q[:, 7], inputs.k[:, 9] = 0, 0
+    inputs.q[:, 11:13] *= 1e-3
+    inputs.k[:, 12:14] *= 1e-3
+    kernel.assert_right(kernel(inputs), inputs)
+
+
 # --- memory
 
 
