@@ -101,6 +101,7 @@ def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
     patch.setenv("GITHUB_OUTPUT", "output.txt")
     patch.setattr("torch.backends.mkldnn.enabled", False)  # its bf16 products depend on the processor
+    torch.set_num_threads(1)  # sums depend on their number
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / ".cache"))
     Path("reports").symlink_to(GOLDENS / "reports")
