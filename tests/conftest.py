@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core; more threads would wait for each other
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# one process per core, where more threads would wait for each other; sums, and with them goldens, depend on their number
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,7 +2,7 @@
 
 A golden is a transcript: its lines `$ ssdprof ...` are the cases.  The goldens of a folder run in the order of their
 names in one working directory.  After a change on purpose, `python tests/test_goldens.py --write [GROUP ...]` writes
-what follows each command anew, and the diff is the review.  It needs PYTHONPATH=tests.
+what follows each command anew, and the diff is the review.  It needs PYTHONPATH=tests and OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
     patch.setenv("GITHUB_OUTPUT", "output.txt")
     patch.setattr("torch.backends.mkldnn.enabled", False)  # its bf16 products depend on the processor
-    torch.set_num_threads(1)  # sums depend on their number
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / ".cache"))
     Path("reports").symlink_to(GOLDENS / "reports")
@@ -297,4 +296,5 @@ def write(groups: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     assert sys.argv[1:2] == ["--write"], "usage: python tests/test_goldens.py --write [GROUP ...]"
+    assert os.environ.get("OMP_NUM_THREADS") == "1", "sums depend on the number of threads: set OMP_NUM_THREADS=1"
     write(sys.argv[2:] or GROUPS)
