@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# one process per core, where more threads would wait for each other; sums, and with them goldens, depend on their number
+# one process per core, where more threads would wait; sums, and with them goldens, depend on their number
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
