@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,7 +62,7 @@ def load(file: Path | None = None) -> Any:
 
 
 def gates(config: Path | None, given: Sequence[Condition], *, prefill: bool = False) -> tuple[Condition, ...]:
-    """The conditions of the command line, then those of the settings file on other metrics.  Raises BadInputError."""
+    """The conditions of the command line, then those of the settings file on other values.  Raises BadInputError."""
     settings = load(config)
     if prefill:
         stored = of_options(min_speedup=settings.prefill.min_speedup)
@@ -70,8 +70,15 @@ def gates(config: Path | None, given: Sequence[Condition], *, prefill: bool = Fa
         found = settings.gates
         matches = [f"{tolerance}:{least}" for tolerance, least in found.min_match.items()]
         stored = of_options(min_speedup=found.min_speedup, min_match=matches, max_rms_ratio=found.max_rms_ratio)
-    metrics = {one.metric for one in given}
-    return (*given, *(one for one in stored if one.metric not in metrics))
+    return (*given, *besides(stored, given))
+
+
+def besides(conditions: Iterable[Condition], given: Iterable[Condition]) -> tuple[Condition, ...]:
+    """Those of other options than the given ones, and on other values or at other places."""
+    options = {one.spelling.split()[0] for one in given if " " in one.spelling}
+    places = {(one.metric, one.at) for one in given}
+    others = (one for one in conditions if (one.metric, one.at) not in places)
+    return tuple(one for one in others if one.spelling.partition(" ")[0] not in options)
 
 
 def _values(file: Path) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import layer_index
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.subject import Held
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
@@ -215,7 +216,7 @@ class Mixer:
         wanted = operators.get(self.operator).mixer_sizes
         found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
         for name, size in found.items():
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or not 1 <= size <= LONGEST_SEQLEN:
                 raise refuse(f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}")
         return found  # type: ignore[return-value]  # checked
 

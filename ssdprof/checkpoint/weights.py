@@ -133,13 +133,15 @@ def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name.  BadInputError for a file outside the folder, ModelUnavailableError if unreadable."""
     try:
-        weight_map = read_json(path)["weight_map"]
-        pairs = [(key, file) for key, file in weight_map.items() if isinstance(file, str)]
-    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
+        content = read_json(path)
+        if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+            raise ValueError("it has no weight_map")
+    except (ValueError, OSError) as error:
         raise ModelUnavailableError(
             f"{INDEX} is truncated or corrupt: {library_message(error)}.", f"Delete it and fetch it again: {path}"
         ) from None
-    if not pairs or len(pairs) != len(weight_map):
+    pairs = [(key, file) for key, file in content["weight_map"].items() if isinstance(file, str)]
+    if not pairs or len(pairs) != len(content["weight_map"]):
         raise BadInputError(f"{INDEX} does not say which file holds each weight.", "Fetch the index again.")
     for file in sorted({file for _, file in pairs}):
         if not (stays_inside(file) and file.endswith(".safetensors")):

@@ -83,7 +83,7 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
 
 def accuracy(options: options.AccuracyOptions) -> None:
     given = of_options(min_match=options.min_match, max_rms_ratio=options.max_rms_ratio)
-    limits = [one for one in settings.gates(options.config, given) if one.metric in ("match", "rms")]
+    limits = [one for one in settings.gates(options.config, ()) if one.metric in ("match", "rms")]
     folder, report = reports.load(options.run, "run")
     if options.baseline not in (None, report.baseline):
         raise BadInputError(
@@ -96,8 +96,8 @@ def accuracy(options: options.AccuracyOptions) -> None:
         for name in (name for name in names if name not in known):
             raise BadInputError(f"Run {report.id} has no implementation {name!r}.", nearest(name, known))
         report = report.restricted(implementations=names)
-    kept = [one for one in report.conditions if one.metric not in {limit.metric for limit in limits}]
-    report = report.changed(conditions=(*kept, *limits))
+    kept = (*given, *settings.besides(report.conditions, given))
+    report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
     states = parse_states(options.states)
     table = brief.accuracy_table(report, options.intermediates, states, every_state=options.states != "all")
     shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
@@ -158,7 +158,7 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 # --- case
 
-_SCRIPT = '''"""{name}, of report {report}."""
+_SCRIPT = """{title}
 
 import ssdprof
 
@@ -170,7 +170,7 @@ print(case.name, case.result, case.why, sep="\\n")
 for tensor in case.accuracy:
     print(tensor.tensor, "rms error against fp64", tensor.vs_oracle.rms_ratio, "floor", tensor.floor.rms_ratio)
 print("device time [us]", case.device_us)
-'''
+"""
 
 
 def case(options: options.CaseOptions) -> None:
@@ -187,7 +187,8 @@ def case(options: options.CaseOptions) -> None:
     elif options.script:
         given = _arguments(words[2:])
         shown = "\n".join(f"    {f'{name}=' * bool(name)}{value!r}," for name, value in given.items())
-        print(_SCRIPT.format(name=found.name, report=report.id, kind=words[1], arguments=shown, id=found.id), end="")
+        title = repr(f"{found.name}, of report {report.id}.")
+        print(_SCRIPT.format(title=title, kind=words[1], arguments=shown, id=found.id), end="")
     else:
         print(f"{found.id}  {found.name}\n{': '.join(filter(None, (found.result, found.why)))}\n{shlex.join(words)}")
 

@@ -32,7 +32,8 @@ TOLERANCE_NAMES = {tolerance(one): one for one in TOLERANCES}
 JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
 Value = Estimate | float
 _GRAMMAR = re.compile(
-    r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:(?P<base>base)?(?P<limit>[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)(?P<unit>%?)"
+    r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:(?P<base>base)?"
+    r"(?P<limit>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<unit>%?)"
 )
 _EXAMPLE = "Give TOLERANCE:PERCENT, such as 1e-3:99."
 

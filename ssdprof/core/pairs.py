@@ -188,7 +188,7 @@ def compare(
     return Comparison(
         base=base, new=new, smallest_difference=smallest_difference, machine=_different(_needs(one), _needs(other)),
         pairs=tuple(pairs), totals=tuple(_totals(pairs, smallest_difference)),
-        verdicts={condition: tuple(_offenders(condition, pairs, other)) for condition in conditions},
+        verdicts={condition: tuple(_offenders(condition, pairs, one, other)) for condition in conditions},
     )  # fmt: skip
 
 
@@ -289,12 +289,16 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
 # --- conditions
 
 
-def _offenders(condition: Condition, pairs: Sequence[Pair], new: Report) -> Iterator[Verdict]:
-    """The cases that violate the condition.  An incomplete NEW does too, and a condition that applies to no case."""
+def _offenders(condition: Condition, pairs: Sequence[Pair], base: Report, new: Report) -> Iterator[Verdict]:
+    """The cases that violate the condition.  So do an incomplete NEW, implementations of BASE that it lacks, and a
+    condition that applies to no case."""
     both = [pair for pair in pairs if pair.base and pair.new]
-    found = {pair.name: _judged(condition, pair, new) for pair in both}
+    found = {pair.name: _judged(condition, pair, base, new) for pair in both}
     said = [(name, why) for name, why in found.items() if why]
     timed = condition.metric in _TIMED
+    lost = dict.fromkeys(pair.case.implementation for pair in pairs if not pair.new and pair.case.judged)
+    if both and (lacking := [name for name in lost if name not in {case.implementation for case in new.cases}]):
+        said.append(("", f"NEW has no case of {', '.join(lacking)}"))
     if incomplete := unfinished(new):
         said.append(("", f"NEW is incomplete: {incomplete}"))
     elif all(why is None for why in found.values()):
@@ -305,7 +309,7 @@ def _offenders(condition: Condition, pairs: Sequence[Pair], new: Report) -> Iter
         yield Verdict(condition=condition, case=name, holds=False, found=why)
 
 
-def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
+def _judged(condition: Condition, pair: Pair, one: Report, other: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
     base, new, metric = pair.base, pair.new, metric_of(condition.metric)
     assert base
@@ -313,15 +317,17 @@ def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     if not metric.applies(new) or not (condition.to_base or new.judged):
         return None
     if not condition.to_base:
-        return judge(condition, new, report)[1]
+        return judge(condition, new, other)[1]
     status = "no such value" if new.result == "passed" else new.result
     if condition.metric in _TIMED:
-        return f"timed in BASE; {status} in NEW" if base.time_us and not new.time_us else _slower(condition, pair)
-    of = metric.changes or metric.of
-    before, now = (number(of(case, condition.at, report)) for case in (base, new))
+        if base.time_us and not new.time_us:
+            return f"timed in BASE; {status} in NEW"
+        return _slower(condition, pair, (one, base), (other, new))
+    of = (metric.changes if condition.percent else None) or metric.of
+    before, now = (number(of(case, condition.at, report)) for report, case in ((one, base), (other, new)))
     if before is None or pair.other_inputs:
         return None
-    in_base, in_new = (f"{one:{',' if isinstance(one, int) else '.6g'}}{metric.unit}" for one in (before, now or 0))
+    in_base, in_new = (f"{it:{',' if isinstance(it, int) else '.6g'}}{metric.unit}" for it in (before, now or 0))
     if now is None:
         return f"{in_base} in BASE; {status} in NEW"
     step = condition.limit / 100 * before if condition.percent else condition.limit
@@ -329,13 +335,27 @@ def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     return "" if holds else f"{in_base} in BASE, {in_new} in NEW"
 
 
-def _slower(condition: Condition, pair: Pair) -> str | None:
+def _slower(condition: Condition, pair: Pair, *both: tuple[Report, Case]) -> str | None:
+    """both: BASE's report and case, then NEW's."""
+    by_call = condition.at == "call" or bool(pair.case.prefill)
     by_speedup = condition.metric == "speedup" or (condition.metric == "slower" and pair.time is None)
-    change = pair.over_baseline if by_speedup else pair.call if condition.at == "call" else pair.time
-    if change is None:
+    over = condition.at if by_speedup and condition.metric == "speedup" else ""
+    if pair.over_baseline is None and by_speedup and not over:
         return None
-    if change.verdict(condition.limit / 100) != "slower":
-        return ""
-    what, times = ("speedup", change) if by_speedup else ("time", change.inverse)
-    by_call = condition.at == "call" or pair.case.prefill
-    return f"{times.value:.4g} times BASE's {what}{'' if by_call else f' [{times.low:.4g}, {times.high:.4g}]'}"
+    if not by_speedup and (pair.call if condition.at == "call" else pair.time) is None:
+        return None
+    before, now = (
+        report.speedup(case, over=over) if by_speedup else case.call_us if by_call else case.device_us
+        for report, case in both
+    )
+    if before and not now:
+        return f"a speedup over {over} in BASE, none in NEW"
+    if before is None or now is None:
+        return None
+    change, limit = statistics.quotient(now, before), condition.limit / 100
+    if condition.percent:
+        slower = change.high < 1 - limit if by_speedup else change.low > 1 + limit
+    else:
+        slower = statistics.difference(*((before, now) if by_speedup else (now, before))).low > condition.limit
+    interval = "" if by_call else f" [{change.low:.4g}, {change.high:.4g}]"
+    return f"{change.value:.4g} times BASE's {'speedup' if by_speedup else 'time'}{interval}" if slower else ""

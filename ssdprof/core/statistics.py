@@ -84,6 +84,15 @@ def quotient(above: Estimate, below: Estimate) -> Estimate:
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
 
 
+def difference(one: Estimate, other: Estimate) -> Estimate:
+    """one - other, of two independent measurements: the squares of the half-widths add up."""
+    value = one.value - other.value
+    return Estimate(
+        value, value - math.hypot(one.value - one.low, other.high - other.value),
+        value + math.hypot(one.high - one.value, other.value - other.low),
+    )  # fmt: skip
+
+
 def mean(ratios: Sequence[Estimate]) -> Estimate:
     """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
     log, width = fmean(math.log(one.value) for one in ratios), fmean(map(_width, ratios))

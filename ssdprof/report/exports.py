@@ -156,8 +156,10 @@ def baseline(report: Report) -> str:
     output's errors, memory and launches; without samples and what else differs from run to run."""
     own = [one.changed(steps={}, notes=(), gates={}, clocks=None) for one in report.processes]
     head = _stored(report.changed(cases=(), requested=(), processes=own))
-    lines = ",\n".join(_line(_stored(_summarised(report, case))) for case in rows(report))
-    return "{\n" + "".join(f'"{name}": {_line(one)},\n' for name, one in head.items()) + f'"cases": [\n{lines}\n]\n}}'
+    lines = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
+    return (
+        "{\n" + "".join(f'"{name}": {json.dumps(one)},\n' for name, one in head.items()) + f'"cases": [\n{lines}\n]\n}}'
+    )
 
 
 def _summarised(report: Report, case: Case) -> Case:
@@ -184,11 +186,6 @@ def _stored(record: Report | Case) -> dict[str, object]:
     first = ("implementation", "precision", "layer", "seqlen", "status", "summary", "accuracy")
     order = first if isinstance(record, Case) else ()
     return {name: found[name] for name in (*order, *found) if name in found}
-
-
-def _line(value: object) -> str:
-    """JSON on a line, whose numbers have six digits."""
-    return json.dumps(json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.6g}")))
 
 
 # --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark

@@ -186,6 +186,7 @@ STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.na
         (GRANITE_H_SMALL, {"mamba_d_state": 128.0}, "mamba_d_state"),
         (GRANITE_H_SMALL, {"vocab_size": -1}, "It accepts the config without vocab_size = -1"),
         (GRANITE_H_SMALL, {"mamba_chunk_size": 0}, "has chunk_size = 0"),
+        (GRANITE_H_SMALL, {"mamba_chunk_size": 10**9}, "has chunk_size = 1000000000"),
         (BAMBA, {"attn_layer_indices": "9"}, "attn_layer_indices"),
         (NANO_9B, {"hybrid_override_pattern": "MXM"}, "X"),
         (NANO_9B, {"hybrid_override_pattern": "M" * 10**6}, "hybrid_override_pattern"),

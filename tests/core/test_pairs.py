@@ -205,6 +205,16 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("slower:0%", SLOW, BASE, []),
     ("slower-call:1%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     ("time:base+3%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
+    # in the metric's own unit
+    ("time:base+10", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3), ("time:base+60", BASE, SLOW, []),
+    ("speedup:base-0.05", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3), ("speedup:base-1", BASE, SLOW, []),
+    ("speedup:base-5%", BASE, SLOW, []), ("rms:base+0.3", BASE, LESS_EXACT, []),
+    ("rms:base+0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 in BASE, 2.398 in NEW"]),
+    # over another implementation
+    ("speedup@unfused:base-1%", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3),
+    ("speedup@fla:base-3%", BASE, SLOW, [": no case could be judged"]),
+    # an implementation that is no longer there
+    ("rms:0%", BASE, BASE.restricted(implementations=["unfused"]), [": NEW has no case of fused"]),
     # what BASE had and NEW has not
     ("slower:50%", BASE, REFUSED, [f"{FUSED}: timed in BASE; refused in NEW", "layer 0"]),
     ("match:-50", BASE, REFUSED, [f"{FUSED}: 99.9% in BASE; refused in NEW", "layer 0"]),
