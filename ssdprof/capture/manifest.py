@@ -39,7 +39,7 @@ def read_manifest(folder: Path) -> CaptureManifest:
     path = folder / MANIFEST
     content = read_object(path, str(path), AGAIN)
     if "checkpoint" not in content:
-        raise BadInputError(f"{path} is no manifest of a capture.", "Name another folder.")
+        raise BadInputError(f"{path} is not the manifest of a capture.", "Name another folder.")
     version = content.get("version")
     if version != VERSION:
         raise BadInputError(

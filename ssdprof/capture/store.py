@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -73,11 +73,12 @@ def _refuse(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        return is_capture(folder) and read_manifest(folder).complete
-    except SsdprofError:
-        return False
+def _complete_files(folder: Path) -> set[str]:
+    """The files of a complete capture; empty if there is none."""
+    with suppress(SsdprofError):
+        if (found := read_manifest(folder)).complete:
+            return {capture.file for capture in found.layers}
+    return set()
 
 
 class CaptureWriter:
@@ -114,8 +115,7 @@ class CaptureWriter:
             hint = "Wait for it, or name another folder."
             held.enter_context(locked(self.folder / LOCK, "Another capture is being written to", hint))
             _refuse(self.folder, self._overwrite)
-            if _is_complete(self.folder):
-                self.kept = {capture.file for capture in read_manifest(self.folder).layers}
+            self.kept = _complete_files(self.folder)
             self._write_manifest(self.manifest)
             self._remove_all_but(self.kept)
             self._held = held.pop_all()

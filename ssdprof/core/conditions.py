@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -235,9 +235,8 @@ def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...
             try:
                 one = parse("", f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}")
             except BadInputError as error:
-                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(
-                    metric, "Give a number from 0 to 100, such as 1.5%." if unit else "Give it as 1.5."
-                )
+                example = "Give a number from 0 to 100, such as 1.5%." if unit else "Give it as 1.5."
+                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(metric, example)
                 raise BadInputError(f"--{option} is no limit: {at}{colon}{limit}.", example) from error
             shown = f"{at}{colon}{one.limit:g}{unit * (not colon)}"
             found.append(one.changed(spelling=f"{option} {shown}"))
@@ -270,24 +269,22 @@ def judged(report: Report) -> tuple[Case, ...]:
     )
 
 
-def verdicts(report: Report, conditions: Sequence[Condition] | None = None) -> Iterator[Verdict]:
-    """A verdict for each absolute condition, of the report or the given ones, and each case that it applies to.
+def verdicts(report: Report) -> Iterator[Verdict]:
+    """A verdict for each condition of the report and each case that it applies to.
 
     Cases that did not pass are not judged: they fail a report anyway, except that a requested case without a time
     breaks a speedup.  A condition that judged no case is broken.
     """
-    for condition in report.conditions if conditions is None else conditions:
-        if condition.to_base:
-            continue
+    for condition in report.conditions:
         found = list(_of(condition, report))
         yield from found
         if all(one.holds is None for one in found):
             yield Verdict(condition=condition, case="", holds=False, found="no case passed that it could judge")
 
 
-def broken(report: Report, conditions: Sequence[Condition] | None = None) -> tuple[Verdict, ...]:
+def broken(report: Report) -> tuple[Verdict, ...]:
     """The verdicts that do not hold."""
-    return tuple(one for one in verdicts(report, conditions) if one.holds is False)
+    return tuple(one for one in verdicts(report) if one.holds is False)
 
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:

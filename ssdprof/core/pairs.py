@@ -290,15 +290,19 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
 
 
 def _offenders(condition: Condition, pairs: Sequence[Pair], base: Report, new: Report) -> Iterator[Verdict]:
-    """The cases that violate the condition.  So do an incomplete NEW, implementations of BASE that it lacks, and a
-    condition that applies to no case."""
+    """The cases that violate the condition.
+
+    An incomplete NEW violates it too, as does a NEW without an implementation of BASE, or without a case to judge.
+    """
     both = [pair for pair in pairs if pair.base and pair.new]
     found = {pair.name: _judged(condition, pair, base, new) for pair in both}
     said = [(name, why) for name, why in found.items() if why]
     timed = condition.metric in _TIMED
-    lost = dict.fromkeys(pair.case.implementation for pair in pairs if not pair.new and pair.case.judged)
-    if both and (lacking := [name for name in lost if name not in {case.implementation for case in new.cases}]):
-        said.append(("", f"NEW has no case of {', '.join(lacking)}"))
+    applies, there = metric_of(condition.metric).applies, {case.implementation for case in new.cases}
+    only_base = (pair.case for pair in pairs if not pair.new and pair.case.judged and applies(pair.case))
+    lost = dict.fromkeys(case.implementation for case in only_base if case.implementation not in there)
+    if both and lost:
+        said.append(("", f"NEW has no case of {', '.join(lost)}"))
     if incomplete := unfinished(new):
         said.append(("", f"NEW is incomplete: {incomplete}"))
     elif all(why is None for why in found.values()):
@@ -339,10 +343,9 @@ def _slower(condition: Condition, pair: Pair, *both: tuple[Report, Case]) -> str
     """both: BASE's report and case, then NEW's."""
     by_call = condition.at == "call" or bool(pair.case.prefill)
     by_speedup = condition.metric == "speedup" or (condition.metric == "slower" and pair.time is None)
-    over = condition.at if by_speedup and condition.metric == "speedup" else ""
-    if pair.over_baseline is None and by_speedup and not over:
-        return None
-    if not by_speedup and (pair.call if condition.at == "call" else pair.time) is None:
+    over = condition.at if condition.metric == "speedup" else ""
+    same_call = pair.call if condition.at == "call" else pair.time
+    if not (over or pair.over_baseline if by_speedup else same_call):
         return None
     before, now = (
         report.speedup(case, over=over) if by_speedup else case.call_us if by_call else case.device_us

@@ -85,8 +85,8 @@ def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
     if found.answers and not found.answers_failed:
         gates = [one for one in report.conditions if METRICS[one.metric].applies(found.answers[0])]
         unknown = any(one.condition in gates for one in found.broken)
-        limits = "they are within the limits" if gates else "no limit was given"
-        limits = "a limit could not be judged" if unknown else limits
+        judged = "they are within the limits" if gates else "no limit was given"
+        limits = "a limit could not be judged" if unknown else judged
         yield VerdictLine(f"Answers of {fmt.plural(len(found.answers), 'case')} were compared: {limits}.", not unknown)
     if not found.judged or found.failed:
         return

@@ -270,7 +270,7 @@ def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: 
     (stored / "theirs").mkdir()
     (stored / "theirs" / MANIFEST).write_text('{"name": "an app"}')
     for overwrite in (False, True):
-        with pytest.raises(BadInputError, match="is no manifest of a capture"):
+        with pytest.raises(BadInputError, match="is not the manifest of a capture"):
             check_folder(stored / "theirs", overwrite=overwrite)
     check_folder(stored / "new" / "folder", overwrite=False)
     (stored / "file").write_text("")

@@ -55,8 +55,7 @@ Load = Callable[[str], Implementation]
 
 
 def test_a_view_spans_what_its_strides_skip() -> None:
-    view = torch.empty(2, 3, 5)[:, :, :4]
-    assert (span(view), span(view, axes=slice(1, None))) == (29, 14)
+    assert span(torch.empty(2, 3, 5)[:, :, :4], axes=slice(1, None)) == 14
 
 
 def of_ssd(dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any) -> SSDInputs:
