@@ -116,6 +116,7 @@ def test_a_case_runs_again_by_its_command_and_its_script(
     assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
     script = CliRunner().invoke(app, ["case", case.name, str(ran.folder), "--script"]).stdout
     assert len(script.splitlines()) <= 40
+    assert script.startswith(repr(case.name)[:-1])  # a name is no code
     monkeypatch.chdir(tmp_path)
     exec(script, {"__name__": "__main__"})
     assert capsys.readouterr().out.splitlines()[:2] == [case.name, "passed"]

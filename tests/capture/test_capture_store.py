@@ -148,8 +148,9 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
     if (child := os.fork()) == 0:
         monkeypatch.setattr(Path, "replace", dies(Path.replace))
         monkeypatch.setattr(Path, "unlink", dies(Path.unlink))
+        other = replace(mamba2[0], inputs=replace(mamba2[0].inputs, x=mamba2[0].inputs.x + 1))
         with writer(tmp_path, overwrite=True) as out:
-            out.add(mamba2[0])
+            out.add(other)
             out.add(mamba2[1])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

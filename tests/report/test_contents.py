@@ -155,6 +155,11 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         cases.answers(conditions=of_options(max_kl=1.0)),
         ["Answers of 1 case were compared: they are within the limits."],
     ),
+    "answers whose limit could not be judged": (
+        cases.answers(cases.of_answers(bands=(cases.band(perplexity=None),)), conditions=of_options(["perplexity:9"])),
+        ["GATE FAILED: perplexity:9: no case passed that it could judge.",
+         "Answers of 1 case were compared: a limit could not be judged."],
+    ),
     "answers outside": (
         cases.answers(conditions=of_options(max_kl=1e-6, min_top1="100%")),
         ["FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: mean KL 0.002 is above 1e-06; the same "
@@ -176,7 +181,7 @@ def test_the_verdict_names_what_is_wrong_and_what_is_not(name: str) -> None:
     bad = ("FAILED", "PARTIAL", "MISSING", "REFUSED", "GATE", "Nothing")
     for line, begins in zip(lines, expected, strict=True):
         assert line.text.startswith(begins)
-        assert line.good != line.text.startswith(bad)
+        assert line.good != (line.text.startswith(bad) or "not be judged" in line.text)
 
 
 def test_many_offenders_of_a_gate_are_counted() -> None:

@@ -110,4 +110,6 @@ def test_the_command_line_comes_before_the_file() -> None:
     Path("ssdprof.toml").write_text(WHOLE)
     given = of_options(min_speedup=3.0, min_match=["1e-2:99.9%"])
     assert settings.gates(None, given) == (*given, *of_options(max_rms_ratio=1.5))
+    elsewhere = settings.gates(None, of_options(["match@1e-2:1%"]))
+    assert {"0", "1e-3", "1e-2"} == {one.at for one in elsewhere if one.metric == "match"}
     assert settings.gates(None, (), prefill=True) == of_options(min_speedup=1.05)
