@@ -130,7 +130,8 @@ def library_message(error: BaseException) -> str:
 def first_fault(error: Any) -> str:
     """The first of the errors of pydantic's ValidationError: "cases.0.status: Field required"."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg'].removeprefix('Value error, ')}"
+    said = first["msg"].removeprefix("Value error, ").partition(" or instance of ")[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {said}"
 
 
 def whole_words(text: str, most: int) -> str:

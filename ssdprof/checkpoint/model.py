@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.checkpoint import config as configs
 from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, parse_repo
 from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, shown
-from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
+from ssdprof.checkpoint.weights import CODES, INDEX, INTEGERS, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object
@@ -155,7 +155,7 @@ class Model:
         return find_weights(self.source, is_original=self.original)
 
     def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
-        """BadInputError for weights of 8 bit and less, codes, without a scale or a quantisation in the config."""
+        """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a quantisation."""
         if self.weights.pickled or self.quantization not in (None, *DECODED_ON_LOAD):
             return
         stored, why = self.weights.tensors(self.depth(deepest_layer), head=head), "its config names no quantisation"
@@ -167,7 +167,8 @@ class Model:
                 if "scale" in name or (fit and tensor.dtype != "U8"):
                     continue
                 why = f"has no {self.quantization} scale for it"
-            if tensor.dtype in CODES:
+            is_weight = name.endswith((".weight", ".bias", ".A_log", ".D", ".dt_bias"))
+            if tensor.dtype in CODES or (is_weight and tensor.dtype in INTEGERS):
                 raise BadInputError(
                     f"{self.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and {why}.",
                     "Take the config.json that came with these weights, or the unquantised checkpoint.",

@@ -19,6 +19,7 @@ _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 CODES = frozenset(
     {"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
 )  # no model computes in them
+INTEGERS = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})  # nor in these: indexes are no weights
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 

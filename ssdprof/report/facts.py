@@ -25,16 +25,16 @@ _MEANINGS = {
     "exact": "decays and their products are kept in fp32",
     "relaxed": "decays and their products in 16 bit, the inputs' dtype; fp32 inputs in bf16 or tf32",
 }
-_IF_THERE = ("recurrent", "unfused_step", "served")
 
 
 def meanings(report: Report) -> tuple[Fact, ...]:
     """(word, meaning) for the words of the report."""
-    ran = {case.implementation for case in report.cases}
-    found = {word: meaning for word, meaning in _MEANINGS.items() if word not in _IF_THERE or word in ran}
+    said = {word for case in report.cases for word in (case.implementation, case.precision.intermediates)}
+    found = {word: meaning for word, meaning in _MEANINGS.items() if word in said}
     if report.baseline != "unfused":
-        own = {"baseline": f"{report.baseline}, which the others are compared with"}
-        found = own | found | {"unfused": _MEANINGS["unfused"].partition(";")[0]}
+        found = {"baseline": f"{report.baseline}, which the others are compared with"} | found
+        if "unfused" in found:
+            found["unfused"] = found["unfused"].partition(";")[0]
     return tuple(found.items())
 
 

@@ -210,7 +210,7 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path,
     assert located.weight_bytes() == sum(weight.nbytes for weight in meta_model(located).parameters()) == size
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64])
 def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"

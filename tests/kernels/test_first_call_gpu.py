@@ -20,7 +20,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.measure.first_run import timed_first_call
 
-MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
+MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock, on a processor that compiles "unfused" in REFERENCE_SECONDS
+REFERENCE_SECONDS = 2.0
 TRIES = 3  # a rented processor can run at less than half of its speed for seconds, because of other users' work
 MAMBA2 = SSDCase(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 LARGE = MAMBA2.but(heads=32, headdim=128, dstate=256)
@@ -45,10 +46,8 @@ def _nothing() -> None:
     """Compiled first, to include Triton's one-time work per process: a hash of itself and 400 MB of its compiler."""
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("label", CASES)
-def test_no_kernel_takes_long_to_compile(label: str, tmp_path: Path) -> None:
-    """With empty caches."""
+def compiled(label: str, folder: Path, most: float) -> dict[str, float]:
+    """The seconds of each kernel, with empty caches: the least of TRIES, or of fewer as soon as none takes `most`."""
     case, implementation, precision = CASES[label]
     run = partial(kernels.get("ssd", implementation).run, case.inputs(), precision)
     _nothing[(1,)]()
@@ -61,10 +60,24 @@ def test_no_kernel_takes_long_to_compile(label: str, tmp_path: Path) -> None:
             triton.knobs.cache.scope(), patch.dict(fused.FUSED.launches, clear=True),
             patch.dict(launching._kept, clear=True),
         ):  # fmt: skip
-            triton.knobs.cache.dir = str(tmp_path / str(number))
+            triton.knobs.cache.dir = str(folder / str(number))
             _, first = timed_first_call(run, torch.device("cuda"), math.inf)
         assert first.compiled, "nothing was compiled: the cache was not empty"
         seconds = {name: min(taken, seconds.get(name, taken)) for name, taken in first.compiled.items()}
-        if max(seconds.values()) <= MOST_SECONDS:
-            return
-    pytest.fail(f"seconds of each kernel: {seconds}")
+        if max(seconds.values()) <= most:
+            break
+    return seconds
+
+
+@pytest.fixture(scope="module")
+def most_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """For one kernel on this processor."""
+    reference = sum(compiled("unfused", tmp_path_factory.mktemp("reference"), 0).values())
+    return MOST_SECONDS * max(1, reference / REFERENCE_SECONDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label", CASES)
+def test_no_kernel_takes_long_to_compile(label: str, most_seconds: float, tmp_path: Path) -> None:
+    seconds = compiled(label, tmp_path, most_seconds)
+    assert max(seconds.values()) <= most_seconds, seconds
