@@ -113,7 +113,7 @@ class Accuracy(Record):
 
     budget: an entry for each norm.
     checks: of outputs with 16-bit inputs, what each test of the errors found.
-    coarser: the dtype in which every element of the states can be stored, although a finer one is claimed; else None.
+    coarser: the dtype in which all states of a head can be stored, although a finer one is claimed; else None.
     dtype: of the tensor.
     """
 
@@ -146,11 +146,11 @@ class Accuracy(Record):
                     f"{one.budget:.3g}; the largest difference is at {one.position}"
                 )
         if failed := [one for one in self.checks if one.used > 1]:
-            # a gain explains all the rest
-            worst = max(failed, key=lambda one: (one.test == "gain", one.used))
+            # a gain explains all the rest, and a head its places, unless one is far worse
+            worst = max(failed, key=lambda one: (one.test == "gain", one.used * (2 if one.test == "rms" else 1)))
             return f"{self.tensor}, {worst.words}"
         if self.coarser:
-            return f"{self.tensor}: {self.claimed} states are claimed, but every element is a {self.coarser} number"
+            return f"{self.tensor}: {self.claimed} states are claimed, but a head has only {self.coarser} numbers"
         return ""
 
     @property

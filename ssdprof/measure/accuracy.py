@@ -161,7 +161,7 @@ class _TensorSums:
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
         self._from_baseline = {key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()}
         self._evidence = Evidence(self.shape[1] if name == "out" else None, judged=coarse)
-        self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
+        self._fits_oracle = {dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
     def add(self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region) -> None:
         """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h, rows, width)."""
@@ -214,10 +214,10 @@ class _TensorSums:
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
     def _coarser_than(self, key: Any, claimed: torch.dtype) -> DType | None:
-        """The dtype of fp32 states that hold only 16-bit numbers, which no norm shows; None if they do not."""
+        """The dtype of fp32 states that hold only 16-bit numbers in a head, which no norm shows; None if none does."""
         for dtype in _COARSE:
             coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
-            if coarser and bool(_fits(self._tensors[key], dtype)) and not bool(self._fits_oracle[dtype]):
+            if coarser and bool((_fits(self._tensors[key].transpose(0, 1), dtype) & ~self._fits_oracle[dtype]).any()):
                 return dtype_name(dtype)
         return None
 
@@ -233,8 +233,9 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether every element survives a rounding to `dtype`; on the device."""
-    return (tensor.to(dtype).to(tensor.dtype) == tensor).all()
+    """Whether every element of a head survives a rounding to `dtype`, or is near zero: (h, ...) -> (h)."""
+    fits = (tensor.to(dtype).to(tensor.dtype) == tensor) | (tensor.abs() < FLUSHED)
+    return fits.flatten(1).all(1)
 
 
 def check_output(output: Output, inputs: Any) -> None:

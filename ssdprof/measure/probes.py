@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import log2
 from typing import Any
 
@@ -34,6 +34,7 @@ from ssdprof.operators.tensors import precision_of
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
 MOST_SEQUENCES = 3
+CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
@@ -127,9 +128,7 @@ class _Laws:
             "causality": self._causality,
             "doubling": self._doubling,
             **cuts,
-            "edge inputs": lambda: self._first_judged(
-                operators.get(self.inputs.operator).generated.edges(self.inputs), "no edge inputs could be tried"
-            ),
+            "edge inputs": self._edges,
             LOUD_PAST: self._loud_past,
             "finer inputs": lambda: self._first_judged(
                 self._finer(), "a fault below the rounding of 16-bit inputs could not be seen"
@@ -154,8 +153,8 @@ class _Laws:
             yield self._several
         with suppress(_NotApplicable):
             yield from self._halves
-        yield from list(operators.get(self.inputs.operator).generated.edges(self.inputs))[:1]
-        yield from list(self._finer())[:1]
+        for kind in (*operators.get(self.inputs.operator).generated.edges(self.inputs), self._finer()):
+            yield from islice(kind, 1)
 
     # --- calls
 
@@ -200,14 +199,6 @@ class _Laws:
                 refusals.append(str(error))
         raise _NotApplicable(": ".join(dict.fromkeys(refusals)))
 
-    def _bits(self, ours: Sequence[torch.Tensor], other: Sequence[torch.Tensor], law: str) -> str:
-        """The law with the first element that differs.  Not applicable to a kernel that does not repeat its bits."""
-        if not (words := _different(ours, other)):
-            return ""
-        if _different(self._base, self._run(self.inputs)):
-            raise _NotApplicable("repeated calls differ in their bits")
-        return f"{law}: {words}"
-
     # --- inputs
 
     @property
@@ -238,10 +229,9 @@ class _Laws:
 
     @cached_property
     def _halves(self) -> tuple[Any, Any]:
-        """The longest sequence before and after a border of chunks; the second half begins with a state of zeros."""
-        operator, (whole,) = operators.get(self._one.operator), _spans(self._one)
-        chunk = operator.judged.chunk_size(self._one)
-        middle = whole.length // 2 // chunk * chunk or whole.length // 2
+        """The longest sequence before and after the largest power of two; the second part begins with zeros."""
+        (whole,) = _spans(self._one)
+        middle = 1 << (whole.length - 1).bit_length() >> 1
         if not middle or len(self._one.LINEAR) == 1:
             raise _NotApplicable("the sequences are too short, or have no initial state")
         zeros = torch.zeros(self._one.states_shape, device=self._one.device)
@@ -261,6 +251,20 @@ class _Laws:
 
     # --- laws
 
+    def _edges(self) -> str:
+        refused: list[_NotApplicable] = []
+        for kind in (kinds := list(operators.get(self.inputs.operator).generated.edges(self.inputs))):
+            try:
+                if wrong := self._first_judged(kind, "no edge inputs could be tried"):
+                    return wrong
+            except _NotApplicable as error:
+                if error.holds == "no":
+                    raise
+                refused.append(error)
+        if len(refused) == len(kinds):
+            raise refused[0]
+        return ""
+
     def _unchanged(self) -> str:
         before = {name: fingerprint(tensor) for name, tensor in tensors.tensors(self.inputs).items()}
         self._run(self.inputs)
@@ -270,11 +274,13 @@ class _Laws:
     def _others(self) -> str:
         spans = _spans(self._several)
         ours, other = self._run(self._several), self._run(_louder(self._several, spans[::2], self._leak_factor))
-        for one in spans[::2]:
-            other[0][one.batch, one.start : one.stop] = ours[0][one.batch, one.start : one.stop]
-            rows = _rows(self._several, one)
-            other[1][rows] = ours[1][rows]
-        return self._bits(ours, other, "a sequence depends on others")
+        for one in spans[1::2]:
+            rows, several = _rows(self._several, one), (ours, other)
+            before, after = ((out[one.batch, one.start : one.stop][None], states[rows]) for out, states in several)
+            alone = _joined(self._several, [one], packed=False)
+            if (words := _different(before, after)) and (wrong := self._judged(alone, after)):
+                return f"a sequence depends on others: {words}; {wrong}"
+        return ""
 
     def _alone(self) -> str:
         last = _spans(self._several)[-1]
@@ -291,20 +297,30 @@ class _Laws:
         length = self.inputs.values.shape[1]
         if length < 2:
             raise _NotApplicable("the call has a single position")
-        start = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
-        later = [replace(one, start=max(one.start, start)) for one in _spans(self.inputs) if one.stop > start]
+        last = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
+        return next(filter(None, (self._later(start) for start in (last, last - 1) if start)), "")
+
+    def _later(self, start: int) -> str:
+        spans = _spans(self.inputs)
+        later = [replace(one, start=max(one.start, start)) for one in spans if one.stop > start]
         other = self._run(_louder(self.inputs, later, self._leak_factor))
-        early = [self._base[0][:, :start]], [other[0][:, :start]]
-        return self._bits(*early, f"inputs from position {start} on change earlier outputs")
+        if not (words := _different([self._base[0][:, :start]], [other[0][:, :start]])):
+            return ""
+        parts = [replace(one, stop=min(one.stop, start)) for one in spans if one.start < start]
+        early = _joined(self.inputs, parts, packed=_packed(self.inputs))
+        wrong = self._judged(early, (other[0][:, :start], oracle_output(early)[1]))
+        return wrong and f"inputs from position {start} on change earlier outputs: {words}; {wrong}"
 
     def _doubling(self) -> str:
-        given = tensors.tensors(self.inputs)
-        twice = {name: given[name] * 2 for name in self.inputs.LINEAR if name in given}
-        doubled = self._run(replace(self.inputs, **twice))
-        words = self._bits([one * 2 for one in self._base], doubled, "inputs times 2 do not give outputs times 2")
+        linear = {name: one for name, one in tensors.tensors(self.inputs).items() if name in self.inputs.LINEAR}
+        inputs = replace(self.inputs, **{name: one * 2 for name, one in linear.items()})
+        words = _different([one * 2 for one in self._base], doubled := self._run(inputs))
         if words and self._fp16:
             raise _NotApplicable("small fp16 numbers have fewer bits, so that doubling is not exact")
-        return words
+        known = ((self._base, self.inputs), (doubled, inputs))
+        calls = ((output, self._run(given)) for _ in range(CALLS) for output, given in known)
+        wrong = words and (self._judged(inputs, doubled) if any(_different(*pair) for pair in calls) else words)
+        return wrong and f"inputs times 2 do not give outputs times 2: {wrong}"
 
     def _cut_in_two(self) -> str:
         first = self._run(self._halves[0])
@@ -423,5 +439,5 @@ def _different(ours: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> s
         differs = (one != two) & ~(one.isnan() & two.isnan()) & ~(torch.maximum(one.abs(), two.abs()) < 2.0**-100)
         if bool(differs.any()):
             place = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(one.shape))
-            return f"{name} at {place} is {float(one[place]):.6g} and {float(two[place]):.6g}"
+            return f"{name} at {place} is {float(one[place]):.9g} and {float(two[place]):.9g}"
     return ""

@@ -259,6 +259,7 @@ ORACLE = OracleSpec(
 
 # --- random inputs
 
+SCALE = 0.3  # of edge inputs
 SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
 NORMALISED, QUARTER_UNGATED, QUARTER_SLOW, SLOW = "normalised", "quarter-ungated", "quarter-slow", "slow"
 WAYS = {
@@ -315,20 +316,60 @@ def draw(cell: Cell, device: torch.device, *, kind: str = "GDNInputs", gates: Ca
     )  # fmt: skip
 
 
-def edges(like: Any, draw: Callable[[Cell, torch.device], Any] = draw) -> Iterator[Any]:
-    """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2 and some g > 0; then without the
-    last two; then like `like`.
+def edges(like: Any, draw: Callable[[Cell, torch.device], Any] = draw) -> Iterator[Iterator[Any]]:
+    """`_edge` of each of `generate.EDGES`; at last short q and k that are not normalised, and another scale."""
+    yield from (_edge(like, lengths, draw) for lengths in generate.EDGES)
+    *_, plain = _edge(like, (320, 320), draw)
+    q, k = (0.7 * torch.nn.functional.normalize(one.float(), dim=-1).to(one.dtype) for one in (plain.q, plain.k))
+    yield iter([replace(plain, q=q, k=k, use_qk_l2norm=False, scale=SCALE)])
+
+
+def _edge(like: Any, lengths: generate.Lengths, draw: Callable[[Cell, torch.device], Any]) -> Iterator[Any]:
+    """K = V, initial states, beta up to 2, some g > 0, and `_values` or `_forms`; then without the last three; then
+    like `like`; then without initial states.  Some q and k have squared norms near 1e-6.
     """
     key_dim, width, device = like.q.shape[3], like.v.shape[3], like.v.device
-    for value_dim, largest_beta in ((key_dim, 2), (key_dim, 1), (width, 1)):
-        shape = GENERATOR.shape("edges", 2, 4, key_dim, value_dim, largest_beta)
-        drawn = draw(generate.edge_cell(shape, like.v), device)
+    for value_dim, largest_beta, initial in (
+        (key_dim, 2, True),
+        (key_dim, 1, True),
+        (width, 1, True),
+        (width, 1, False),
+    ):
+        shape = GENERATOR.shape("edges", 2, 6, key_dim, value_dim, largest_beta)
+        drawn = draw(generate.edge_cell(shape, like.v, lengths), device)
         for tensor in (drawn.q, drawn.k):
             tensor[:, ::5] *= 1e-3 * key_dim**-0.5
+        states = generate.states(len(lengths), 6, value_dim, key_dim, device=device).mT
+        drawn = replace(
+            drawn, chunk_size=like.chunk_size, cu_seqlens=generate.edge_bounds(lengths, device),
+            initial_state=states if initial else None,
+        )  # fmt: skip
         if largest_beta > 1:
             drawn.g[:, ::7] *= -1
-        states = generate.states(2, 4, key_dim, value_dim, device=device)
-        yield replace(drawn, chunk_size=like.chunk_size, initial_state=states)
+            drawn = _values(drawn) if lengths == generate.EDGES[0] else _forms(drawn)
+        yield drawn
+
+
+def _values(drawn: Any) -> Any:
+    """Heads that hardly forget, one of which hardly writes; equal keys in a chunk; gates that forget everything."""
+    g, k, beta = drawn.g, drawn.k, drawn.beta
+    g[:, :, :3:2] = g[:, :, :3:2].clamp(max=0) * 2.0**-7
+    g[:, :, 2] *= 2
+    beta[0, :, 0], beta[1, :, 0] = 0, beta[1, :, 0] * 2.0**-6
+    k[:, 128:176, 1] = k[:, 128:129, 1]
+    beta[:, 128:176, 3:] = 0.875
+    g[:, ::11, 1] = -torch.inf
+    return drawn
+
+
+def _forms(drawn: Any) -> Any:
+    """k and g in wider tensors, long q and k, beta < 0, another scale, gates that forget everything."""
+    for tensor in (drawn.q, drawn.k):
+        tensor[:, 1::5] *= 100
+    drawn.beta[:, ::13] *= -1
+    drawn.g[:, ::11, 1] = -torch.inf
+    k, g = (torch.cat([one, torch.full_like(one, torch.nan)], -1)[..., : one.shape[-1]] for one in (drawn.k, drawn.g))
+    return replace(drawn, k=k, g=g, scale=SCALE)
 
 
 # --- other libraries

@@ -130,7 +130,7 @@ class InputGenerator(Generic[I]):
     divides: two sizes of which the first must divide the second.
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
-    edges: (inputs) -> random ones of their dtype with every feature of the operator, then with fewer.
+    edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator, then with fewer.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
@@ -146,7 +146,7 @@ class InputGenerator(Generic[I]):
     divides: tuple[str, str] | None = None
     largest: Mapping[str, int] = field(default_factory=dict)
     draw: Callable[[Cell, torch.device], I]
-    edges: Callable[[I], Iterator[I]] = lambda _: iter(())
+    edges: Callable[[I], Iterator[Iterator[I]]] = lambda _: iter(())
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
@@ -193,6 +193,10 @@ class InputGenerator(Generic[I]):
 
 # --- for the operators' own generators
 
+Lengths = tuple[int, ...]  # of sequences, which are packed if they differ
+# No multiples of a chunk; a decode step; packs of equal sizes with an empty sequence; multiples of a chunk.
+EDGES: tuple[Lengths, ...] = ((321, 321), (1, 1), (1, 17, 0, 303), (303, 0, 17, 1), (256, 256))
+
 
 def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
     """Rows and positions of the tensors, and the boundaries of packed sequences."""
@@ -230,10 +234,21 @@ def gate_bias(count: int, generator: torch.Generator) -> torch.Tensor:
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
 
 
-def edge_cell(shape: Shape, like: torch.Tensor) -> Cell:
-    """Two sequences of 321 positions, which is no multiple of a chunk, in the dtype of `like`."""
+def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
+    """As views, in the dtype of `like`; packed sequences as one."""
     dtype: Any = dtype_name(like.dtype)
-    return Cell(shape=shape, dtype=dtype, layout="contiguous", tokens=Tokens(sequences=2, seqlen=321))
+    rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
+    return Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=rows, seqlen=length))
+
+
+def edge_bounds(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
+    if not is_packed(lengths):
+        return None
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def is_packed(lengths: Lengths) -> bool:
+    return len(set(lengths)) > 1
 
 
 def states(*shape: int, device: torch.device) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ssdprof import kernels
@@ -156,13 +157,12 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
 draw = partial(gdn.draw, kind="KDAInputs", gates=gates)
 
 
-def edges(like: kernels.KDAInputs) -> Iterator[kernels.KDAInputs]:
-    """As of GDN; the first one has channels that forget everything, too."""
-    drawn = gdn.edges(like, draw)
-    first = next(drawn)
-    first.g[:, ::11, :, ::3] = -torch.inf
-    yield first
-    yield from drawn
+def edges(like: kernels.KDAInputs) -> Iterator[Iterator[kernels.KDAInputs]]:
+    """As of GDN; the first ones have channels that forget everything, too."""
+    for kind in gdn.edges(like, draw):
+        first = next(kind)
+        first.g[:, ::11, 1:3, ::3] = -torch.inf  # not where heads hardly forget
+        yield chain([first], kind)
 
 
 # --- other libraries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -240,7 +241,8 @@ ORACLE = OracleSpec(
 # --- random inputs
 
 SLOWEST, FASTEST = -1.0, -16.0  # A
-EDGE_LIMITS = (0.01, 0.1)  # of dt
+EDGE_LIMITS = (0.01, 5.0)  # of dt
+LARGE_STEP = 4.5  # dt about e^8.5 as large as usually: a chunk's decay underflows
 CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
@@ -270,16 +272,36 @@ def draw(cell: Cell, device: torch.device) -> kernels.SSDInputs:
     )  # fmt: skip
 
 
-def edges(like: kernels.SSDInputs) -> Iterator[kernels.SSDInputs]:
-    """P = N, groups, initial states, D, z, and limits of dt that bind; then without the last two; then like `like`."""
-    p, n, device = like.x.shape[3], like.B.shape[3], like.x.device
-    for width, groups, more in ((n, 2, True), (n, 2, False), (p, 1, False)):
-        drawn = draw(generate.edge_cell(GENERATOR.shape("edges", 4, width, n, groups), like.x), device)
+def edges(like: kernels.SSDInputs) -> Iterator[Iterator[kernels.SSDInputs]]:
+    """`_edge` of each of `generate.EDGES`; at last inputs without bias, softplus and an upper limit of dt."""
+    yield from (_edge(like, lengths) for lengths in generate.EDGES)
+    *_, plain = _edge(like, (320, 320))
+    dt = torch.nn.functional.softplus(plain.dt.float() - 3).to(plain.dt.dtype)
+    yield iter([replace(plain, dt=dt, dt_bias=None, dt_softplus=False, dt_limit=(0.02, math.inf))])
+
+
+def _edge(like: kernels.SSDInputs, lengths: generate.Lengths) -> Iterator[kernels.SSDInputs]:
+    """P = N, groups, initial states, and `_everything`; then without that; then like `like`; then without states."""
+    n, p, device = like.B.shape[3], like.x.shape[3], like.x.device
+    for heads, width, groups, initial in ((6, n, 2, True), (4, n, 2, True), (4, p, 1, True), (4, p, 1, False)):
+        shape = GENERATOR.shape("edges", heads, width, n, groups)
+        states = generate.states(len(lengths), heads, n, width, device=device).mT
         drawn = replace(
-            drawn, chunk_size=like.chunk_size, initial_states=generate.states(2, 4, width, n, device=device)
-        )
-        z = generate.states(*drawn.x.shape, device=device).to(like.x.dtype)
-        yield replace(drawn, z=z, dt_limit=EDGE_LIMITS) if more else drawn
+            draw(generate.edge_cell(shape, like.x, lengths), device), chunk_size=like.chunk_size,
+            cu_seqlens=generate.edge_bounds(lengths, device), initial_states=states if initial else None,
+        )  # fmt: skip
+        yield _everything(drawn) if heads == 6 else drawn
+
+
+def _everything(drawn: kernels.SSDInputs) -> kernels.SSDInputs:
+    """With D of every channel, z, limits of dt that bind, strides, large steps in a head, and x = 0 in a slow one."""
+    h, p = drawn.x.shape[2:]
+    wide = generate.states(*drawn.x.shape[:3], 2 * p, device=drawn.x.device).to(drawn.x.dtype)
+    assert drawn.dt_bias is not None
+    drawn.dt_bias[1] += LARGE_STEP
+    drawn.x[:, 100:104, 0] = 0
+    D = generate.states(h, p, device=drawn.x.device)
+    return replace(drawn, z=wide[..., p:], D=D, dt_limit=EDGE_LIMITS)
 
 
 # --- other libraries

@@ -171,8 +171,9 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
     timed = [one for one in every if one.speedup() and len(one.timed) == group.calls]
     if not timed:
         why = "on this GPU nothing was timed" if group.report.environment.gpu else "without a GPU there is no speed"
-        who = fmt.words(dict.fromkeys(one.implementation for one in every)) or fmt.words(group.compared)
-        said = f"{who} {'is' if every else 'is not'} accurate enough for {group.extent} {group.where}"
+        who = dict.fromkeys(one.implementation for one in every) or group.compared
+        verb = ("is" if len(who) == 1 else "are") + ("" if every else " not")
+        said = f"{fmt.words(who)} {verb} accurate enough for {group.extent} {group.where}"
         yield VerdictLine(f"In short: {said}; {why}.", bool(every))
         return
     least = min(one.us["device"] for one in timed)

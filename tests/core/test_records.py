@@ -240,7 +240,7 @@ def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
     found = case(accuracy=(accuracy(), states))
     assert (found.result, found.why) == (
         "inaccurate",
-        "final_states: fp32 states are claimed, but every element is a bf16 number",
+        "final_states: fp32 states are claimed, but a head has only bf16 numbers",
     )
 
 

@@ -172,7 +172,8 @@ def by_address_copied(inputs):
 def by_content(inputs):
     if torch.cuda.is_current_stream_capturing():
         return right(inputs)
-    return tuple(tensor.clone() for tensor in stored(inputs, inputs.x.double().sum().item()))
+    key = inputs.x.double().sum().item(), str(inputs.cu_seqlens)
+    return tuple(tensor.clone() for tensor in stored(inputs, key))
 
 
 def nothing_under_capture(inputs):

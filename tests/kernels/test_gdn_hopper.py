@@ -20,6 +20,7 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
+from ssdprof.measure.accuracy import assert_passes
 
 SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
 LEADING = replace(GDN_CUT, first_segment_extra=True)
@@ -201,6 +202,20 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.M
         alone = run(inputs, replace(GDN_PARTS, transition_programs=2 + 7 * seed))
         assert torch.equal(alone.out[:, :, 0], together.out[:, :, 0])
         assert torch.equal(alone.final_states[:, 0], together.final_states[:, 0])
+
+
+# --- lengths of q and k
+
+
+@pytest.mark.parametrize("sizes", [dict(values_per_key=2), OLMO], ids=["128", "slices"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    """Products of raw ones are below and above the normal numbers of fp16."""
+    inputs = SMALL.but(**sizes, dtype=dtype, l2norm=True, initial_states=True, device=device).inputs()
+    for tensor in (inputs.q, inputs.k):
+        tensor[:, ::5] *= 1e-3 * tensor.shape[-1] ** -0.5
+        tensor[:, 1::5] *= 100
+    assert_passes(run(inputs, GDN_CUT), inputs, Precision())
 
 
 # --- slices: K and V other than 128

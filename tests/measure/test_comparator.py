@@ -154,7 +154,7 @@ def test_bf16_inputs_hide_rounded_states_from_the_norms_but_not_their_bits() -> 
     inputs = random_inputs(dtype=torch.bfloat16, A=torch.full((4,), -0.1), seed=2)
     out, final_states = rounded_answer(inputs, EXACT)
     said = reason(judge(SSDOutput(out, final_states.bfloat16().float()), inputs))
-    assert said == "final_states: fp32 states are claimed, but every element is a bf16 number"
+    assert said == "final_states: fp32 states are claimed, but a head has only bf16 numbers"
 
 
 def test_states_that_are_exact_in_bf16_may_be_bf16_numbers() -> None:

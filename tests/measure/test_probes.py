@@ -118,6 +118,60 @@ def forgetting_the_start(inputs: Any) -> Any:
     return out, states
 
 
+def without_the_states_of_packs(inputs: Any) -> Any:
+    return oracle_output(inputs if inputs.cu_seqlens is None else replace(inputs, initial_states=None))
+
+
+def without_bias_in_a_step(inputs: Any) -> Any:
+    return oracle_output(inputs if inputs.x.shape[1] > 1 else replace(inputs, dt_bias=None))
+
+
+def with_two_factors_of_a_decay(inputs: Any) -> Any:
+    """exp(a) exp(-b) instead of exp(a - b) overflows."""
+    out, states = oracle_output(inputs)
+    dt = inputs.dt.float() if inputs.dt_bias is None else inputs.dt.float() + inputs.dt_bias
+    sums = torch.nn.functional.softplus(dt).mul(-inputs.A).cumsum(1)
+    return out.masked_fill((sums > 88)[..., None] & (torch.arange(out.shape[1]) < 64)[:, None, None], torch.nan), states
+
+
+def with_the_states_of_a_length_that_chunks_divide(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out, states * (0 if inputs.x.shape[1] % 64 == 0 else 1)
+
+
+class WithTheFirstBounds:
+    """Keeps the boundaries of packed sequences by their number."""
+
+    def __init__(self) -> None:
+        self.bounds: dict[Any, torch.Tensor] = {}
+
+    def __call__(self, inputs: Any) -> Any:
+        if inputs.cu_seqlens is not None:
+            key = inputs.cu_seqlens.shape, inputs.x.shape
+            inputs = replace(inputs, cu_seqlens=self.bounds.setdefault(key, inputs.cu_seqlens.clone()))
+        return oracle_output(inputs)
+
+
+def with_contiguous_states(inputs: Any) -> Any:
+    states = inputs.initial_states
+    if states is not None and not states.is_contiguous():
+        states = states.mT.contiguous().view(states.shape)  # the numbers as they lie in memory
+    return oracle_output(replace(inputs, initial_states=states))
+
+
+def leaking_over_a_border(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    if inputs.x.shape[1] > 64:
+        out[:, 63] += (0.001 * inputs.x[:, 64]).to(out.dtype)
+    return out, states
+
+
+def random_and_leaking(inputs: Any) -> Any:
+    out, states = random(inputs)
+    out[:, :-1] += 0.001 * inputs.x[:, 1:]
+    return out, states
+
+
 def rounding_to_bf16(inputs: Any) -> Any:
     out, states = oracle_output(inputs)
     return out.bfloat16().to(out.dtype), states
@@ -136,12 +190,37 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (without_limits_of_dt, "edge inputs"),
         (forgetting_the_start, "loud past"),
         (rounding_to_bf16, "finer inputs"),
+        (without_the_states_of_packs, "edge inputs"),
+        (without_bias_in_a_step, "edge inputs"),
+        (with_two_factors_of_a_decay, "edge inputs"),
+        (with_the_states_of_a_length_that_chunks_divide, "edge inputs"),
+        (WithTheFirstBounds(), "edge inputs"),
+        (with_contiguous_states, "edge inputs"),
+        (leaking_over_a_border, "causality"),
+        (random_and_leaking, "causality"),
     ],
 )
 def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, law: str) -> None:
     found = probed(kernel, ssd())[law]
     assert found.holds == "no"
     assert found.detail
+
+
+def test_bits_that_rounding_alone_changes_break_no_law() -> None:
+    """Of a kernel that rarely sums in another order, and of one whose rounding depends on later tokens."""
+    calls = iter([0, 0, 1] * 100)
+
+    def rarely_in_another_order(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return out, states * (1 + next(calls) * 2.0**-24)
+
+    def with_roundings_by_the_last_token(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        by_column = inputs.x[:, -1:].abs().float().frexp().mantissa * torch.tensor([1, -1]).repeat(out.shape[3] // 2)
+        return (out * (1 + torch.finfo(out.dtype).eps / 16 * by_column)).to(out.dtype), states
+
+    for kernel in (rarely_in_another_order, with_roundings_by_the_last_token):
+        assert broken(kernel, ssd()) == set(), kernel.__name__
 
 
 def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> None:

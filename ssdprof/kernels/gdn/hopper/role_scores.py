@@ -6,6 +6,7 @@ With B_ij = e_i A_ij beta_j as `prep_kernel.py` stores it, and log2 decays G_i s
     W_ij = scale / |q_i| 2^(G_i - G_j) (tril(Q K^T) B)_ij   (i, j), lower triangular
 
 so that decays multiply products whose operands have none.  X is computed first, because the state waits for it.
+Before Q K^T is rounded to fp16, its rows are multiplied by scale / |q_i|, lest long or short q leave fp16's range.
 Shared memory: `rings.py`.
 """
 
@@ -23,6 +24,7 @@ from ssdprof.kernels.gdn.hopper.inverse import diagonal_blocks, store_lower
 from ssdprof.kernels.gdn.hopper.rings import BETA, COLUMN, DIM, ROW, TO_END
 from ssdprof.kernels.hopper.ring import CHUNK
 
+UP = gl.constexpr(4.0)  # log2 of a factor of fp16 scores, which are about |k_j| then
 PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
 
 STAGES = {
@@ -69,9 +71,14 @@ def weights_of(rings, n, m, lower):
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
     QK = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     QK = warpgroup_mma_wait(0, deps=[QK])
+    if q.dtype == gl.float16:
+        G = rings.vector(n, COLUMN).load(rows) - UP
+        QK *= gl.exp2(rings.vector(n, ROW).load(rows) - G)[:, None]
     P = gl.convert_layout(masked(QK.to(q.dtype), lower), gl.DotOperandLayout(0, layout, 2))
     begun = warpgroup_mma(P, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
     row, column = rings.vector(n, ROW).load(rows), rings.vector(n, COLUMN).load(columns)
+    if q.dtype == gl.float16:
+        row = G
     decay = gl.exp2(row[:, None] - column[None, :])
     product = warpgroup_mma_wait(0, deps=[begun])
     rings.weights.wait_empty(m)
