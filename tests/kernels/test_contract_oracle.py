@@ -31,12 +31,16 @@ from subjects import (
     listed,
     ssd_hopper,
     ssd_portable,
+    subjects,
 )  # fmt: skip
 
+from ssdprof import operators
+from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.measure.accuracy import assert_passes
 
 # --- right, for every size, dtype and precision
 
@@ -320,3 +324,25 @@ def right() -> list[Any]:
 def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) -> None:
     inputs = case.inputs()
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
+
+
+@subjects(
+    emulated_slow=("gdn hopper", "kda fused"),  # of SSD, those with a gate run on the portable kernel
+    gpu=[f"{operator} {name}" for operator in ("ssd", "gdn", "kda") for name in ("unfused", "fused")],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_edge_inputs(kernel: Subject, dtype: torch.dtype) -> None:
+    """Those that `run` gives to a user's kernel: measure/probes.py."""
+    like = kernel.case(dtype=dtype, **{} if kernel.operator == "ssd" else {"l2norm": True}).inputs()
+    for kind in operators.get(kernel.operator).generated.edges(like):
+        assert any(passes(kernel, inputs) for inputs in kind)
+
+
+def passes(kernel: Subject, inputs: Any) -> bool:
+    """False if it refuses them."""
+    try:
+        output = kernel(inputs)
+    except UnsupportedError:
+        return False
+    assert_passes(output, inputs, EXACT)
+    return True
