@@ -335,6 +335,13 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
     assert lengths == {600}
 
 
+@pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
+def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -> None:
+    one = replace(own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind)
+    found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), EXACT_FP32)}
+    assert found["edge inputs"] == holds
+
+
 def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "INTERPRETED", True)
     bundled = replace(own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled")
