@@ -242,6 +242,7 @@ def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
 
 
 def edge_bounds(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
+    """The boundaries of packed sequences; None unless they are packed."""
     if not is_packed(lengths):
         return None
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ssdprof.core.accuracy import BudgetUse
+from ssdprof.core.accuracy import BudgetUse, ErrorTest
 from ssdprof.core.base import PrecisionRecord, Record, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report
@@ -242,6 +242,13 @@ def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
         "inaccurate",
         "final_states: fp32 states are claimed, but a head has only bf16 numbers",
     )
+
+
+@pytest.mark.parametrize(("used", "where"), [(2.3, "head 1"), (2.5, "head 1, column 7")])
+def test_a_place_is_named_if_it_is_twice_as_bad_as_its_head(used: float, where: str) -> None:
+    head = ErrorTest(test="rms", head=1, value=1.2, limit=1)
+    column = ErrorTest(test="column", head=1, place=7, value=used, limit=1)
+    assert accuracy(checks=(head, column)).reason.startswith(f"out, {where}: relative RMS error")
 
 
 def test_what_is_not_finite_says_whose_fault_it_is() -> None:

@@ -261,6 +261,15 @@ def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_
     assert probed(with_a_gain_in_fp32, ssd())["finer inputs"].holds == "yes"
 
 
+def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
+    def in_another_order(inputs: Any) -> Any:
+        walk = 1.5 * 2.0**-24 * inputs.x.shape[1] ** 0.5 * torch.tensor([1, -1]).repeat(inputs.x.shape[3] // 2)
+        out, states = oracle_output(inputs)
+        return out * (1 + walk), states
+
+    assert broken(in_another_order, ssd(dtype=torch.float32)) == set()
+
+
 def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
     once, thorough = Prober(Here()), Prober(Here(), thorough=True)
     given = ssd(seqlen=20)
