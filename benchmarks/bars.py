@@ -1,7 +1,8 @@
 """Judges results by the bars of bars-ssd.toml and bars-gdn.toml, cell by cell.
 
-If several results have a cell, the least ratio of those with the newest kernels counts, so that no bar holds because
-another library was slow once.  A case that ran and was not timed (wrong or refused) has missed.
+If several results have a cell, the least ratio of those with the newest kernels counts, so that no
+bar holds because another library was slow once.  A case that ran and was not timed (wrong or
+refused) has missed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class Finding:
 
     @property
     def missed(self) -> tuple[Reading, ...]:
-        return tuple(reading for reading in self.readings if reading.ratio is not None and reading.ratio < self.must)
+        return tuple(
+            reading
+            for reading in self.readings
+            if reading.ratio is not None and reading.ratio < self.must
+        )
 
     @property
     def holds(self) -> bool:
@@ -53,12 +58,17 @@ class Finding:
     @property
     def least(self) -> Reading | None:
         return min(
-            (one for one in self.readings if one.ratio is not None), key=lambda one: one.ratio or 0, default=None
+            (one for one in self.readings if one.ratio is not None),
+            key=lambda one: one.ratio or 0,
+            default=None,
         )
 
     @property
     def at_goal(self) -> int:
-        return sum(reading.ratio is not None and reading.ratio >= (self.goal or 0) for reading in self.readings)
+        return sum(
+            reading.ratio is not None and reading.ratio >= (self.goal or 0)
+            for reading in self.readings
+        )
 
 
 def check(bars: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[Finding, ...]:
@@ -126,18 +136,26 @@ def _ratio(cell: Cell, bar: Mapping[str, Any], kind: str) -> Iterator[float]:
 
 
 def _amounts(cell: Cell, words: str, kind: str) -> list[float]:
-    """Microseconds, or the output's error, of each case that the words describe; infinite for one without a time."""
+    """Microseconds, or the output's error, of each case that the words describe; infinite for one
+    without a time.
+    """
     return [_amount(case, kind) for case in cell.cases if case.fits(words)]
 
 
 def _amount(case: RecordedCase, kind: str) -> float:
     if case.device_us is None or case.call_us is None or "out" not in case.errors:
         return math.inf
-    return {"device": case.device_us[0], "call": case.call_us[0], "error": case.errors["out"].rms_ratio}[kind]
+    return {
+        "device": case.device_us[0],
+        "call": case.call_us[0],
+        "error": case.errors["out"].rms_ratio,
+    }[kind]
 
 
 def first_calls(rule: Mapping[str, Any], cells: Iterable[Cell]) -> Finding:
-    """Every kernel of ours that a first call had to compile; the ratio is allowed over measured seconds."""
+    """Every kernel of ours that a first call had to compile; the ratio is allowed over measured
+    seconds.
+    """
     readings = [
         Reading(cell=f"{kernel} for {case.shape}, {case.tokens}", ratio=rule["seconds"] / seconds)
         for cell in cells

@@ -2,10 +2,11 @@
 
     python3.11 benchmarks/build_text.py [--out FOLDER]
 
-Sources, both under the PSF licence (Python-2.0): the language reference that `help()` prints (`pydoc_data.topics`) and
-the docstrings of the standard library's modules, classes and functions.  Files that carry a copyright notice of
-somebody else than the Python Software Foundation are left out.  The result depends on the patch release of CPython:
-the shipped text comes from 3.11.7 on Linux.  Writes text.txt.xz, text.sha256 and LICENSE.
+Sources, both under the PSF licence (Python-2.0): the language reference that `help()` prints
+(`pydoc_data.topics`) and the docstrings of the standard library's modules, classes and functions.
+Files that carry a copyright notice of somebody else than the Python Software Foundation are left
+out.  The result depends on the patch release of CPython: the shipped text comes from 3.11.7 on
+Linux.  Writes text.txt.xz, text.sha256 and LICENSE.
 """
 
 import argparse
@@ -23,7 +24,9 @@ SHINGLE = 8  # words
 SEEN_SHARE = 0.25  # a paragraph is a repetition when this share of its shingles has been seen
 SHORTEST_DOCSTRING = 400  # characters; shorter ones are labels rather than prose
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
-COPYRIGHT = re.compile(r"^.*(?:copyright|\(c\) ?\d{4}|permission to use|spdx-license).*$", re.IGNORECASE | re.MULTILINE)
+COPYRIGHT = re.compile(
+    r"^.*(?:copyright|\(c\) ?\d{4}|permission to use|spdx-license).*$", re.IGNORECASE | re.MULTILINE
+)
 
 
 def topics() -> Iterator[tuple[str, str]]:
@@ -33,7 +36,9 @@ def topics() -> Iterator[tuple[str, str]]:
 
 
 def docstrings(library: Path) -> Iterator[tuple[str, str]]:
-    """(heading, text) of every docstring of the standard library that is long enough to be prose."""
+    """(heading, text) of every docstring of the standard library that is long enough to be
+    prose.
+    """
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).with_suffix("").parts
         if SKIPPED.intersection(parts):
@@ -51,12 +56,16 @@ def docstrings(library: Path) -> Iterator[tuple[str, str]]:
                 yield name, text
 
 
-def definitions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef]]:
+def definitions(
+    node: ast.AST, name: str
+) -> Iterator[tuple[str, ast.Module | ast.ClassDef | ast.FunctionDef]]:
     """(qualified name, node) of everything in `node` that can have a docstring, itself included."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
         yield name, node
     for child in ast.iter_child_nodes(node):
-        inner = f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef) else name
+        inner = (
+            f"{name}.{child.name}" if isinstance(child, ast.ClassDef | ast.FunctionDef) else name
+        )
         yield from definitions(child, inner)
 
 
@@ -67,7 +76,9 @@ def without_repetition(documents: list[tuple[str, str]]) -> Iterator[str]:
         kept = []
         for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
             words = paragraph.split()
-            shingles = {tuple(words[i : i + SHINGLE]) for i in range(max(1, len(words) - SHINGLE + 1))}
+            shingles = {
+                tuple(words[i : i + SHINGLE]) for i in range(max(1, len(words) - SHINGLE + 1))
+            }
             if len(shingles & seen) <= SEEN_SHARE * len(shingles):
                 kept.append(paragraph.rstrip())
             seen |= shingles
@@ -76,9 +87,13 @@ def without_repetition(documents: list[tuple[str, str]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = Path(__file__).parent.parent / "ssdprof" / "capture" / "text"
-    parser.add_argument("--out", type=Path, default=default, help="where to write (default: the package)")
+    parser.add_argument(
+        "--out", type=Path, default=default, help="where to write (default: the package)"
+    )
     folder: Path = parser.parse_args().out
     library = Path(sysconfig.get_path("stdlib"))
     documents = [*topics(), *docstrings(library)]

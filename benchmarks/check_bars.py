@@ -3,9 +3,9 @@
     python benchmarks/check_bars.py
     python benchmarks/check_bars.py new/*.json
 
-It reads the recorded results of the H200, or the named files.
-Prints a table in Markdown for each operator, and below it every cell that missed or was not measured.  Exit code 1 if
-a bar does not hold, and 2 for results of several GPUs.  `bars.py` judges.
+It reads the recorded results of the H200, or the named files.  Prints a table in Markdown for each
+operator, and below it every cell that missed or was not measured.  Exit code 1 if a bar does not
+hold, and 2 for results of several GPUs.  `bars.py` judges.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", nargs="*", type=Path, help="what ssdprof bench wrote; without: results/h200.jsonl")
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        help="what ssdprof bench wrote; without: results/h200.jsonl",
+    )
     parser.add_argument("--bars", type=Path, help="instead of bars-OPERATOR.toml")
     options = parser.parse_args()
     read_from = options.results or [recorded.RESULTS / "h200.jsonl"]
@@ -81,7 +86,10 @@ def remarks(found: Iterable[Finding]) -> Iterator[str]:
     for one in found:
         for reading in one.missed:
             ratio = reading.ratio or 0
-            short = f"{fmt.ratio(ratio)}, {100 * (1 - ratio / one.must):.0f} % short of {fmt.ratio(one.must)}"
+            short = (
+                f"{fmt.ratio(ratio)}, {100 * (1 - ratio / one.must):.0f} % short of "
+                f"{fmt.ratio(one.must)}"
+            )
             yield f"{one.name} ({one.what}): {reading.cell}: {short if ratio else 'failed'}"
         if one.unmeasured:
             cells = "; ".join(reading.cell for reading in one.unmeasured)

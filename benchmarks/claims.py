@@ -2,8 +2,8 @@
 
     python benchmarks/claims.py
 
-Reads and writes published/claims.csv, a row for each number that a claim rests on, and the counts in
-published/README.md.  published/README.md explains the columns; sources.toml has the sources.
+Reads and writes published/claims.csv, a row for each number that a claim rests on, and the counts
+in published/README.md.  published/README.md explains the columns; sources.toml has the sources.
 """
 
 from __future__ import annotations
@@ -36,11 +36,26 @@ FOLDER = Path(__file__).parent / "published"
 CLAIMS, PAGE = FOLDER / "claims.csv", FOLDER / "README.md"
 MARKS = "<!-- {}:start -->\n", "<!-- {}:end -->"
 COLUMNS = (
-    "study", "claim", "quoted", "result", "quantity", "of", "over", "at", "must", "measured", "verdict", "note",
-)  # fmt: skip
+    "study",
+    "claim",
+    "quoted",
+    "result",
+    "quantity",
+    "of",
+    "over",
+    "at",
+    "must",
+    "measured",
+    "verdict",
+    "note",
+)
 HOLDS, FAILS, NOT_MEASURED, OTHER_GPU = "holds", "does not hold", "not measured", "other GPU"
 TOLERANCES = ("0", "0.001", "0.01")
-PICKS: dict[str, Callable[[Iterable[float]], float]] = {"least": min, "greatest": max, "mean": fmean}
+PICKS: dict[str, Callable[[Iterable[float]], float]] = {
+    "least": min,
+    "greatest": max,
+    "mean": fmean,
+}
 SIGNS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq,
 }  # fmt: skip
@@ -66,13 +81,18 @@ def filled(given: Sequence[Mapping[str, str]]) -> list[Row]:
         verdict = NOT_MEASURED
         if value is not None:
             verdict = judged(row, value, above, gpus[row["study"]], gpu_of(row["result"]))
-        found.append({**row, "measured": "" if value is None else number(value), "verdict": verdict})
+        found.append(
+            {**row, "measured": "" if value is None else number(value), "verdict": verdict}
+        )
         above = value
     return found
 
 
-def judged(row: Mapping[str, str], value: float, above: float | None, quoted_gpus: str, gpu: str) -> str:
-    """Ratios can be compared between GPUs; times and rates cannot.  above: the value of the row before.
+def judged(
+    row: Mapping[str, str], value: float, above: float | None, quoted_gpus: str, gpu: str
+) -> str:
+    """Ratios can be compared between GPUs; times and rates cannot.  above: the value of the row
+    before.
 
     quoted_gpus: those of the source, such as "A100, H100".
     """
@@ -81,7 +101,8 @@ def judged(row: Mapping[str, str], value: float, above: float | None, quoted_gpu
         return OTHER_GPU
     if not row["must"]:
         return ""  # for comparison with the next row
-    return f"{HOLDS if holds(row['must'], value, above) else FAILS}{f' ({OTHER_GPU})' if other else ''}"
+    verdict = HOLDS if holds(row["must"], value, above) else FAILS
+    return f"{verdict} ({OTHER_GPU})" if other else verdict
 
 
 def holds(must: str, value: float, above: float | None) -> bool:
@@ -94,12 +115,21 @@ def holds(must: str, value: float, above: float | None) -> bool:
     if len(words) % 2 or not set(words[::2]) <= SIGNS.keys():
         raise ValueError(f"{must!r} is no condition")
     limits = [above if word == "above" else float(word) for word in words[1::2]]
-    return all(limit is not None and SIGNS[sign](value, limit) for sign, limit in zip(words[::2], limits, strict=True))
+    return all(
+        limit is not None and SIGNS[sign](value, limit)
+        for sign, limit in zip(words[::2], limits, strict=True)
+    )
 
 
 def number(value: float) -> str:
     """Four significant digits; percents of matches need five."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.5g}" if abs(value) >= 10 else f"{value:.4g}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 1000
+        else f"{value:.5g}"
+        if abs(value) >= 10
+        else f"{value:.4g}"
+    )
 
 
 # --- from a result to a number
@@ -116,7 +146,9 @@ def measured(row: Mapping[str, str]) -> float | None:
         return _of_prefill(row)
     if result.endswith("report.json"):
         return _of_run(row, load(RESULTS / result, "run")[1])
-    by_cell = {_label(cell): _of_cell(row, cell) for cell in _benches() if cell.bench.name == result}
+    by_cell = {
+        _label(cell): _of_cell(row, cell) for cell in _benches() if cell.bench.name == result
+    }
     found = {label: value for label, value in by_cell.items() if value is not None}
     if row["at"] in PICKS:
         return PICKS[row["at"]](found.values()) if found else None
@@ -135,9 +167,13 @@ def _label(cell: Cell) -> str:
 
 def _of_cell(row: Mapping[str, str], cell: Cell) -> float | None:
     if row["quantity"] in ("device ratio", "call ratio"):
-        of, over = (_least_us(cell, row[side], row["quantity"].split()[0]) for side in ("of", "over"))
+        of, over = (
+            _least_us(cell, row[side], row["quantity"].split()[0]) for side in ("of", "over")
+        )
         return over / of if of and over else None
-    case = next((case for case in cell.cases if case.fits(row["of"]) and case.status == "passed"), None)
+    case = next(
+        (case for case in cell.cases if case.fits(row["of"]) and case.status == "passed"), None
+    )
     if case is None:
         return None
     if row["quantity"] == "launches":
@@ -147,13 +183,21 @@ def _of_cell(row: Mapping[str, str], cell: Cell) -> float | None:
     out = case.errors["out"]
     if row["quantity"] == "error over floor":
         return out.rms_ratio / out.floor
-    return out.matches[TOLERANCES.index(row["quantity"].removeprefix("match "))] if out.matches else None
+    return (
+        out.matches[TOLERANCES.index(row["quantity"].removeprefix("match "))]
+        if out.matches
+        else None
+    )
 
 
 def _least_us(cell: Cell, words: str, clock: str) -> float | None:
     """words: "published relaxed fp16"; with a chunk size, "published relaxed fp16 @128"."""
     name, _, chunk = words.partition(" @")
-    times = [_us(case, clock, chunk) for case in cell.cases if case.fits(name) and case.status == "passed"]
+    times = [
+        _us(case, clock, chunk)
+        for case in cell.cases
+        if case.fits(name) and case.status == "passed"
+    ]
     return min((us for us in times if us), default=None)
 
 
@@ -175,13 +219,22 @@ def _of_run(row: Mapping[str, str], report: Report) -> float | None:
 
 
 def _of_prefill(row: Mapping[str, str]) -> float | None:
-    """Percent by which a prefill of `at` tokens is faster, with the bundled convolution and norm."""
+    """Percent by which a prefill of `at` tokens is faster, with the bundled convolution and
+    norm.
+    """
     calls = {
         case.implementation: case.call_us.value
         for case in load(RESULTS / row["result"], "prefill")[1].of_prefill
-        if f"{case.seqlen:,}" == row["at"] and case.prefill and case.prefill.conv_and_norm == "bundled" and case.call_us
+        if f"{case.seqlen:,}" == row["at"]
+        and case.prefill
+        and case.prefill.conv_and_norm == "bundled"
+        and case.call_us
     }
-    return 100 * (calls[row["over"]] / calls[row["of"]] - 1) if {row["of"], row["over"]} <= calls.keys() else None
+    return (
+        100 * (calls[row["over"]] / calls[row["of"]] - 1)
+        if {row["of"], row["over"]} <= calls.keys()
+        else None
+    )
 
 
 def _of_study(row: Mapping[str, str]) -> float | None:
@@ -198,8 +251,9 @@ def _of_study(row: Mapping[str, str]) -> float | None:
 
 
 def _of_stalls(row: Mapping[str, str], report: StallReport) -> float | None:
-    """Percent of the samples of the longest kernel in the stages of `at` (not in those with a minus) that wait for the
-    reasons in `over`; or a resource of that kernel."""
+    """Percent of the samples of the longest kernel in the stages of `at` (not in those with a
+    minus) that wait for the reasons in `over`; or a resource of that kernel.
+    """
     own = [kernel for kernel in report.kernels if kernel.implementation == row["of"]]
     if not own:
         return None
@@ -208,7 +262,12 @@ def _of_stalls(row: Mapping[str, str], report: StallReport) -> float | None:
         found: float | None = getattr(kernel, row["quantity"])
         return found
     stages, reasons = list(_stages(kernel, row["at"].split())), row["over"].split()
-    samples = sum(count for stage in stages for reason, count in stage.items() if not reasons or reason in reasons)
+    samples = sum(
+        count
+        for stage in stages
+        for reason, count in stage.items()
+        if not reasons or reason in reasons
+    )
     return 100 * samples / kernel.busy_samples if stages and kernel.busy_samples else None
 
 
@@ -217,7 +276,9 @@ def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Samples]:
     wanted = [name for name in names if not name.startswith("-")]
     without = [name[1:] for name in names if name.startswith("-")]
     for stage, samples in kernel.stages.items():
-        inside, outside = (any(f"{stage}.".startswith(f"{name}.") for name in some) for some in (wanted, without))
+        inside, outside = (
+            any(f"{stage}.".startswith(f"{name}.") for name in some) for some in (wanted, without)
+        )
         if inside and not outside and stage not in kernel.idle:
             yield samples
 
@@ -231,7 +292,8 @@ def gpu_of(result: str) -> str:
 
 
 def counts(found: Sequence[Mapping[str, str]]) -> str:
-    """A Markdown table: how many claims of each study hold, and how many quoted numbers ("within ...") are met.
+    """A Markdown table: how many claims of each study hold, and how many quoted numbers ("within
+    ...") are met.
 
     A claim holds if all of its rows do.
     """
@@ -245,13 +307,32 @@ def counts(found: Sequence[Mapping[str, str]]) -> str:
     lines = []
     for study, about in sources().items():
         own = [_together(verdicts) for (name, _), verdicts in claims.items() if name == study]
-        gpu = next(gpu_of(row["result"]) for row in found if row["study"] == study and row["result"])
+        gpu = next(
+            gpu_of(row["result"]) for row in found if row["study"] == study and row["result"]
+        )
         numbers = f"{sum(met[study])} of {len(met[study])}" if met[study] else fmt.MISSING
         lines.append(
-            (study, about["title"], gpu, *(str(own.count(word)) for word in (HOLDS, FAILS, NOT_MEASURED)), numbers)
+            (
+                study,
+                about["title"],
+                gpu,
+                *(str(own.count(word)) for word in (HOLDS, FAILS, NOT_MEASURED)),
+                numbers,
+            )
         )
-    head = ("study", "about", "measured on", "holds", "does not hold", "cannot be said", "quoted numbers met")
-    return markdown.draw(Table(title="", headers=head, rows=tuple(lines), align=aligned("lllrrrr"))) + "\n"
+    head = (
+        "study",
+        "about",
+        "measured on",
+        "holds",
+        "does not hold",
+        "cannot be said",
+        "quoted numbers met",
+    )
+    return (
+        markdown.draw(Table(title="", headers=head, rows=tuple(lines), align=aligned("lllrrrr")))
+        + "\n"
+    )
 
 
 def beside(found: Sequence[Mapping[str, str]]) -> str:
@@ -268,7 +349,9 @@ def beside(found: Sequence[Mapping[str, str]]) -> str:
             if row["study"] == study
         )
         drawn = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
-        parts.append(f"<details><summary>{study}: {about['title']}</summary>\n\n{drawn}\n\n</details>\n")
+        parts.append(
+            f"<details><summary>{study}: {about['title']}</summary>\n\n{drawn}\n\n</details>\n"
+        )
     return "\n".join(parts)
 
 

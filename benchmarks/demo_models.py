@@ -50,7 +50,12 @@ CONFIGS = {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+        ],
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 64,
@@ -68,7 +73,12 @@ CONFIGS = {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+        ],
         "mlp_layer_types": ["dense"] * 4,
         "linear_num_heads": 2,
         "linear_head_dim": 128,
@@ -87,9 +97,13 @@ SEED = 0
 
 
 def new_model(name: str) -> torch.nn.Module:
-    """Random weights; A and dt start as in Mamba-2: A uniform in 1..16, dt log-uniform in 1e-3..1e-1."""
+    """Random weights; A and dt start as in Mamba-2: A uniform in 1..16, dt log-uniform in
+    1e-3..1e-1.
+    """
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[name]), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**CONFIGS[name]), dtype=torch.float32
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -101,15 +115,30 @@ def new_model(name: str) -> torch.nn.Module:
 
 
 def byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in byte-level tokenizers: itself if it prints, else one from 256 on."""
-    printing = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """The character that stands for each byte in byte-level tokenizers: itself if it prints, else
+    one from 256 on.
+    """
+    printing = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte if byte in printing else 256 + others.index(byte)): byte for byte in range(256)}
+    return {
+        chr(byte if byte in printing else 256 + others.index(byte)): byte for byte in range(256)
+    }
 
 
 def save(model: torch.nn.Module, name: str, folder: Path) -> None:
-    """Write the folder as a hub repository has it: weights in bf16, and a tokenizer whose ids are the bytes."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    """Write the folder as a hub repository has it: weights in bf16, and a tokenizer whose ids are
+    the bytes.
+    """
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -129,7 +158,13 @@ def save(model: torch.nn.Module, name: str, folder: Path) -> None:
         ("tokenizer.json", tokenizer),
         ("tokenizer_config.json", settings),
     ):
-        (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / file).write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     tied = {"lm_head.weight"} if CONFIGS[name]["tie_word_embeddings"] else {}
-    weights = {key: tensor.to(torch.bfloat16) for key, tensor in model.state_dict().items() if key not in tied}
+    weights = {
+        key: tensor.to(torch.bfloat16)
+        for key, tensor in model.state_dict().items()
+        if key not in tied
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

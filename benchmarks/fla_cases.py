@@ -1,11 +1,13 @@
-"""Run flash-linear-attention's own tests of the gated delta rule on the functions of `kernels/gdn/compat.py`.
+"""Run flash-linear-attention's own tests of the gated delta rule on the functions of
+`kernels/gdn/compat.py`.
 
     python benchmarks/fla_cases.py path/to/tests/ops/test_gdn.py RESULT.json
     python benchmarks/fla_cases.py benchmarks/olmo_gdn_cases.py RESULT.json
 
-fla must be installed, because the tests compare with its recurrence.  Shapes and tolerances are those of the test file.
-Outputs and final states are compared; gradients are not, because our kernels have none.  A case with options that our
-kernel refuses by name counts as refused.  Writes RESULT.json and a table next to it; exit code 1 if a case failed.
+fla must be installed, because the tests compare with its recurrence.  Shapes and tolerances are
+those of the test file.  Outputs and final states are compared; gradients are not, because our
+kernels have none.  A case with options that our kernel refuses by name counts as refused.  Writes
+RESULT.json and a table next to it; exit code 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # read when fla is imported; selects only its Triton path
+# read when fla is imported; selects only its Triton path
+os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
 
 import pytest
 import torch
@@ -67,7 +70,11 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid.partition("::")[2]
         if report.skipped:
-            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+            reason = (
+                report.longrepr[2].removeprefix("Skipped: ")
+                if isinstance(report.longrepr, tuple)
+                else ""
+            )
             outcome = "refused" if reason.startswith("refused: ") else "skipped by the test"
             self.of_case[name] = (outcome, reason.removeprefix("refused: "))
         elif report.failed:
@@ -94,14 +101,19 @@ def main() -> int:
     fla.utils.assert_close = compared(fla.utils.assert_close)
     outcomes = Outcomes()
     arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", SELECTED, "--tb=line"]
-    pytest.main([str(options.tests), f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes])
+    pytest.main(
+        [str(options.tests), f"--rootdir={options.tests.parent}", *arguments], plugins=[outcomes]
+    )
     result = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python benchmarks/fla_cases.py {options.tests.name} {options.result.name}",
         "fla": version("fla-core"),
         "tests_sha256": hashlib.sha256(options.tests.read_bytes()).hexdigest(),
         "environment": machine.collect().model_dump(mode="json"),
-        "cases": [{"name": name, "outcome": outcome, "why": why} for name, (outcome, why) in outcomes.of_case.items()],
+        "cases": [
+            {"name": name, "outcome": outcome, "why": why}
+            for name, (outcome, why) in outcomes.of_case.items()
+        ],
     }
     options.result.write_text(json.dumps(result, indent=1) + "\n")
     print(Counter(case["outcome"] for case in result["cases"]))

@@ -1,7 +1,8 @@
-"""Cases in the form of fla's tests of the gated delta rule, with the sizes of olmo-hybrid-7b: K 96, V 192, beta to 2.
+"""Cases in the form of fla's tests of the gated delta rule, with the sizes of olmo-hybrid-7b: K 96,
+V 192, beta to 2.
 
-`fla_cases.py` runs them on the functions of `kernels/gdn/compat.py`.  fla's recurrence is the reference, and the ratios
-are those of its tests.
+`fla_cases.py` runs them on the functions of `kernels/gdn/compat.py`.  fla's recurrence is the
+reference, and the ratios are those of its tests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def draw(batch: int, length: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def assert_close(result: tuple[torch.Tensor, torch.Tensor], tensors: dict[str, Any], ratio: float) -> None:
+def assert_close(
+    result: tuple[torch.Tensor, torch.Tensor], tensors: dict[str, Any], ratio: float
+) -> None:
     reference = naive_recurrent_gated_delta_rule(**tensors, output_final_state=True)
     for name, ours, theirs in zip(("o", "ht"), result, reference, strict=True):
         fla.utils.assert_close(name, theirs, ours, ratio)
@@ -49,4 +52,6 @@ def test_chunk_olmo(batch: int, length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("batch", "length"), [(1, 63), (2, 500)])
 def test_fused_recurrent_olmo(batch: int, length: int) -> None:
     tensors = draw(batch, length, torch.float32)
-    assert_close(compat.fused_recurrent_gated_delta_rule(**tensors, output_final_state=True), tensors, 0.002)
+    assert_close(
+        compat.fused_recurrent_gated_delta_rule(**tensors, output_final_state=True), tensors, 0.002
+    )

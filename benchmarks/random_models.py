@@ -24,8 +24,12 @@ class Mamba2:
         inner = self.nheads * self.headdim
         conv = inner + 2 * self.dstate
         dt_bias = draw.dt_bias(self.nheads)
-        yield f"{prefix}.in_proj.weight", draw.linear(inner + conv + self.nheads, self.hidden)  # z, x B C, dt
-        yield f"{prefix}.conv1d.weight", draw.normal(conv, 1, self.conv_kernel, std=1 / math.sqrt(self.conv_kernel))
+        # z, x B C, dt
+        yield f"{prefix}.in_proj.weight", draw.linear(inner + conv + self.nheads, self.hidden)
+        yield (
+            f"{prefix}.conv1d.weight",
+            draw.normal(conv, 1, self.conv_kernel, std=1 / math.sqrt(self.conv_kernel)),
+        )
         yield f"{prefix}.conv1d.bias", draw.normal(conv, std=0.1)
         yield f"{prefix}.dt_bias", dt_bias
         yield f"{prefix}.A_log", draw.a_log(self.nheads)
@@ -38,8 +42,8 @@ class Mamba2:
 class Granite:
     """A hybrid of ibm-granite: 36 Mamba-2 and 4 attention layers, a gated MLP after each.
 
-    mlp: width of the dense MLP, shared if there are experts.  experts, chosen, expert: the number of experts, the
-    number per token, and their width; 0 in a dense model.
+    mlp: width of the dense MLP, shared if there are experts.  experts, chosen, expert: the number
+    of experts, the number per token, and their width; 0 in a dense model.
     """
 
     hidden: int
@@ -62,7 +66,10 @@ class Granite:
             "architectures": ["GraniteMoeHybridForCausalLM"],
             "model_type": "granitemoehybrid",
             "num_hidden_layers": layers,
-            "layer_types": ["attention" if layer in self.attention_layers else "mamba" for layer in range(layers)],
+            "layer_types": [
+                "attention" if layer in self.attention_layers else "mamba"
+                for layer in range(layers)
+            ],
             "hidden_size": self.hidden,
             "vocab_size": self.vocabulary,
             "num_attention_heads": self.heads,
@@ -105,8 +112,14 @@ class Granite:
                     ("k", self.kv_heads * head),
                     ("v", self.kv_heads * head),
                 ):
-                    yield f"{prefix}.self_attn.{name}_proj.weight", draw.linear(outputs, self.hidden)
-                yield f"{prefix}.self_attn.o_proj.weight", draw.linear(self.hidden, self.heads * head)
+                    yield (
+                        f"{prefix}.self_attn.{name}_proj.weight",
+                        draw.linear(outputs, self.hidden),
+                    )
+                yield (
+                    f"{prefix}.self_attn.o_proj.weight",
+                    draw.linear(self.hidden, self.heads * head),
+                )
             else:
                 yield from self.mixer.weights(f"{prefix}.mamba", draw, self.depth)
             yield f"{prefix}.post_attention_layernorm.weight", ones(self.hidden)
@@ -120,13 +133,24 @@ class Granite:
         """The experts' weights, stored together as in the checkpoints."""
         into, out = 1 / math.sqrt(self.hidden), 1 / math.sqrt(self.expert)
         yield f"{prefix}.router.layer.weight", draw.linear(self.experts, self.hidden)
-        yield f"{prefix}.input_linear.weight", draw.normal(self.experts, 2 * self.expert, self.hidden, std=into)
-        yield f"{prefix}.output_linear.weight", draw.normal(self.experts, self.hidden, self.expert, std=out)
+        yield (
+            f"{prefix}.input_linear.weight",
+            draw.normal(self.experts, 2 * self.expert, self.hidden, std=into),
+        )
+        yield (
+            f"{prefix}.output_linear.weight",
+            draw.normal(self.experts, self.hidden, self.expert, std=out),
+        )
 
 
 # ibm-granite/granite-4.0-h-1b, and granite-4.0-h-small with 72 experts a layer.
 GRANITE_1B = Granite(
-    hidden=1536, heads=12, kv_heads=4, mlp=4096, mixer=Mamba2(hidden=1536, nheads=48), logits_scaling=6
+    hidden=1536,
+    heads=12,
+    kv_heads=4,
+    mlp=4096,
+    mixer=Mamba2(hidden=1536, nheads=48),
+    logits_scaling=6,
 )
 GRANITE_SMALL = Granite(
     hidden=4096,
@@ -187,8 +211,14 @@ class Defined:
     dimensions: dict[str, object]
 
     def config(self, layers: int) -> dict[str, object]:
-        kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
-        return self.dimensions | {"num_hidden_layers": layers, "layer_types": kinds, "tie_word_embeddings": False}
+        kinds = [
+            "full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)
+        ]
+        return self.dimensions | {
+            "num_hidden_layers": layers,
+            "layer_types": kinds,
+            "tie_word_embeddings": False,
+        }
 
     def weights(self, layers: int, draw: Draw) -> Weights:
         with torch.device("meta"):
@@ -212,7 +242,8 @@ class Defined:
         return draw.linear(outputs, inputs)
 
 
-# The language model of Qwen/Qwen3.5-9B: 24 gated-delta-rule and 8 attention layers, a dense gated MLP after each.
+# The language model of Qwen/Qwen3.5-9B: 24 gated-delta-rule and 8 attention layers, a dense gated
+# MLP after each.
 QWEN35_9B = Defined(
     depth=32,
     fewest_layers=1,

@@ -1,15 +1,18 @@
-"""Record that a model with more weights than the GPU's memory gives the same captures, and the cost of each placement.
+"""Record that a model with more weights than the GPU's memory gives the same captures, and the cost
+of each placement.
 
     python benchmarks/record_placement.py FILE [--layers N] [--seq N] [--folder DIR]
 
-Makes a checkpoint with granite-4.0-h-small's dimensions and random weights (1.6 GB a layer), and captures its layers on
-a random prompt, in segments of a quarter of it: twice on one GPU with all of its memory, then with a cap on the memory
-that this process may take of a GPU, under which the model does not fit on one: with every offload and, if there are
-several GPUs, on all of them.  Compares every captured tensor with the first run's, bit by bit.
+Makes a checkpoint with granite-4.0-h-small's dimensions and random weights (1.6 GB a layer), and
+captures its layers on a random prompt, in segments of a quarter of it: twice on one GPU with all of
+its memory, then with a cap on the memory that this process may take of a GPU, under which the model
+does not fit on one: with every offload and, if there are several GPUs, on all of them.  Compares
+every captured tensor with the first run's, bit by bit.
 
-FILE, in JSON, has seconds, measured and predicted peaks of the GPUs, caps, and where the weights were.  It is written
-again after every run, so that an interruption loses nothing.  Exit code 1 if there are failures: a bit differs, a run
-raised an error, a peak is not within 15 % of the predicted one, or a cap let the model fit on one GPU.
+FILE, in JSON, has seconds, measured and predicted peaks of the GPUs, caps, and where the weights
+were.  It is written again after every run, so that an interruption loses nothing.  Exit code 1 if
+there are failures: a bit differs, a run raised an error, a peak is not within 15 % of the predicted
+one, or a cap let the model fit on one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +55,11 @@ Row = dict[str, Any]
 
 def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> ServedModelOptions:
     return ServedModelOptions(
-        model=str(folder), prompt="random", seqlens=(seqlen,), segment_length=seqlen // 4, placement=kind
+        model=str(folder),
+        prompt="random",
+        seqlens=(seqlen,),
+        segment_length=seqlen // 4,
+        placement=kind,
     )
 
 
@@ -82,7 +89,9 @@ def gpus() -> range:
 
 
 def free_unused() -> None:
-    """Collects reference cycles that hooks create.  Until then, a deleted model's memory counts as allocated."""
+    """Collects reference cycles that hooks create.  Until then, a deleted model's memory counts as
+    allocated.
+    """
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -95,7 +104,9 @@ def seconds() -> float:
 
 
 def measure(subject: Subject, captures: Captures) -> Row:
-    """One run: its cost, and the tensors that differ from `captures`, which it fills if they are empty."""
+    """One run: its cost, and the tensors that differ from `captures`, which it fills if they are
+    empty.
+    """
     free_unused()
     before = [torch.cuda.memory_allocated(device) for device in gpus()]
     fills, expected = not captures, iter(tuple(captures))
@@ -109,7 +120,11 @@ def measure(subject: Subject, captures: Captures) -> Row:
             captures.append(found)
             return
         theirs = next(expected, {})
-        names = [name for name in found.keys() | theirs.keys() if not same(found.get(name), theirs.get(name))]
+        names = [
+            name
+            for name in found.keys() | theirs.keys()
+            if not same(found.get(name), theirs.get(name))
+        ]
         differing.extend(f"{layer.layer.name} {name}" for name in sorted(names))
         compared += 1
 
@@ -122,7 +137,10 @@ def measure(subject: Subject, captures: Captures) -> Row:
     ended = seconds()
     differing.extend("a layer that is missing" for _ in expected)
     record = loaded.placement
-    peaks = [torch.cuda.max_memory_allocated(device) - taken for device, taken in zip(gpus(), before, strict=True)]
+    peaks = [
+        torch.cuda.max_memory_allocated(device) - taken
+        for device, taken in zip(gpus(), before, strict=True)
+    ]
     predicted = record.predicted_peak_bytes
     return {
         "placement": record.model_dump(mode="json"),
@@ -163,7 +181,8 @@ def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
     subject = find(request_of(folder, seqlen, "one-gpu"))
     captures: Captures = []
     first = measure(subject, captures)
-    warm = measure(subject, captures)  # compiles the kernels, and shows that runs repeat bit for bit
+    # compiles the kernels, and shows that runs repeat bit for bit
+    warm = measure(subject, captures)
     yield "one-gpu", warm | {f"first_{name}": first[name] for name in ("load_s", "capture_s")}
     held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
     if len(gpus()) > 1:
@@ -181,13 +200,18 @@ def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
         yield kind, row
 
 
-def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command: Sequence[str]) -> list[str]:
+def record(
+    file: Path, *, layers: int, seqlen: int, parent: Path | None, command: Sequence[str]
+) -> list[str]:
     """Write `file`, and return the failures."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=parent) as name:
         folder = Path(name)
         total = write_checkpoint(MODEL, folder, layers, 0, limits.device().type)
-        print(f"{total / 1e9:.1f} GB of weights written in {time.monotonic() - began:.0f} s", flush=True)
+        print(
+            f"{total / 1e9:.1f} GB of weights written in {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         document: dict[str, Any] = {
             "command": list(command),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -202,7 +226,10 @@ def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command
         }
         for kind, row in runs(folder, seqlen, layers):
             document["runs"][kind] = row
-            document |= {"seconds": round(time.monotonic() - began, 1), "failures": failures(document["runs"])}
+            document |= {
+                "seconds": round(time.monotonic() - began, 1),
+                "failures": failures(document["runs"]),
+            }
             file.write_text(json.dumps(document, indent=1) + "\n")
             print(json.dumps({kind: row}), flush=True)
     found: list[str] = document["failures"]
@@ -210,17 +237,28 @@ def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers of the checkpoint, 1.6 GB each")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="decoder layers of the checkpoint, 1.6 GB each"
+    )
     parser.add_argument("--seq", type=int, default=32768, help="tokens of the prompt")
-    parser.add_argument("--folder", type=Path, help="for the checkpoint, on a disk with room for it; a temporary one")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for the checkpoint, on a disk with room for it; a temporary one",
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU")
     free = shutil.disk_usage(arguments.folder or tempfile.gettempdir()).free
     if (arguments.layers + 1) * LAYER_BYTES > free:
-        parser.error(f"--layers {arguments.layers} need more than the {free / 1e9:.1f} GB that are free on the disk")
+        parser.error(
+            f"--layers {arguments.layers} need more than the {free / 1e9:.1f} GB that are free "
+            "on the disk"
+        )
     found = record(
         arguments.file,
         layers=arguments.layers,

@@ -2,10 +2,10 @@
 
     python benchmarks/record_prefill.py FOLDER [--budget SECONDS] [--only NAME ...] [--scratch DIR]
 
-Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
-library that is installed, one after the other, and keeps its report in FOLDER/<run>.  The runs share the
-budget, the most important ones first; results name the runs that did not fit.  A run that hangs is stopped, and
-its results so far are kept.  No network is needed.
+Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill`
+on each against every library that is installed, one after the other, and keeps its report in
+FOLDER/<run>.  The runs share the budget, the most important ones first; results name the runs that
+did not fit.  A run that hangs is stopped, and its results so far are kept.  No network is needed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ LEAST_S = 30  # a run with less time does not begin
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """limit_s: seconds of wall clock for this run.  seconds: seconds of sampling for each length and
-    origin of the convolution and the norm: the model's, then the bundled ones."""
+    """limit_s: seconds of wall clock for this run.  seconds: seconds of sampling for each length
+    and
+    origin of the convolution and the norm: the model's, then the bundled ones.
+    """
 
     name: str
     seq: str
@@ -52,7 +54,8 @@ def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
     """Make all checkpoints in parallel.  Returns the names of those that succeeded."""
     script = HERE / "make_random_checkpoint.py"
     making = {
-        name: subprocess.Popen([sys.executable, script, name, scratch / name, "--device", "cuda"]) for name in names
+        name: subprocess.Popen([sys.executable, script, name, scratch / name, "--device", "cuda"])
+        for name in names
     }
     return [name for name, process in making.items() if process.wait() == 0]
 
@@ -60,20 +63,43 @@ def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
 def command(run: Run, checkpoint: Path, out: Path, allowed_s: float) -> list[str]:
     peers = ",".join(name for name in run.peers if find_spec(name) is not None)
     words = [
-        sys.executable, "-m", "ssdprof", "prefill", checkpoint, "--seq", run.seq, "--batch", "1",
-        "--conv-and-norm", "bundled", "--seconds", f"{run.seconds:g}",
-        "--budget", f"{allowed_s - TO_START_S:.0f}", "--out", out, "--no-tuned",
+        sys.executable,
+        "-m",
+        "ssdprof",
+        "prefill",
+        checkpoint,
+        "--seq",
+        run.seq,
+        "--batch",
+        "1",
+        "--conv-and-norm",
+        "bundled",
+        "--seconds",
+        f"{run.seconds:g}",
+        "--budget",
+        f"{allowed_s - TO_START_S:.0f}",
+        "--out",
+        out,
+        "--no-tuned",
         *(["--against", peers] if peers else []),
-    ]  # fmt: skip
+    ]
     return list(map(str, words))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where to write the results")
-    parser.add_argument("--budget", type=float, default=400, help="seconds of wall clock for everything [400]")
-    parser.add_argument("--only", nargs="+", choices=[run.name for run in RUNS], help="these runs alone")
-    parser.add_argument("--scratch", type=Path, help="where to make checkpoints; a temporary folder by default")
+    parser.add_argument(
+        "--budget", type=float, default=400, help="seconds of wall clock for everything [400]"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[run.name for run in RUNS], help="these runs alone"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, help="where to make checkpoints; a temporary folder by default"
+    )
     arguments = parser.parse_args()
     began = time.monotonic()
 
@@ -95,7 +121,9 @@ def main() -> None:
             words = command(run, Path(scratch) / run.name, arguments.folder / run.name, allowed_s)
             offline, limit_s = os.environ | {"HF_HUB_OFFLINE": "1"}, allowed_s + TO_STOP_S
             with suppress(subprocess.TimeoutExpired):
-                done = subprocess.run(words, env=offline, stdout=sys.stderr, timeout=limit_s, check=False)
+                done = subprocess.run(
+                    words, env=offline, stdout=sys.stderr, timeout=limit_s, check=False
+                )
                 say(f"{run.name}: exit code {done.returncode}")
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/record_segments.py FILE
 
-Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` considers, for
-three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  The constants of
-`config.py` are fitted to these times, and tests/kernels/test_hopper_schedule.py checks the fit.
+Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut`
+considers, for three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32
+states.  The constants of `config.py` are fitted to these times, and
+tests/kernels/test_hopper_schedule.py checks the fit.
 """
 
 from __future__ import annotations
@@ -52,10 +53,13 @@ def main(file: Path) -> None:
         for seqlen in LENGTHS:
             tokens = Tokens(sequences=1, seqlen=seqlen)
             inputs = replace(
-                draw(Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), device), chunk_size=256
+                draw(Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), device),
+                chunk_size=256,
             )
             nchunks, pairs = ceil_div(seqlen, CHUNK.value), program_count(inputs)
-            cuts = {(*s.lengths(nchunks), s.recompute): s for s in candidates(nchunks, sm_count / pairs)}
+            cuts = {
+                (*s.lengths(nchunks), s.recompute): s for s in candidates(nchunks, sm_count / pairs)
+            }
             cells.append(
                 {
                     "shape": shape.name,

@@ -2,10 +2,11 @@
 
     python benchmarks/record_stalls.py FOLDER
 
-Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep; no_source.ncu-rep, which is fused_hopper without source
-counters and stall reasons; and launched.json, the launches of each.  The layer is drawn at random, in the sizes of
-granite-4.0-h-1b: 48 heads of 64, a state of 128, one group, 16384 tokens of bf16.
-With a gate z, the fused implementation takes its portable kernel.  Reports hold the paths of the sources.
+Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep; no_source.ncu-rep, which is
+fused_hopper without source counters and stall reasons; and launched.json, the launches of each.
+The layer is drawn at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128, one
+group, 16384 tokens of bf16.  With a gate z, the fused implementation takes its portable kernel.
+Reports hold the paths of the sources.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def draw() -> SSDInputs:
 
 
 def profile(
-    job: ncu.Job, launched: Launched, program: str, report: Path, sections: tuple[str, ...] = ncu.SECTIONS
+    job: ncu.Job,
+    launched: Launched,
+    program: str,
+    report: Path,
+    sections: tuple[str, ...] = ncu.SECTIONS,
 ) -> None:
     start = time.monotonic()
     ncu.profile(job, launched, program, report, sections=sections)
@@ -64,18 +69,31 @@ def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     program, _ = ncu.find()
     plain = draw()
-    gated = replace(plain, z=torch.randn(plain.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
+    gated = replace(
+        plain, z=torch.randn(plain.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    )
     layers = [LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in range(2)]
     checkpoint = CheckpointRef(
-        requested="random", source="local", repo_id="random", revision=None, model_type="none",
-        layers=tuple(layers), layer_count=2,
-    )  # fmt: skip
+        requested="random",
+        source="local",
+        repo_id="random",
+        revision=None,
+        model_type="none",
+        layers=tuple(layers),
+        layer_count=2,
+    )
     launched = {}
     with tempfile.TemporaryDirectory() as folder:
         captures = Path(folder) / "captures"
-        with CaptureWriter(captures, checkpoint=checkpoint, prompts=(), segment_length=SEQLEN) as writer:
+        with CaptureWriter(
+            captures, checkpoint=checkpoint, prompts=(), segment_length=SEQLEN
+        ) as writer:
             for layer, inputs in zip(layers, (plain, gated), strict=True):
-                strides = {name: t.stride() for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+                strides = {
+                    name: t.stride()
+                    for name, t in vars(inputs).items()
+                    if isinstance(t, torch.Tensor)
+                }
                 writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
         for name, index, implementation in (
             ("fused_hopper", 0, "fused"),
@@ -94,7 +112,9 @@ def main(out: Path) -> None:
             profile(job, launched[name], program, out / f"{name}.ncu-rep")
             if name == "fused_hopper":
                 profile(job, launched[name], program, out / "no_source.ncu-rep", NO_SOURCE)
-    text = json.dumps({name: found.model_dump(mode="json") for name, found in launched.items()}, indent=1)
+    text = json.dumps(
+        {name: found.model_dump(mode="json") for name, found in launched.items()}, indent=1
+    )
     (out / "launched.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/recorded.py [NAME=]REPORT ...
 
-Adds a report of `ssdprof bench`, a folder or a JSON document, to the file of its GPU, under NAME or its own name, and
-removes what it supersedes: older cells with the same inputs whose cases were all measured again, with newer kernels.
-Other scripts and the tests read these files.
+Adds a report of `ssdprof bench`, a folder or a JSON document, to the file of its GPU, under NAME or
+its own name, and
+removes what it supersedes: older cells with the same inputs whose cases were all measured again,
+with newer kernels.  Other scripts and the tests read these files.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ Triple = tuple[float, float, float]  # the value, then its 95 % interval
 
 
 class RecordedBench(Record):
-    """What belongs to all cases of a bench.  name: the cases refer to it.  kernels: the hash of their sources.
-    peers: other libraries and their versions.  matched_with: every output is compared with that of this one.
+    """What belongs to all cases of a bench.  name: the cases refer to it.  kernels: the hash of
+    their sources.
+    peers: other libraries and their versions.  matched_with: every output is compared with that of
+    this one.
     """
 
     kind: Literal["bench"]
@@ -63,15 +66,17 @@ class RecordedBench(Record):
 
     @property
     def fixed(self) -> bool:
-        """Whether it is of a published comparison: these fix the chunk sizes and take no tuned configuration."""
+        """Whether it is of a published comparison: these fix the chunk sizes and take no tuned
+        configuration.
+        """
         return self.name.startswith("published/")
 
 
 class Error(Record):
     """The error of one tensor against the fp64 oracle.  floor: that of the rounded oracle.
 
-    matches: percent of the elements that match at the tolerances 0, 1e-3 and 1e-2, with the output of
-    `RecordedBench.matched_with` and with fp64; absent in older benches.
+    matches: percent of the elements that match at the tolerances 0, 1e-3 and 1e-2, with the output
+    of `RecordedBench.matched_with` and with fp64; absent in older benches.
     """
 
     rms_ratio: float
@@ -91,10 +96,13 @@ class Speedup(Record):
 class RecordedCase(Record):
     """One implementation at one precision ("exact fp32": intermediates, states) in one cell.
 
-    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  drawn: words of --draw.
+    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  drawn: words of
+    --draw.
     checked: tokens of a sequence that were compared, if not all.  version: of another library.
-    outside_budget: why another library's output is not within the error budget, if it was timed all the same.
-    floor_us: least time for its bytes and arithmetic.  chunk_sizes: device times at each tried chunk size.
+    outside_budget: why another library's output is not within the error budget, if it was timed all
+    the same.
+    floor_us: least time for its bytes and arithmetic.  chunk_sizes: device times at each tried
+    chunk size.
     compiled: seconds for each kernel that its first call compiled.
     over: implementation -> speedup over its fastest case in the cell.
     """
@@ -210,14 +218,27 @@ def recorded(name: str, report: Report) -> list[Cell]:
         operator=report.subject,
         ssdprof=report.ssdprof_version,
         state="complete" if report.complete else "partial",
-        peers={case.implementation: case.version for case in report.cases if case.kind == "library"},
+        peers={
+            case.implementation: case.version for case in report.cases if case.kind == "library"
+        },
         left_out={one.place: one.reason for one in report.left_out},
         **{
             field: getattr(report, field)
-            for field in ("created", "command", "kernels", "seconds", "ranks", "environment", "clocks", "ceilings",
-                          "absent", "baseline", "matched_with")
+            for field in (
+                "created",
+                "command",
+                "kernels",
+                "seconds",
+                "ranks",
+                "environment",
+                "clocks",
+                "ceilings",
+                "absent",
+                "baseline",
+                "matched_with",
+            )
         },
-    )  # fmt: skip
+    )
     places: dict[str, list[RecordedCase]] = {}
     for case in report.cases:
         places.setdefault(case.place, []).append(_case(of_all, report, case))
@@ -248,20 +269,36 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
             for chunk_size, us in case.trials.items()
             if us and len(case.trials) > 1
         },
-        compiled={name: round(seconds, 3) for name, seconds in first.compiled.items()} if first else {},
+        compiled={name: round(seconds, 3) for name, seconds in first.compiled.items()}
+        if first
+        else {},
         over=dict(_over(report, case)),
-        **{name: getattr(case.drawn, name) for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")},
+        **{
+            name: getattr(case.drawn, name)
+            for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")
+        },
         **{
             name: getattr(case, name)
-            for name in ("batch", "seqlen", "implementation", "variant", "version", "chunk_size", "plan", "launches",
-                         "workspace_bytes")
+            for name in (
+                "batch",
+                "seqlen",
+                "implementation",
+                "variant",
+                "version",
+                "chunk_size",
+                "plan",
+                "launches",
+                "workspace_bytes",
+            )
         },
-    )  # fmt: skip
+    )
 
 
 def _over(report: Report, case: Case) -> Iterator[tuple[str, Speedup]]:
     """The speedups over the fastest case of each other implementation in the cell."""
-    for name in dict.fromkeys(one.implementation for one in report.cases if one.place == case.place):
+    for name in dict.fromkeys(
+        one.implementation for one in report.cases if one.place == case.place
+    ):
         device, call = (report.speedup(case, clock, name) for clock in CLOCKS)
         if device and call:
             yield name, Speedup(device=_times(device), call=_times(call))
@@ -290,7 +327,11 @@ def _matches(deviation: Deviation) -> Triple:
 
 
 def _times(found: Estimate) -> Triple:
-    return _digits(found.value, TIME_DIGITS), _digits(found.low, TIME_DIGITS), _digits(found.high, TIME_DIGITS)
+    return (
+        _digits(found.value, TIME_DIGITS),
+        _digits(found.low, TIME_DIGITS),
+        _digits(found.high, TIME_DIGITS),
+    )
 
 
 def _digits(value: float, digits: int) -> float:
@@ -298,13 +339,17 @@ def _digits(value: float, digits: int) -> float:
 
 
 def current(cells: Iterable[Cell]) -> list[Cell]:
-    """Without superseded cells: all their cases were measured later, on the same inputs, with newer kernels."""
+    """Without superseded cells: all their cases were measured later, on the same inputs, with newer
+    kernels.
+    """
     kept: list[Cell] = []
     newer: dict[tuple[object, ...], list[tuple[str, set[str]]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.bench.created, reverse=True):
         measured = newer.setdefault((*cell.key, cell.bench.fixed, cell.one.checked), [])
         cases = {" ".join(case.words) for case in cell.cases}
-        if not any(cases <= others for kernels, others in measured if kernels != cell.bench.kernels):
+        if not any(
+            cases <= others for kernels, others in measured if kernels != cell.bench.kernels
+        ):
             kept.append(cell)
         measured.append((cell.bench.kernels, cases))
     return sorted(kept, key=lambda cell: (cell.bench.name, cell.bench.created))
@@ -322,7 +367,9 @@ def main(words: Sequence[str]) -> None:
         new = recorded(name, load(file, "bench")[1])
         target = file_of(new[0].bench.gpu)
         before = read(target) if target.is_file() else []
-        write_text(target, text_of(current([*(cell for cell in before if cell.bench.name != name), *new])))
+        write_text(
+            target, text_of(current([*(cell for cell in before if cell.bench.name != name), *new]))
+        )
         print(f"{target}: {len(new)} cells of {name}")
 
 

@@ -1,4 +1,6 @@
-"""Comparisons on this machine's GPU with a known true verdict: a kernel with itself, and with itself made slower."""
+"""Comparisons on this machine's GPU with a known true verdict: a kernel with itself, and with
+itself made slower.
+"""
 
 from __future__ import annotations
 
@@ -66,10 +68,15 @@ def compare(timer: CudaTimer, place: Place, runs: tuple[Run, Run], seed: int) ->
     """The speedup of the first over the second, and the cost of measuring it."""
     plan = SamplingPlan(seed=seed)
     began = time.monotonic()
-    found = time_in_turns(dict(zip("ab", runs, strict=True)), timer, plan, check=lambda _key, _output: "")
+    found = time_in_turns(
+        dict(zip("ab", runs, strict=True)), timer, plan, check=lambda _key, _output: ""
+    )
     seconds = time.monotonic() - began
     (call, device), other = ([one.us for one in found[key]["samples"]] for key in "ab")
-    ratios = {"device": statistics.ratio(other[1], device), "call": statistics.ratio(other[0], call)}
+    ratios = {
+        "device": statistics.ratio(other[1], device),
+        "call": statistics.ratio(other[0], call),
+    }
     return {
         **named(place),
         **{clock: told(ratio, plan.smallest_difference) for clock, ratio in ratios.items()},
@@ -91,9 +98,10 @@ def told(ratio: Estimate, smallest_difference: float) -> Row:
 
 
 def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
-    """The call with a wait: on the GPU after it, if it is recorded and replayed; on the host before it, if it is
-    called.  The GPU is idle when a call is timed.  A wait before the first launch therefore delays everything after it,
-    whether the host or the GPU limits the call."""
+    """The call with a wait: on the GPU after it, if it is recorded and replayed; on the host before
+    it, if it is called.  The GPU is idle when a call is timed.  A wait before the first launch
+    therefore delays everything after it, whether the host or the GPU limits the call.
+    """
 
     def run() -> Output:
         if torch.cuda.is_current_stream_capturing():
@@ -110,14 +118,21 @@ def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
 
 @cache
 def longer_waits(timer: CudaTimer, place: Place) -> tuple[int, float]:
-    """The waits, in cycles and in microseconds, that increase device time and call time by DIFFERENCE."""
+    """The waits, in cycles and in microseconds, that increase device time and call time by
+    DIFFERENCE.
+    """
     short = waiting(run_of(place), cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
     recording = timer.record(short)
-    device_us, call_us = median_of(lambda: timer.device_us(recording)), median_of(lambda: timer.call_us(short))
+    device_us, call_us = (
+        median_of(lambda: timer.device_us(recording)),
+        median_of(lambda: timer.call_us(short)),
+    )
     cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
     twice = timer.record(waiting(run_of(place), cycles=SHORT_WAIT + cycles, host_us=SHORT_WAIT_US))
     cycles_per_us = cycles / (median_of(lambda: timer.device_us(twice)) - device_us)
-    return SHORT_WAIT + round(DIFFERENCE * device_us * cycles_per_us), SHORT_WAIT_US + DIFFERENCE * call_us
+    return SHORT_WAIT + round(
+        DIFFERENCE * device_us * cycles_per_us
+    ), SHORT_WAIT_US + DIFFERENCE * call_us
 
 
 def median_of(sample: Callable[[], float], count: int = 15) -> float:

@@ -1,14 +1,15 @@
-"""Measure, on this machine's GPU, how often verdicts are wrong, how often real differences are found, and the cost.
+"""Measure, on this machine's GPU, how often verdicts are wrong, how often real differences are
+found, and the cost.
 
     PYTHONPATH=. python benchmarks/verdicts.py benchmarks/results/verdicts-h100.json
 
 same:      a kernel against itself; any verdict but "no difference" is false.
-different: a kernel with a short wait against the same with a longer one, which makes its device time 2 % longer when
-           it is replayed, and its call time 2 % longer when it is called.  (2 % more tokens do not: segments and
-           waves of programs are whole.)
+different: a kernel with a short wait against the same with a longer one, which makes its device
+           time 2 % longer when it is replayed, and its call time 2 % longer when it is called.  (2
+           % more tokens do not: segments and waves of programs are whole.)
 
-Writes FILE in JSON, and prints a table.  Shapes, lengths and implementations are compared in a random
-order; --seconds ends this early, and then the result has the number of comparisons.
+Writes FILE in JSON, and prints a table.  Shapes, lengths and implementations are compared in a
+random order; --seconds ends this early, and then the result has the number of comparisons.
 """
 
 from __future__ import annotations
@@ -44,9 +45,18 @@ LENGTHS = (1024, 4096, 16384, 65536)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--same", type=int, default=100, help="comparisons of a kernel with itself, of each operator")
-    parser.add_argument("--different", type=int, default=100, help="comparisons with a true difference")
-    parser.add_argument("--seconds", type=float, default=480, help="after which no comparison is begun")
+    parser.add_argument(
+        "--same",
+        type=int,
+        default=100,
+        help="comparisons of a kernel with itself, of each operator",
+    )
+    parser.add_argument(
+        "--different", type=int, default=100, help="comparisons with a true difference"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="after which no comparison is begun"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     found = measure({"same": options.same, "different": options.different}, options.seconds)
@@ -68,7 +78,11 @@ def text_of(result: dict[str, Any]) -> str:
     """JSON, with a line for each comparison."""
     fields = []
     for name, value in result.items():
-        rows = [json.dumps(row, separators=(",", ":")) for row in value] if isinstance(value, list) else None
+        rows = (
+            [json.dumps(row, separators=(",", ":")) for row in value]
+            if isinstance(value, list)
+            else None
+        )
         text = json.dumps(value) if rows is None else "[\n" + ",\n".join(rows) + "\n]"
         fields.append(f"{json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(fields) + "\n}\n"
@@ -88,7 +102,10 @@ def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
         if number % 20 == 19:
             now = time.monotonic()
             needed = (now - began) / (number + 1) * (len(wanted) - number - 1)
-            said = f"{number + 1} of {len(wanted)}; {end - now:.0f} s left, the others need about {needed:.0f} s"
+            said = (
+                f"{number + 1} of {len(wanted)}; {end - now:.0f} s left, the others need "
+                f"about {needed:.0f} s"
+            )
             print(said, kind, row, file=sys.stderr, flush=True)
     return found
 
@@ -109,12 +126,30 @@ def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
     """(question, clock, bar, result) for each question."""
     rows = []
     for operator, time_of in product(SHAPES, ("device", "call")):
-        own = {kind: [row[time_of]["verdict"] for row in found[kind] if row["operator"] == operator] for kind in found}
-        false, hits = sum(one != "no difference" for one in own["same"]), own["different"].count("faster")
-        rows.append((f"{operator}, the same kernel: false verdicts", time_of, "<= 2%", share(false, len(own["same"]))))
+        own = {
+            kind: [row[time_of]["verdict"] for row in found[kind] if row["operator"] == operator]
+            for kind in found
+        }
+        false, hits = (
+            sum(one != "no difference" for one in own["same"]),
+            own["different"].count("faster"),
+        )
+        rows.append(
+            (
+                f"{operator}, the same kernel: false verdicts",
+                time_of,
+                "<= 2%",
+                share(false, len(own["same"])),
+            )
+        )
         bar = ">= 95%" if time_of == "device" else ""  # which verdicts are by
-        rows.append((f"{operator}, 2% longer: found", time_of, bar, share(hits, len(own["different"]))))
-    for kind, title in (("same", "a comparison of a kernel with itself"), ("different", "a comparison, 2% longer")):
+        rows.append(
+            (f"{operator}, 2% longer: found", time_of, bar, share(hits, len(own["different"])))
+        )
+    for kind, title in (
+        ("same", "a comparison of a kernel with itself"),
+        ("different", "a comparison, 2% longer"),
+    ):
         seconds = [row["seconds"] for row in found[kind]] or [0.0]
         rows.append((title, "", "", f"{np.mean(seconds):.2f} s, at most {max(seconds):.2f} s"))
     return rows

@@ -9,7 +9,9 @@ from ssdprof.kernels import GDNInputs, SSDInputs, UnsupportedError
 
 
 @triton.jit
-def ssd_scan(x, dt, decay, B, C, D, out, states, length, heads, groups, P: tl.constexpr, N: tl.constexpr):
+def ssd_scan(
+    x, dt, decay, B, C, D, out, states, length, heads, groups, P: tl.constexpr, N: tl.constexpr
+):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, n = tl.arange(0, P), tl.arange(0, N)
     state = tl.zeros((P, N), tl.float32)
@@ -17,7 +19,10 @@ def ssd_scan(x, dt, decay, B, C, D, out, states, length, heads, groups, P: tl.co
         token = row * length + position
         step, group = token * heads + head, token * groups + head // (heads // groups)
         x_t = tl.load(x + step * P + p).to(tl.float32)
-        B_t, C_t = (tl.load(B + group * N + n).to(tl.float32), tl.load(C + group * N + n).to(tl.float32))
+        B_t, C_t = (
+            tl.load(B + group * N + n).to(tl.float32),
+            tl.load(C + group * N + n).to(tl.float32),
+        )
         state = state * tl.load(decay + step) + (tl.load(dt + step) * x_t)[:, None] * B_t[None, :]
         out_t = tl.sum(state * C_t[None, :], axis=1) + tl.load(D + head) * x_t
         tl.store(out + step * P + p, out_t.to(out.dtype.element_ty))
@@ -33,7 +38,9 @@ def my_ssd(inputs: SSDInputs):
     dt = inputs.dt.float() if inputs.dt_bias is None else inputs.dt.float() + inputs.dt_bias.float()
     dt = (softplus(dt) if inputs.dt_softplus else dt).clamp(*inputs.dt_limit).contiguous()
     D = torch.zeros_like(inputs.A) if inputs.D is None else inputs.D
-    x, B, C, D, decay = (t.contiguous() for t in (inputs.x, inputs.B, inputs.C, D.float(), (dt * inputs.A).exp()))
+    x, B, C, D, decay = (
+        t.contiguous() for t in (inputs.x, inputs.B, inputs.C, D.float(), (dt * inputs.A).exp())
+    )
     out, states = torch.empty_like(x), torch.empty(b, h, p, n, device=x.device)
     ssd_scan[(b, h)](x, dt, decay, B, C, D, out, states, l, h, g, P=p, N=n)
     return out, states
@@ -47,7 +54,11 @@ def gdn_scan(q, k, v, decay, beta, out, states, length, heads, K: tl.constexpr, 
     state = tl.load(place)
     for position in range(length):
         step = (row * length + position) * heads + head
-        q_t, k_t, v_t = tl.load(q + step * K + i), tl.load(k + step * K + i), tl.load(v + step * V + j)
+        q_t, k_t, v_t = (
+            tl.load(q + step * K + i),
+            tl.load(k + step * K + i),
+            tl.load(v + step * V + j),
+        )
         state = state * tl.load(decay + step)
         write = tl.load(beta + step) * (v_t - tl.sum(state * k_t[:, None], axis=0))
         state = state + k_t[:, None] * write[None, :]
@@ -62,7 +73,9 @@ def my_gdn(inputs: GDNInputs):
     q, k, v, beta = (t.float() for t in (inputs.q, inputs.k, inputs.v, inputs.beta))
     if inputs.use_qk_l2norm:
         q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
-    q, k = (t.repeat_interleave(inputs.values_per_key, dim=2) for t in (q * inputs.scale_or_default, k))
+    q, k = (
+        t.repeat_interleave(inputs.values_per_key, dim=2) for t in (q * inputs.scale_or_default, k)
+    )
     decay = inputs.g.float().clamp(max=0).exp()
     q, k, v, decay, beta = (t.contiguous() for t in (q, k, v, decay, beta))
     states = torch.zeros(inputs.states_shape, device=v.device)

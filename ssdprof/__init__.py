@@ -1,4 +1,6 @@
-"""What a fused kernel would do to your Mamba-2, Gated-DeltaNet or Kimi Delta Attention model on your GPU."""
+"""What a fused kernel would do to your Mamba-2, Gated-DeltaNet or Kimi Delta Attention model on
+your GPU.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,11 @@
-"""The commands as functions, for programs and notebooks; a kernel of one's own is compared on tensors of one's own.
+"""The commands as functions, for programs and notebooks; a kernel of one's own is compared on
+tensors of one's own.
 
     report = ssdprof.run("demo", seq=512)
     report = ssdprof.compare(inputs, [my_kernel, "fused"])
 
-Options are those of the commands: `ssdprof.run("demo", min_speedup=1.2)` is `ssdprof run demo --min-speedup 1.2`.
+Options are those of the commands: `ssdprof.run("demo", min_speedup=1.2)` is `ssdprof run demo
+--min-speedup 1.2`.
 """
 
 from __future__ import annotations
@@ -47,14 +49,16 @@ from ssdprof.store import reports, tuned
 from ssdprof.store.header import draft
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-_OF_THE_SCREEN = ("json", "full", "dry_run", "prefill", "stalls")  # options that a function does not have
+# options that a function does not have
+_OF_THE_SCREEN = ("json", "full", "dry_run", "prefill", "stalls")
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 class Results:
     """A report; a notebook shows it as a page, and `print` as one screen.
 
-    report: all of it, with every case.  folder: where it is stored; None for a comparison of tensors.
+    report: all of it, with every case.  folder: where it is stored; None for a comparison of
+    tensors.
     """
 
     def __init__(self, report: Report, folder: Path | None = None) -> None:
@@ -69,8 +73,9 @@ class Results:
     def cases(self) -> tuple[Case, ...]:
         """One per implementation and precision in each place.
 
-        `case.accuracy` has errors (relative, or in the tensor's own unit), `case.samples` the raw times in microseconds
-        of each recording and round, `case.device_us` and `case.call_us` their medians with 95 % intervals.
+        `case.accuracy` has errors (relative, or in the tensor's own unit), `case.samples` the raw
+        times in microseconds of each recording and round, `case.device_us` and `case.call_us` their
+        medians with 95 % intervals.
         """
         return self.report.cases
 
@@ -85,8 +90,11 @@ class Results:
             raise MissingCapabilityError("pandas is not installed.", "pip install pandas") from None
         return pandas.DataFrame(exports.records(self.report))
 
-    def export(self, file: str | os.PathLike[str], format: str | None = None, *, force: bool = False) -> Path:
-        """Write the report; format: as of `ssdprof export`; None: that of the file's suffix.  Returns the file.
+    def export(
+        self, file: str | os.PathLike[str], format: str | None = None, *, force: bool = False
+    ) -> Path:
+        """Write the report; format: as of `ssdprof export`; None: that of the file's suffix.
+        Returns the file.
 
         Raises BadInputError for an unknown format, and for a file that exists, unless `force`.
         """
@@ -97,7 +105,9 @@ class Results:
         return target
 
     def __repr__(self) -> str:
-        shown = brief.render(self.report) if self.report.kind == "run" else render(compose(self.report))
+        shown = (
+            brief.render(self.report) if self.report.kind == "run" else render(compose(self.report))
+        )
         console = Console(file=io.StringIO(), width=100, color_system=None)
         with console.capture() as text:
             console.print(shown)
@@ -109,7 +119,8 @@ class Results:
 
 
 def load(where: str | os.PathLike[str] | None = None) -> Results:
-    """A stored report: its folder, its name under runs/, what --json printed, or None for the latest one.
+    """A stored report: its folder, its name under runs/, what --json printed, or None for the
+    latest one.
 
     Raises BadInputError if there is none, or if it cannot be read.
     """
@@ -122,7 +133,8 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
 
 
 def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
-    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
+    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
+    layers.
 
     Options: those of `ssdprof run`.  watcher: gets the progress.
     Raises SsdprofError where the command ends with an exit code above 1.
@@ -135,7 +147,9 @@ def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
 
 
 def answers(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
-    """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof answers`."""
+    """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof
+    answers`.
+    """
     watcher = watcher or Watcher()
     asked, found = subject.answers(_asked(options.AnswersOptions, "answers", model, given))
     _use_tuned(asked, watcher)
@@ -144,7 +158,9 @@ def answers(model: str, *, watcher: Watcher | None = None, **given: Any) -> Resu
 
 
 def prefill(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
-    """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof prefill`."""
+    """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof
+    prefill`.
+    """
     watcher = watcher or Watcher()
     asked = subject.prefill(_asked(options.PrefillOptions, "prefill", model, given))
     _use_tuned(asked, watcher)
@@ -171,17 +187,26 @@ def _asked(kind: type, command: str, first: str, given: dict[str, Any]) -> Any:
     """The options of a command, read as its command line reads them."""
     flags = _flags(kind)
     if unknown := [name for name in given if name not in flags]:
-        raise BadInputError(f"{command}() has no option {unknown[0]!r}.", nearest(unknown[0], flags))
-    line = [str(first), *(word for name, value in given.items() for word in _words(flags[name][0], value))]
+        raise BadInputError(
+            f"{command}() has no option {unknown[0]!r}.", nearest(unknown[0], flags)
+        )
+    line = [
+        str(first),
+        *(word for name, value in given.items() for word in _words(flags[name][0], value)),
+    ]
     return replace(options.parsed(kind, line), command=("ssdprof", command, *line))
 
 
 def _flags(kind: type) -> dict[str, tuple[str, Parameter]]:
-    return {name: (flag, one) for name, flag, one in options.flags(kind) if name not in _OF_THE_SCREEN}
+    return {
+        name: (flag, one) for name, flag, one in options.flags(kind) if name not in _OF_THE_SCREEN
+    }
 
 
 def _words(flag: str, value: Any) -> Iterator[str]:
-    """An option as it is typed: a sequence is separated by commas, or repeats an option that may be repeated."""
+    """An option as it is typed: a sequence is separated by commas, or repeats an option that may be
+    repeated.
+    """
     if isinstance(value, bool):
         yield from [flag] * value
     elif isinstance(value, list | tuple):
@@ -193,7 +218,11 @@ def _words(flag: str, value: Any) -> Iterator[str]:
 
 def _signed(function: Any, kind: type) -> None:
     """help() and completion show every option of the command."""
-    own = [one for one in Signature.from_callable(function).parameters.values() if one.kind != Parameter.VAR_KEYWORD]
+    own = [
+        one
+        for one in Signature.from_callable(function).parameters.values()
+        if one.kind != Parameter.VAR_KEYWORD
+    ]
     named = (
         one.replace(name=name, annotation=(*get_args(one.annotation), str)[0])
         for name, (_, one) in _flags(kind).items()
@@ -220,21 +249,26 @@ def compare(
     smallest_difference: str = "1%",
     watcher: Watcher | None = None,
 ) -> Results:
-    """Compare implementations on given tensors with the fp64 oracle and, on a GPU, time those that are right.
+    """Compare implementations on given tensors with the fp64 oracle and, on a GPU, time those that
+    are right.
 
-    inputs: `ssdprof.kernels.SSDInputs` or another operator's inputs, on the GPU or, without one, on the CPU: their
-        docstrings have the shapes and dtypes.
-    implementations: names as those of --impl, or functions (inputs) -> (out, final_states), whose tensors have the
-        shapes and dtypes in docs/your-own-kernel.md.  A function runs in this process: a crash ends both.
+    inputs: `ssdprof.kernels.SSDInputs` or another operator's inputs, on the GPU or, without one, on
+        the CPU: their docstrings have the shapes and dtypes.
+    implementations: names as those of --impl, or functions (inputs) -> (out, final_states), whose
+        tensors have the shapes and dtypes in docs/your-own-kernel.md.  A function runs in this
+        process: a crash ends both.
     baseline: what they are compared with, at exact intermediates and the same states.
     dtypes, states, smallest_difference: as the options of `ssdprof run`.
 
-    Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a GPU;
-    MissingCapabilityError for an implementation that is unavailable, and for more tokens than the interpreter takes.
+    Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a
+    GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
+    the interpreter takes.
     """
     operator, device = operators.get(inputs.operator), limits.device()
     if inputs.device.type != device.type:
-        raise BadInputError(f"The tensors are on {inputs.device}, and kernels run on {device}.", "Move the tensors.")
+        raise BadInputError(
+            f"The tensors are on {inputs.device}, and kernels run on {device}.", "Move the tensors."
+        )
     dims = operator.judged.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     resolve = resolver(device)
@@ -243,7 +277,9 @@ def compare(
     if isinstance(states, str):
         states = reading.parse_states(states)
     pairs = run_job.paired(found, first, precisions_for(dims.dtype, dtypes, states), dims.dtype)
-    wanted = options.RunOptions(model="", smallest_difference=parse_percent("smallest_difference", smallest_difference))
+    wanted = options.RunOptions(
+        model="", smallest_difference=parse_percent("smallest_difference", smallest_difference)
+    )
     header = draft(
         kind="run",
         subject="given tensors",
@@ -258,7 +294,13 @@ def compare(
     )
     writer = reports.Writer(Path(), header.changed(id="in memory"), None)
     with replaying(writer, wanted, lambda *_: pairs, None, watcher or Watcher(), 1) as replay:
-        replay(CapturedLayer(layer=LayerRef(index=0, name="", operator=operator.name), inputs=inputs, model_strides={}))
+        replay(
+            CapturedLayer(
+                layer=LayerRef(index=0, name="", operator=operator.name),
+                inputs=inputs,
+                model_strides={},
+            )
+        )
     writer.update(complete=True)
     return Results(writer.report)
 

@@ -1,6 +1,7 @@
 """The command line: the list of commands, and the handling of their errors.
 
-A command's options are a class of `jobs.options`; modules with its functions are imported when it runs.
+A command's options are a class of `jobs.options`; modules with its functions are imported when it
+runs.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
 
-HELP = "Measure what a fused kernel would do to your Mamba-2, Gated-DeltaNet or Kimi Delta Attention model on your GPU."
+HELP = (
+    "Measure what a fused kernel would do to your Mamba-2, Gated-DeltaNet or Kimi Delta "
+    "Attention model on your GPU."
+)
 EPILOG = (
-    "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
+    "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad "
+    "input; "
     "3 this machine lacks something; 4 the model is not available; 130 interrupted."
 )
 
@@ -55,7 +60,8 @@ class Commands(TyperGroup):
         except _USAGE_ERROR as error:
             if _ranks().first_tells():
                 ctx.exit(error.exit_code)
-            error.message = error.message.removeprefix("Value error, ")  # of pydantic, in typer 0.29
+            # of pydantic, in typer 0.29
+            error.message = error.message.removeprefix("Value error, ")
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():
@@ -83,16 +89,30 @@ def _ranks() -> Any:
 
 
 def _expected(error: OSError) -> SsdprofError | None:
-    """The message for an error of the operating system that no stage expected; None for a defect in ssdprof."""
+    """The message for an error of the operating system that no stage expected; None for a defect in
+    ssdprof.
+    """
     names = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-    denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO)
+    denied = error.errno in (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EFBIG,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+    )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
     if names or denied:
         verb = "written" if error.errno == errno.EFBIG else "used"
-        what = f"{str(error.filename or 'A file or folder')[:80]} cannot be {verb}: {error.strerror}."
-        hint = "Check its permissions, its owner and the limits of this shell, or name another place."
+        what = (
+            f"{str(error.filename or 'A file or folder')[:80]} cannot be {verb}: {error.strerror}."
+        )
+        hint = (
+            "Check its permissions, its owner and the limits of this shell, or name another place."
+        )
         return BadInputError(what, hint) if names else MissingCapabilityError(what, hint)
     return None
 
@@ -109,9 +129,14 @@ app = typer.Typer(
 
 def runs(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="A folder of runs.", show_default="runs", parser=options.path)
+        Path | None,
+        typer.Argument(
+            metavar="DIR", help="A folder of runs.", show_default="runs", parser=options.path
+        ),
     ] = None,
-    history: Annotated[bool, typer.Option("--history", help="A line for each commit, with its times.")] = False,
+    history: Annotated[
+        bool, typer.Option("--history", help="A line for each commit, with its times.")
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """List the runs, newest first: time, model, tokens, GPU and verdict."""
@@ -135,7 +160,9 @@ def doctor(json: options.Json = False) -> None:
 
 
 def schemas(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which schema; without it, list them.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Which schema; without it, list them.")
+    ] = None,
 ) -> None:
     """Print the JSON schema of what a command prints with --json."""
     _module("commands.stored").schemas(name)
@@ -145,7 +172,8 @@ def _module(name: str) -> Any:
     return import_module(f"ssdprof.{name}")
 
 
-# A command, or its options -> functions: the first is called with the options, the next with what that one returned.
+# A command, or its options -> functions: the first is called with the options, the next with what
+# that one returned.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.subject:run", "commands.model:run"),
     runs: (),
@@ -171,18 +199,24 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
         if hasattr(asked, "command"):
             asked = replace(asked, command=terminal.command_line())
         if Commands.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
-            _module("commands.stored").after_child(names, ended, as_json=getattr(asked, "json", False))
+            _module("commands.stored").after_child(
+                names, ended, as_json=getattr(asked, "json", False)
+            )
             return
         for name in functions:
             module, _, function = name.partition(":")
-            asked = getattr(_module(module), function)(*(asked if isinstance(asked, tuple) else (asked,)))
+            asked = getattr(_module(module), function)(
+                *(asked if isinstance(asked, tuple) else (asked,))
+            )
 
     return options.as_command(kind, command)
 
 
 for _kind, _functions in _COMMANDS.items():
     # Typer keeps the line breaks of the source
-    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n"))
+    _help = "\n\n".join(
+        " ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n")
+    )
     _name = _kind.__name__.removesuffix("Options").lower()
     app.command(_name, help=_help)(_command(_kind, _functions) if _functions else _kind)
 
@@ -196,14 +230,19 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def ssdprof(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Shown as the program's help through `HELP`."""
 
 
 def main() -> None:
-    """The console script.  An internal error is one line on the screen; its traceback goes to a file."""
+    """The console script.  An internal error is one line on the screen; its traceback goes to a
+    file.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     Commands.of_main = True
     code: Any = INTERNAL_ERROR
@@ -225,7 +264,9 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
-    """SIGTERM ends a command as Ctrl-C does: its results are marked partial.  A second one ends it immediately."""
+    """SIGTERM ends a command as Ctrl-C does: its results are marked partial.  A second one ends it
+    immediately.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise child.Stopped
 
@@ -234,7 +275,12 @@ def _kept_traceback() -> str:
     """Write the traceback to a file.  Returns the hint that names the file."""
     try:
         with tempfile.NamedTemporaryFile(
-            "w", prefix="ssdprof-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+            "w",
+            prefix="ssdprof-",
+            suffix=".log",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
         ) as log:
             log.write(masked(traceback.format_exc()))
     except OSError as error:
@@ -243,8 +289,10 @@ def _kept_traceback() -> str:
 
 
 def _forget_interrupt() -> None:
-    """CPython notes a KeyboardInterrupt that leaves source run by `exec`, as the interpreter of Triton and templates of
-    classes do, and ends the process by the signal even if it was handled.  The next `exec` drops the note."""
+    """CPython notes a KeyboardInterrupt that leaves source run by `exec`, as the interpreter of
+    Triton and templates of classes do, and ends the process by the signal even if it was handled.
+    The next `exec` drops the note.
+    """
     exec("")
 
 
@@ -258,4 +306,6 @@ def _line(label: str, text: str, color: str) -> None:
     from rich.text import Text
 
     with suppress(OSError):  # if stderr cannot be written, only the exit code reports the error
-        terminal.err().print(Text.assemble((f"{label}: ", f"bold {color}"), printable(masked(text))))
+        terminal.err().print(
+            Text.assemble((f"{label}: ", f"bold {color}"), printable(masked(text)))
+        )

@@ -21,7 +21,8 @@ class ExitCode(IntEnum):
 class SsdprofError(Exception):
     """An error that the command line prints as two lines instead of a traceback.
 
-    `message` is one sentence that says what is wrong; `hint` says what to do about it.  Secrets in them are masked.
+    `message` is one sentence that says what is wrong; `hint` says what to do about it.  Secrets in
+    them are masked.
     """
 
     exit_code: ExitCode = ExitCode.BAD_INPUT
@@ -53,18 +54,24 @@ class ModelUnavailableError(SsdprofError):
 
 
 def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
-    """The error for an unreadable file or folder: MissingCapabilityError without permission, else BadInputError.
+    """The error for an unreadable file or folder: MissingCapabilityError without permission, else
+    BadInputError.
 
-    what: names it, at the start of the sentence.  hint: for a file that is missing or of another kind.
+    what: names it, at the start of the sentence.  hint: for a file that is missing or of another
+    kind.
     """
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
-        return MissingCapabilityError(f"{what} cannot be read: {reason}.", "Check its permissions and its owner.")
+        return MissingCapabilityError(
+            f"{what} cannot be read: {reason}.", "Check its permissions and its owner."
+        )
     return BadInputError(f"{what} cannot be read: {reason}.", hint)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint for an unknown word: the most similar known word, if there is one, and the list of all."""
+    """A hint for an unknown word: the most similar known word, if there is one, and the list of
+    all.
+    """
     names = list(known)
     alike = difflib.get_close_matches(word, names, n=1)
     guess = f"Did you mean {alike[0]}?  " if alike else ""
@@ -72,7 +79,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def masked(text: str) -> str:
-    """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of servers.
+    """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of
+    servers.
 
     Also in addresses that do not parse: without a scheme, or with a slash in the password.
     """
@@ -91,7 +99,8 @@ LONGEST_SENTENCE = 1000
 
 
 HARMFUL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"  # controls a terminal
+    # controls a terminal
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     r"|^\s*:(?=:)|(?<=##)\[",  # begins a command in a log of GitHub Actions
     re.MULTILINE,
 )
@@ -109,19 +118,23 @@ def escaped(found: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with control characters and others unsafe for a terminal as escapes: \\x1b, \\ud800."""
+    """`text` on one line, with control characters and others unsafe for a terminal as escapes:
+    \\x1b, \\ud800.
+    """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 def library_message(error: BaseException) -> str:
     """A library's message on one line, without a final full stop.
 
-    The type of the error precedes a text that is only a value, such as that of a KeyError.  Very long words and
-    messages, which a damaged file may cause, are shortened.
+    The type of the error precedes a text that is only a value, such as that of a KeyError.  Very
+    long words and messages, which a damaged file may cause, are shortened.
     """
     said = first_fault(error) if type(error).__name__ == "ValidationError" else str(error)
     words = printable(said).rstrip(". ").split()
-    text = " ".join(word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words)
+    text = " ".join(
+        word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words
+    )
     if isinstance(error, LookupError) or len(words) < 3:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return whole_words(text, LONGEST_SENTENCE)

@@ -16,14 +16,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    library_message,
+    unreadable,
+)
 
 LOCK = ".lock"  # in a folder that one process writes to at a time
 LARGEST = 1 << 30  # bytes of a document that is read into memory
 
 
 def regular(file: Path, most: float = LARGEST) -> Path:
-    """The same.  OSError for a pipe or a device, which might never end, and for more than `most` bytes."""
+    """The same.  OSError for a pipe or a device, which might never end, and for more than `most`
+    bytes.
+    """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         raise OSError(errno.EINVAL, "It is not a regular file", str(file))
@@ -33,7 +41,9 @@ def regular(file: Path, most: float = LARGEST) -> Path:
 
 
 def read_json(file: Path) -> Any:
-    """The JSON in a file.  Raises OSError; ValueError for anything else, such as one key twice, or deep nesting."""
+    """The JSON in a file.  Raises OSError; ValueError for anything else, such as one key twice, or
+    deep nesting.
+    """
     try:
         return parse_json(regular(file).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -74,10 +84,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
-    """Write a file atomically: a temporary file in the same folder, flushed to the disk, then renamed.
+    """Write a file atomically: a temporary file in the same folder, flushed to the disk, then
+    renamed.
 
-    replace: False refuses a file that exists.
-    Raises BadInputError if it exists or its folder does not; MissingCapabilityError if it cannot be written.
+    replace: False refuses a file that exists.  Raises BadInputError if it exists or its folder does
+    not; MissingCapabilityError if it cannot be written.
     """
     check_target(file, replace=replace)
     try:
@@ -95,10 +106,13 @@ def uninterrupted() -> Iterator[None]:
 
     When a rank dies, torchrun sends SIGTERM to the others, which may be storing their results.
     """
-    if threading.current_thread() is not threading.main_thread():  # other threads receive no signals
+    # other threads receive no signals
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -107,7 +121,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Append to a file, which is created if necessary.  Raises MissingCapabilityError if it cannot be written."""
+    """Append to a file, which is created if necessary.  Raises MissingCapabilityError if it cannot
+    be written.
+    """
     try:
         with open_to_append(file, os.O_NONBLOCK) as opened:
             opened.write(text.encode())
@@ -116,13 +132,15 @@ def append_text(file: Path, text: str) -> None:
 
 
 def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> BinaryIO:
-    """Made if it does not exist.  OSError for a link, if flags say so, and for a pipe that nobody reads."""
+    """Made if it does not exist.  OSError for a link, if flags say so, and for a pipe that nobody
+    reads.
+    """
     return open(file, "ab", opener=lambda name, own: os.open(name, own | flags, 0o666))
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
-    """Replace `file` atomically: `write` writes a temporary file in the same folder, which is flushed to the disk and
-    renamed.  Its mode is rw-rw-rw- without the bits of the user's umask.
+    """Replace `file` atomically: `write` writes a temporary file in the same folder, which is
+    flushed to the disk and renamed.  Its mode is rw-rw-rw- without the bits of the user's umask.
 
     Raises what `write` raises, and OSError.
     """
@@ -141,11 +159,11 @@ def put(file: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
-    """The file for appending, in a folder created if necessary, which this process alone writes to in the context.
+    """The file for appending, in a folder created if necessary, which this process alone writes to
+    in the context.
 
-    what: the start of the error's sentence: "Another run is writing into".
-    Raises BadInputError if another process holds it or a folder is a file; MissingCapabilityError if it cannot be
-    written.
+    what: the start of the error's sentence: "Another run is writing into".  Raises BadInputError if
+    another process holds it or a folder is a file; MissingCapabilityError if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,12 +178,16 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def check_target(file: Path, *, replace: bool, hint: str = "Give --force to overwrite it, or another name.") -> None:
+def check_target(
+    file: Path, *, replace: bool, hint: str = "Give --force to overwrite it, or another name."
+) -> None:
     """Raise in advance what `write_text` would raise for a file that cannot be written."""
     if file.is_dir():
         raise BadInputError(f"{file} is a folder.", "Name a file.")
     if not file.parent.is_dir():
-        raise BadInputError(f"There is no folder {file.parent}.", "Create it, or write somewhere else.")
+        raise BadInputError(
+            f"There is no folder {file.parent}.", "Create it, or write somewhere else."
+        )
     if file.is_file() or not file.exists():
         check_writable(file.parent)
     if file.is_file() and not replace:
@@ -173,7 +195,8 @@ def check_target(file: Path, *, replace: bool, hint: str = "Give --force to over
 
 
 def check_writable(folder: Path) -> None:
-    """Raises MissingCapabilityError if this user may not write into the folder, and BadInputError if it is a file.
+    """Raises MissingCapabilityError if this user may not write into the folder, and BadInputError
+    if it is a file.
 
     The folder need not exist yet.
     """
@@ -188,19 +211,27 @@ def check_writable(folder: Path) -> None:
 def unwritable(path: Path, error: OSError) -> SsdprofError:
     """The error for a `path` that cannot be written."""
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return BadInputError(f"The folder {path} cannot be made: a file is in its place.", "Name another folder.")
+        return BadInputError(
+            f"The folder {path} cannot be made: a file is in its place.", "Name another folder."
+        )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {path} could not be written.",
-            "Free some space, or write to another disk.  Files that were written earlier are complete.",
+            (
+                "Free some space, or write to another disk.  Files that were written earlier are "
+                "complete."
+            ),
         )
     return MissingCapabilityError(
-        f"{path} cannot be written: {why(error)}.", "Check the permissions, or write somewhere else."
+        f"{path} cannot be written: {why(error)}.",
+        "Check the permissions, or write somewhere else.",
     )
 
 
 def safe_name(model: str) -> str:
-    """The last part of a model's name as part of a folder's name: letters, digits, '.', '_' and '-'."""
+    """The last part of a model's name as part of a folder's name: letters, digits, '.', '_' and
+    '-'.
+    """
     last = model.rstrip("/").rsplit("/", 1)[-1]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
@@ -220,7 +251,9 @@ def _flush(path: Path) -> None:
 
 
 def _file_mode() -> int:
-    """rw-rw-rw- without the bits of the user's umask: safetensors writes files that only their owner may read."""
+    """rw-rw-rw- without the bits of the user's umask: safetensors writes files that only their
+    owner may read.
+    """
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

@@ -1,4 +1,6 @@
-"""Progress of long commands: stages call a Watcher, which the command line draws; the times of their steps."""
+"""Progress of long commands: stages call a Watcher, which the command line draws; the times of
+their steps.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ class Watcher:
         """One sentence that the user should see now."""
 
     def step(
-        self, text: str, total: int | None = None, *, unit: str = ""  # noqa: ARG002
-    ) -> AbstractContextManager[Advance]:  # fmt: skip
+        self,
+        text: str,  # noqa: ARG002
+        total: int | None = None,  # noqa: ARG002
+        *,
+        unit: str = "",  # noqa: ARG002
+    ) -> AbstractContextManager[Advance]:
         """A long step.  The context's value is called with the amount done since the last call.
 
         total: in `unit`, a plural noun; None if it is unknown.  A step may hold other steps.
@@ -29,7 +35,8 @@ class Watcher:
 class StepClock:
     """Times the steps of a job, and tracks its budget.
 
-    budget: seconds of wall clock from now on; None: no limit.  on_step: gets the name and the seconds of every step.
+    budget: seconds of wall clock from now on; None: no limit.  on_step: gets the name and the
+    seconds of every step.
     now: the clock, in seconds.
     """
 
@@ -49,7 +56,9 @@ class StepClock:
 
     def within(self, what: str) -> StepClock:
         """The same clock for a part of the job."""
-        part = StepClock(None, lambda step, seconds: self._on_step(f"{what}, {step}", seconds), now=self.now)
+        part = StepClock(
+            None, lambda step, seconds: self._on_step(f"{what}, {step}", seconds), now=self.now
+        )
         part._ends = self._ends
         return part
 

@@ -18,7 +18,9 @@ from ssdprof.errors import BadInputError, first_fault, library_message, nearest,
 from ssdprof.files import regular
 
 _PROJECT = "pyproject.toml"
-_CONFIG = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-"))
+_CONFIG = ConfigDict(
+    extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-")
+)
 _Limit = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 _Share = Annotated[float, Field(ge=0, le=100, strict=True)]
 
@@ -36,40 +38,60 @@ _GATES = _table(
     max_rms_ratio=(_Limit | None, None),
 )
 _PREFILL = _table("PrefillSettings", min_speedup=(_Limit | None, None))
-_COMPARE = _table("CompareSettings", fail_if=(tuple[str, ...], ()), smallest_difference=(str | None, None))
+_COMPARE = _table(
+    "CompareSettings", fail_if=(tuple[str, ...], ()), smallest_difference=(str | None, None)
+)
 ProjectSettings = _table(
-    "ProjectSettings", gates=(_GATES, _GATES()), prefill=(_PREFILL, _PREFILL()), compare=(_COMPARE, _COMPARE())
+    "ProjectSettings",
+    gates=(_GATES, _GATES()),
+    prefill=(_PREFILL, _PREFILL()),
+    compare=(_COMPARE, _COMPARE()),
 )
 
 
 def load(file: Path | None = None) -> Any:
     """The settings of `file`, or of the nearest file that has any, from the current folder upwards.
 
-    In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.  Raises BadInputError
-    if the file cannot be read, is not TOML, or has an unknown key or a value that does not fit.
+    In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.
+    Raises BadInputError if the file cannot be read, is not TOML, or has an unknown key or a value
+    that does not fit.
     """
     folders = (Path.cwd(), *Path.cwd().parents)
     near = (
-        path for folder in folders for path in (folder / "ssdprof.toml", folder / _PROJECT) if os.path.lexists(path)
+        path
+        for folder in folders
+        for path in (folder / "ssdprof.toml", folder / _PROJECT)
+        if os.path.lexists(path)
     )
     for candidate in [file] if file else near:
         values = _values(candidate)
         if values is not None:
-            return _parse(values, f"{candidate}: [tool.ssdprof]" if candidate.name == _PROJECT else str(candidate))
+            return _parse(
+                values,
+                f"{candidate}: [tool.ssdprof]" if candidate.name == _PROJECT else str(candidate),
+            )
     if file is not None:
-        raise BadInputError(f"{file} has no [tool.ssdprof].", "Add it, or name another file with --config.")
+        raise BadInputError(
+            f"{file} has no [tool.ssdprof].", "Add it, or name another file with --config."
+        )
     return ProjectSettings()
 
 
-def gates(config: Path | None, given: Sequence[Condition], *, prefill: bool = False) -> tuple[Condition, ...]:
-    """The conditions of the command line, then those of the settings file on other values.  Raises BadInputError."""
+def gates(
+    config: Path | None, given: Sequence[Condition], *, prefill: bool = False
+) -> tuple[Condition, ...]:
+    """The conditions of the command line, then those of the settings file on other values.  Raises
+    BadInputError.
+    """
     settings = load(config)
     if prefill:
         stored = of_options(min_speedup=settings.prefill.min_speedup)
     else:
         found = settings.gates
         matches = [f"{tolerance}:{least}" for tolerance, least in found.min_match.items()]
-        stored = of_options(min_speedup=found.min_speedup, min_match=matches, max_rms_ratio=found.max_rms_ratio)
+        stored = of_options(
+            min_speedup=found.min_speedup, min_match=matches, max_rms_ratio=found.max_rms_ratio
+        )
     return (*given, *besides(stored, given))
 
 
@@ -89,7 +111,8 @@ def _values(file: Path) -> dict[str, Any] | None:
         raise unreadable(str(file), error, "Name a TOML file.") from error
     except (ValueError, RecursionError) as error:
         raise BadInputError(
-            f"{file} is not TOML: {library_message(error)}.", "Correct it, or name another file with --config."
+            f"{file} is not TOML: {library_message(error)}.",
+            "Correct it, or name another file with --config.",
         ) from error
     if file.name != _PROJECT:
         return document
@@ -99,7 +122,10 @@ def _values(file: Path) -> dict[str, Any] | None:
             return None
         found = found[name]
         if not isinstance(found, dict):
-            raise BadInputError(f"{file}: [tool.ssdprof] is not a table.", "Write [tool.ssdprof.gates] and its keys.")
+            raise BadInputError(
+                f"{file}: [tool.ssdprof] is not a table.",
+                "Write [tool.ssdprof.gates] and its keys.",
+            )
     return found
 
 
@@ -114,7 +140,10 @@ def _parse(values: dict[str, Any], source: str) -> Any:
             for part in path[:-1]:
                 model = model.model_fields[part].annotation
             known = [field.alias or name for name, field in model.model_fields.items()]
-            raise BadInputError(f"{source} has the unknown key {'.'.join(path)}.", nearest(path[-1], known)) from error
+            raise BadInputError(
+                f"{source} has the unknown key {'.'.join(path)}.", nearest(path[-1], known)
+            ) from error
         raise BadInputError(
-            f"{source}: {first_fault(error)}.", "'ssdprof schemas settings-v1' prints the allowed keys and values."
+            f"{source}: {first_fault(error)}.",
+            "'ssdprof schemas settings-v1' prints the allowed keys and values.",
         ) from error

@@ -20,13 +20,17 @@ def layer(index: int, operator: str = "ssd") -> LayerRef:
     return LayerRef(index=index, name=f"layers.{index}", operator=operator)
 
 
-def store(folder: Path, captured: Iterable[tuple[LayerRef, Any, CallRef | None]], *prompts: Prompt) -> Path:
+def store(
+    folder: Path, captured: Iterable[tuple[LayerRef, Any, CallRef | None]], *prompts: Prompt
+) -> Path:
     """captured: a layer, its inputs, and the call of the model if it is not the whole prompt."""
     captured = list(captured)
     ref = checkpoint(layers=tuple(dict.fromkeys(layer for layer, *_ in captured)))
     with CaptureWriter(folder, checkpoint=ref, prompts=prompts, segment_length=64) as writer:
         for layer, inputs, call in captured:
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=call))
+            writer.add(
+                CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=call)
+            )
     return folder
 
 

@@ -1,9 +1,9 @@
 """Cases and reports made by hand.  No number in them was measured.
 
-report()                        a whole run on a GPU: four layers, one prompt, `unfused` and `fused`, exact and relaxed
-report(gpu=False)               accuracy only, from Triton's interpreter
-report(change=lambda case: ...) every case changed
-bench(), prefill(), answers()   reports of the other kinds
+report()                        a whole run on a GPU: four layers, one prompt, `unfused` and
+`fused`, exact and relaxed report(gpu=False)               accuracy only, from Triton's interpreter
+report(change=lambda case: ...) every case changed bench(), prefill(), answers()   reports of the
+other kinds
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> An
     return record(**(defaults | fields))
 
 
-def samples(clock: str, us: float, width: float = 0.005, process: str = "p", turn: int = 0) -> Samples:
-    """Three recordings whose 95 % interval is about us x (1 +- width).  turn: rotates them: their ratio to others that
-    are not rotated has an interval too."""
+def samples(
+    clock: str, us: float, width: float = 0.005, process: str = "p", turn: int = 0
+) -> Samples:
+    """Three recordings whose 95 % interval is about us x (1 +- width).  turn: rotates them: their
+    ratio to others that are not rotated has an interval too.
+    """
     steps = (us * math.exp(width / _T * _PATTERN[(number + turn) % 3]) for number in range(3))
-    return Samples.model_validate({"process": process, "clock": clock, "us": tuple((one,) * 3 for one in steps)})
+    return Samples.model_validate(
+        {"process": process, "clock": clock, "us": tuple((one,) * 3 for one in steps)}
+    )
 
 
 def timed(
@@ -57,14 +62,18 @@ def timed(
 ) -> tuple[Samples, ...]:
     """Samples of both clocks, or of one."""
     found = {"device": device_us, "call": call_us}
-    return tuple(samples(clock, us, width, turn=turn) for clock, us in found.items() if us is not None)
+    return tuple(
+        samples(clock, us, width, turn=turn) for clock, us in found.items() if us is not None
+    )
 
 
 def slowed(factor: float, where: Callable[[Case], bool] = lambda _: True) -> Callable[[Case], Case]:
     """Multiplies the times of the selected cases."""
 
     def change(case: Case) -> Case:
-        us = [tuple(tuple(factor * us for us in rounds) for rounds in one.us) for one in case.samples]
+        us = [
+            tuple(tuple(factor * us for us in rounds) for rounds in one.us) for one in case.samples
+        ]
         longer = (one.changed(us=of_one) for one, of_one in zip(case.samples, us, strict=True))
         return case.changed(samples=tuple(longer)) if where(case) else case
 
@@ -75,34 +84,61 @@ def layer(index: int = 0, operator: str = "ssd") -> LayerRef:
     return LayerRef(index=index, name=f"model.layers.{index}.mamba", operator=operator)
 
 
-def dims(seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: int | None = 256) -> Dims:
+def dims(
+    seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: int | None = 256
+) -> Dims:
     words = "128 heads x 64, state 128"
-    own: dict[str, Any] = {"batch": batch, "seqlen": seqlen, "chunk_size": chunk_size, "dtype": dtype}
+    own: dict[str, Any] = {
+        "batch": batch,
+        "seqlen": seqlen,
+        "chunk_size": chunk_size,
+        "dtype": dtype,
+    }
     return Dims(operator="ssd", sizes=SIZES, words=words, **own)
 
 
-def deviation(rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any) -> Deviation:
+def deviation(
+    rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any
+) -> Deviation:
     """matches: percent at each of `TOLERANCES`."""
     place = {"worst_head": 7, "worst_position": (0, 5, 7, 3)} | fields
     return made_of(
-        Deviation, place, against="fp64 oracle", elements=1000, matches=tuple(matches), rms_ratio=rms, max_abs=10 * rms,
-        nonfinite=0, scale_max_abs=4.0, along=(rms, 2 * rms),
-    )  # fmt: skip
+        Deviation,
+        place,
+        against="fp64 oracle",
+        elements=1000,
+        matches=tuple(matches),
+        rms_ratio=rms,
+        max_abs=10 * rms,
+        nonfinite=0,
+        scale_max_abs=4.0,
+        along=(rms, 2 * rms),
+    )
 
 
 def accuracy(
-    tensor: str = "out", used: float = 0.5, against: str = "unfused exact, fp32 states", **fields: Any
+    tensor: str = "out",
+    used: float = 0.5,
+    against: str = "unfused exact, fp32 states",
+    **fields: Any,
 ) -> Accuracy:
     """used: share of the error budget.  against: empty for the baseline itself."""
     use = BudgetUse(norm="max", head=7, error=used, budget=1.0, position=(0, 5, 7, 3))
     return made_of(
-        Accuracy, fields, tensor=tensor, dtype="bf16" if tensor == "out" else "fp32", vs_oracle=deviation(),
+        Accuracy,
+        fields,
+        tensor=tensor,
+        dtype="bf16" if tensor == "out" else "fp32",
+        vs_oracle=deviation(),
         vs_baseline=deviation(1e-3, (90.0, 99.9, 100.0), against=against) if against else None,
-        floor=deviation(1.5e-3, (75.0, 99.5, 100.0)), budget=(use, use.changed(norm="rms", error=used / 2)),
-    )  # fmt: skip
+        floor=deviation(1.5e-3, (75.0, 99.5, 100.0)),
+        budget=(use, use.changed(norm="rms", error=used / 2)),
+    )
 
 
-def both_tensors(against: str = "unfused exact, fp32 states", used: float = 0.5) -> tuple[Accuracy, ...]:
+def both_tensors(
+    against: str = "unfused exact, fp32 states", used: float = 0.5
+) -> tuple[Accuracy, ...]:
     states = {"worst_head": 7, "worst_position": (0, 7, 3, 5), "along": ()}
     found = accuracy("final_states", used, against)
     errors = {
@@ -113,8 +149,12 @@ def both_tensors(against: str = "unfused exact, fp32 states", used: float = 0.5)
     return accuracy("out", used, against), found.changed(**errors)
 
 
-def case(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any) -> Case:
-    """A case of a captured call of layer 0 at 1,024 tokens; without times unless `samples` are given."""
+def case(
+    implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any
+) -> Case:
+    """A case of a captured call of layer 0 at 1,024 tokens; without times unless `samples` are
+    given.
+    """
     found: dict[str, Any] = {
         "implementation": implementation,
         "precision": precision,
@@ -127,7 +167,10 @@ def case(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32,
     size = {"batch": fields.get("batch", 1), "seqlen": fields.get("seqlen", 1024)}
     if not {"answers", "prefill"} & fields.keys():
         against = f"unfused exact, {precision.state_dtype} states"
-        found |= {"dims": dims(**size), "accuracy": both_tensors(against if found["baseline"] else "")}
+        found |= {
+            "dims": dims(**size),
+            "accuracy": both_tensors(against if found["baseline"] else ""),
+        }
         if precision.intermediates == "relaxed":
             found["accuracy"] = both_tensors(against)
     return Case(**(found | size | fields))
@@ -136,12 +179,27 @@ def case(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32,
 def failed(one: Case, result: str = "inaccurate") -> Case:
     """The case with another result, and without times."""
     if result == "inaccurate":
-        return one.changed(samples=(), accuracy=tuple(accuracy(each.tensor, 1.5) for each in one.accuracy))
+        return one.changed(
+            samples=(), accuracy=tuple(accuracy(each.tensor, 1.5) for each in one.accuracy)
+        )
     if result == "nonfinite":
         bad = deviation(nonfinite=3, first_nonfinite=(0, 1, 2, 3), rms_ratio=None)
-        return one.changed(samples=(), accuracy=(accuracy("out").changed(vs_oracle=bad), *one.accuracy[1:]))
-    reason = {"refused": "headdim 80 is not supported", "out of memory": "CUDA out of memory", "failed": "it broke"}
-    return one.changed(status=result, reason=reason[result], samples=(), accuracy=(), launches=(), workspace_bytes=None)
+        return one.changed(
+            samples=(), accuracy=(accuracy("out").changed(vs_oracle=bad), *one.accuracy[1:])
+        )
+    reason = {
+        "refused": "headdim 80 is not supported",
+        "out of memory": "CUDA out of memory",
+        "failed": "it broke",
+    }
+    return one.changed(
+        status=result,
+        reason=reason[result],
+        samples=(),
+        accuracy=(),
+        launches=(),
+        workspace_bytes=None,
+    )
 
 
 def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
@@ -151,10 +209,14 @@ def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
         rms = (one.rms_ratio or 0.0) * size
         along = tuple(size * (slice_ or 0.0) for slice_ in one.along)
         zero, small, large = one.matches
-        return one.changed(rms_ratio=rms, max_abs=10 * rms, matches=(zero / size, small / size, large), along=along)
+        return one.changed(
+            rms_ratio=rms, max_abs=10 * rms, matches=(zero / size, small / size, large), along=along
+        )
 
     return tuple(
-        one.changed(vs_oracle=scaled(one.vs_oracle), vs_baseline=one.vs_baseline and scaled(one.vs_baseline))
+        one.changed(
+            vs_oracle=scaled(one.vs_oracle), vs_baseline=one.vs_baseline and scaled(one.vs_baseline)
+        )
         for one in both_tensors(against)
     )
 
@@ -163,14 +225,21 @@ def launches(name: str, *, gpu: bool = True) -> tuple[Launch, ...]:
     """Two kernels of `unfused`, one of `fused`; the interpreter has no registers."""
     known: dict[str, Any] = {"registers": 168, "spills": 0, "shared_bytes": 98_304} if gpu else {}
     kernels = ("_state_kernel", "_output_kernel") if name == "unfused" else (f"_{name}_kernel",)
-    return tuple(Launch(kernel=kernel, config={"chunk": 64, "num_warps": 4}, **known) for kernel in kernels)
+    return tuple(
+        Launch(kernel=kernel, config={"chunk": 64, "num_warps": 4}, **known) for kernel in kernels
+    )
 
 
 def calls(
-    index: int = 0, seqlen: int = 131_072, precisions: Sequence[PrecisionRecord] = PRECISIONS, *, gpu: bool = True
+    index: int = 0,
+    seqlen: int = 131_072,
+    precisions: Sequence[PrecisionRecord] = PRECISIONS,
+    *,
+    gpu: bool = True,
 ) -> tuple[Case, ...]:
-    """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.  Errors are larger in
-    later layers, and with relaxed intermediates."""
+    """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.
+    Errors are larger in later layers, and with relaxed intermediates.
+    """
     found: list[Case] = []
     base_us = 1000.0 + 10 * index
     for name in ("unfused", "fused"):
@@ -225,8 +294,12 @@ def report(
 
 
 def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
-    """A complete report of one process.  fields: of the report, or of its process (`ProcessLine`)."""
-    own = {name: fields.pop(name) for name in set(fields) & set(ProcessLine.model_fields) - {"notes"}}
+    """A complete report of one process.  fields: of the report, or of its process
+    (`ProcessLine`).
+    """
+    own = {
+        name: fields.pop(name) for name in set(fields) & set(ProcessLine.model_fields) - {"notes"}
+    }
     process: dict[str, Any] = {
         "process": "p",
         "complete": True,
@@ -235,11 +308,23 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     }
     ref = None if kind == "bench" else checkpoint()
     return made_of(
-        Report, fields, version=VERSION, kind=kind, id=f"20260102-030405-{kind}", created="2026-01-02T03:04:05Z",
-        command=("ssdprof", kind), ssdprof_version="0.1.0", subject=ref.repo_id if ref else "ssd", model=ref,
-        environment=environment(), baseline="unfused", matched_with="unfused",
-        smallest_difference=SMALLEST_DIFFERENCE, cases=tuple(made), processes=(ProcessLine(**(process | own)),),
-    )  # fmt: skip
+        Report,
+        fields,
+        version=VERSION,
+        kind=kind,
+        id=f"20260102-030405-{kind}",
+        created="2026-01-02T03:04:05Z",
+        command=("ssdprof", kind),
+        ssdprof_version="0.1.0",
+        subject=ref.repo_id if ref else "ssd",
+        model=ref,
+        environment=environment(),
+        baseline="unfused",
+        matched_with="unfused",
+        smallest_difference=SMALLEST_DIFFERENCE,
+        cases=tuple(made),
+        processes=(ProcessLine(**(process | own)),),
+    )
 
 
 def requested(one: Case) -> tuple[str, str, str]:
@@ -247,12 +332,16 @@ def requested(one: Case) -> tuple[str, str, str]:
 
 
 def in_calls(found: Report, count: int = 3) -> Report:
-    """A run as a chunked prefill: each case becomes one for each of `count` chunks of its prompt."""
+    """A run as a chunked prefill: each case becomes one for each of `count` chunks of its
+    prompt.
+    """
     made = []
     for one in found.cases:
         length = one.seqlen // count
         for number in range(1, count + 1):
-            call = CallRef(kind="chunk", number=number, count=count, prompt_seqlen=one.seqlen, sequences=1)
+            call = CallRef(
+                kind="chunk", number=number, count=count, prompt_seqlen=one.seqlen, sequences=1
+            )
             made.append(one.changed(call=call, seqlen=length, dims=dims(length)))
     served = tuple(one.changed(serving=Serving(chunk=one.seqlen // count)) for one in found.prompts)
     return found.changed(cases=tuple(made), prompts=served, requested=tuple(map(requested, made)))
@@ -262,11 +351,17 @@ def in_calls(found: Report, count: int = 3) -> Report:
 
 
 def drawn(tokens: str = "1 x 1,024", **fields: Any) -> Drawn:
-    found: dict[str, Any] = {"shape": "mamba2-2.7b", "shape_words": "80x64, N 128, G 1", "sequences": 1}
+    found: dict[str, Any] = {
+        "shape": "mamba2-2.7b",
+        "shape_words": "80x64, N 128, G 1",
+        "sequences": 1,
+    }
     return Drawn(tokens=tokens, **(found | fields))
 
 
-def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: Any) -> tuple[Case, ...]:
+def cell(
+    seqlen: int = 1024, times: dict[str, float] | None = None, **fields: Any
+) -> tuple[Case, ...]:
     """A bench's cases on the same inputs.  times: device time of each implementation."""
     made = []
     for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
@@ -276,7 +371,11 @@ def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: An
             "bytes_moved": 10**7,
             "flops": 10**9,
         }
-        place: dict[str, Any] = {"drawn": drawn(f"1 x {seqlen:,}"), "seqlen": seqlen, "inputs": "bf16, contiguous"}
+        place: dict[str, Any] = {
+            "drawn": drawn(f"1 x {seqlen:,}"),
+            "seqlen": seqlen,
+            "inputs": "bf16, contiguous",
+        }
         made.append(case(name, **(place | own | library | fields)))
     return tuple(made)
 
@@ -285,16 +384,34 @@ def bench(*made: Case, **fields: Any) -> Report:
     return of_cases("bench", made or cell(), **fields)
 
 
-def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any) -> Case:
+def of_prefill(
+    implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any
+) -> Case:
     """fields: of the case, or of its `Prefill`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Prefill.model_fields)}
-    parts = {name: {"_kernel": share * (call_us or 1.0)} for name, share in (("operator", 0.3), ("mixer", 0.5))}
+    parts = {
+        name: {"_kernel": share * (call_us or 1.0)}
+        for name, share in (("operator", 0.3), ("mixer", 0.5))
+    }
     whole = made_of(
-        Prefill, own, conv_and_norm="model", layers=40, layer_count=40, operator_layers=36, operator_calls=60,
-        segment_length=1024, alone=layer(3), attention="sdpa", convolution="causal-conv1d 1.5",
-        alone_us={"unfused": 10.0, "fused": 5.0}.get(implementation), parts=parts,
-    )  # fmt: skip
-    found: dict[str, Any] = {"samples": timed(None, call_us, turn=implementation == "unfused"), "prefill": whole}
+        Prefill,
+        own,
+        conv_and_norm="model",
+        layers=40,
+        layer_count=40,
+        operator_layers=36,
+        operator_calls=60,
+        segment_length=1024,
+        alone=layer(3),
+        attention="sdpa",
+        convolution="causal-conv1d 1.5",
+        alone_us={"unfused": 10.0, "fused": 5.0}.get(implementation),
+        parts=parts,
+    )
+    found: dict[str, Any] = {
+        "samples": timed(None, call_us, turn=implementation == "unfused"),
+        "prefill": whole,
+    }
     return case(implementation, **(found | fields))
 
 
@@ -304,25 +421,52 @@ def prefill(*made: Case, **fields: Any) -> Report:
 
 def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
     return made_of(
-        AnswerBand, fields, start=start, stop=stop, kl_mean=2e-3, kl_p99=1e-2, kl_max=0.1, kl_max_position=500,
-        top1_pct=99.5, flips=5, flip_margin_median=0.01,
-        flip_margin_max=0.05, flip_position=7, reference_perplexity=8.0,
-        perplexity=8.01, perplexity_increase_pct=0.125, perplexity_interval_pct=(-0.1, 0.3),
-    )  # fmt: skip
+        AnswerBand,
+        fields,
+        start=start,
+        stop=stop,
+        kl_mean=2e-3,
+        kl_p99=1e-2,
+        kl_max=0.1,
+        kl_max_position=500,
+        top1_pct=99.5,
+        flips=5,
+        flip_margin_median=0.01,
+        flip_margin_max=0.05,
+        flip_position=7,
+        reference_perplexity=8.0,
+        perplexity=8.01,
+        perplexity_increase_pct=0.125,
+        perplexity_interval_pct=(-0.1, 0.3),
+    )
 
 
-def of_answers(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any) -> Case:
+def of_answers(
+    implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any
+) -> Case:
     """fields: of the case, or of its `Answers`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Answers.model_fields)}
-    found: dict[str, Any] = {"reference": "fp64 oracle", "weights": "bf16", "layers": (0,), "segment_length": 1100}
+    found: dict[str, Any] = {
+        "reference": "fp64 oracle",
+        "weights": "bf16",
+        "layers": (0,),
+        "segment_length": 1100,
+    }
     found |= {"bands": (band(), band(0, 275), band(275, 1100))} | own
-    answers: dict[str, Any] = {"answers": Answers(**found), "seqlen": 1100, "baseline": "", "variant": ""}
+    answers: dict[str, Any] = {
+        "answers": Answers(**found),
+        "seqlen": 1100,
+        "baseline": "",
+        "variant": "",
+    }
     return case(implementation, precision, **(answers | fields))
 
 
 def answers(*made: Case, **fields: Any) -> Report:
     noise = of_answers("unfused", change="last bit of its inputs moved")
-    return of_cases("answers", made or (noise, of_answers()), **({"prompts": (prompt(1100),)} | fields))
+    return of_cases(
+        "answers", made or (noise, of_answers()), **({"prompts": (prompt(1100),)} | fields)
+    )
 
 
 # --- what they are of
@@ -330,20 +474,33 @@ def answers(*made: Case, **fields: Any) -> Report:
 
 def checkpoint(**fields: Any) -> CheckpointRef:
     return made_of(
-        CheckpointRef, fields, requested="ibm-granite/granite-4.0", source="hub",
-        repo_id="ibm-granite/granite-4.0-h-small", revision="0123456789abcdef0123456789abcdef01234567",
-        model_type="granitemoehybrid", layer_count=40, trained_context=131_072,
+        CheckpointRef,
+        fields,
+        requested="ibm-granite/granite-4.0",
+        source="hub",
+        repo_id="ibm-granite/granite-4.0-h-small",
+        revision="0123456789abcdef0123456789abcdef01234567",
+        model_type="granitemoehybrid",
+        layer_count=40,
+        trained_context=131_072,
         layers=tuple(layer(index) for index in range(40) if index not in (5, 15, 25, 35)),
         siblings=("ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-1b"),
-    )  # fmt: skip
+    )
 
 
 def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> Environment:
     """fields: of the GPU."""
     found = made_of(
-        Gpu, fields, name="NVIDIA H200", compute_capability="9.0", sm_count=132, memory_bytes=150_754_820_096,
-        l2_bytes=62_914_560, driver="580.65.06", cuda="13.0",
-    )  # fmt: skip
+        Gpu,
+        fields,
+        name="NVIDIA H200",
+        compute_capability="9.0",
+        sm_count=132,
+        memory_bytes=150_754_820_096,
+        l2_bytes=62_914_560,
+        driver="580.65.06",
+        cuda="13.0",
+    )
     packages = {"torch": "2.11.0", "triton": triton, "transformers": "5.18.0"}
     own = {"cpu": "x86_64, 16 cores", "platform": "Linux 6.8", "python": "3.12.3"}
     return Environment(gpu=found if gpu else None, packages=packages, **own)
@@ -355,7 +512,10 @@ def clocks(**fields: Any) -> Clocks:
 
 
 def prompt(seqlen: int, **fields: Any) -> Prompt:
-    source, tokenizer = "public-domain prose shipped with ssdprof", "ibm-granite/granite-4.0-h-small"
+    source, tokenizer = (
+        "public-domain prose shipped with ssdprof",
+        "ibm-granite/granite-4.0-h-small",
+    )
     own = {"kind": "default", "source": source, "tokenizer": tokenizer, "token_sha256": "9f" * 32}
     return made_of(Prompt, fields, seqlen=seqlen, **own)
 

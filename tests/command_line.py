@@ -15,12 +15,19 @@ DEMOS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "demo")) for nam
 
 
 class Answer:
-    """The result of one call of the command line: exit code, stdout (`shown`: as one line), and stderr as one line."""
+    """The result of one call of the command line: exit code, stdout (`shown`: as one line), and
+    stderr as one line.
+    """
 
     def __init__(self, *words: str) -> None:
-        with patch.object(sys, "argv", ["ssdprof", *words]):  # which a bench's further processes repeat
+        # which a bench's further processes repeat
+        with patch.object(sys, "argv", ["ssdprof", *words]):
             result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = result.exit_code, result.stdout, " ".join(result.stderr.split())
+        self.code, self.out, self.err = (
+            result.exit_code,
+            result.stdout,
+            " ".join(result.stderr.split()),
+        )
         self.shown = " ".join(self.out.split())
 
 

@@ -8,25 +8,33 @@ from pathlib import Path
 
 import pytest
 
-# one process per core, where more threads would wait; sums, and with them goldens, depend on their number
+# one process per core, where more threads would wait; sums, and with them goldens, depend on their
+# number
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background, tests of Ctrl-C would fail
+    # in a shell's background, tests of Ctrl-C would fail
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # numpy's warning about every loop over a tensor in Triton's interpreter
-    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton")
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Conversion of an array:DeprecationWarning:triton"
+    )
 
 
 def pytest_collection_finish() -> None:
-    """Freezes imported objects.  Otherwise a timer that first collects garbage would scan all of them each time."""
+    """Freezes imported objects.  Otherwise a timer that first collects garbage would scan all of
+    them each time.
+    """
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Every test draws the same random numbers, in any order of tests.  Without a GPU, `-m gpu` skips with a reason."""
+    """Every test draws the same random numbers, in any order of tests.  Without a GPU, `-m gpu`
+    skips with a reason.
+    """
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
     if item.get_closest_marker("gpu"):
@@ -38,7 +46,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the implementations and operators that the test registers, and keeps the bundled ones."""
+    """Removes the implementations and operators that the test registers, and keeps the bundled
+    ones.
+    """
     from ssdprof import kernels, operators
     from ssdprof.kernels import registry
 
@@ -48,19 +58,23 @@ def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def exact_kernels(registries_of_its_own: None) -> None:  # noqa: ARG001
+def exact_kernels(registries_of_its_own: None) -> None:
     """unfused and fused return the exact output: the interpreter is slow."""
     from ssdprof.kernels import registry
     from ssdprof.measure.accuracy import oracle_output
 
     for key, old in list(registry._implementations.items()):
         if key[1] in ("unfused", "fused"):
-            registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))
+            registry._implementations[key] = replace(
+                old, run=lambda inputs, _precision: oracle_output(inputs)
+            )
 
 
 @pytest.fixture
 def small_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 KiB around a kernel's tensors instead of 1 MiB, which takes longer to look at than the tensors."""
+    """4 KiB around a kernel's tensors instead of 1 MiB, which takes longer to look at than the
+    tensors.
+    """
     monkeypatch.setattr("ssdprof.measure.isolate.GUARD", 1 << 12)
 
 
@@ -73,11 +87,11 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def users_folder(
-    in_empty_folder: None,  # noqa: ARG001
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    in_empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    """The current folder of the test, for a user's modules.  Modules imported from it are removed after the test."""
+    """The current folder of the test, for a user's modules.  Modules imported from it are removed
+    after the test.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)
     yield tmp_path

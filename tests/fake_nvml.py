@@ -4,15 +4,19 @@ import pynvml
 
 
 class FakeNvml:
-    """gpus: their number; -1: no driver.  cuda: the driver's version of it; 0: the driver is too old to tell.
+    """gpus: their number; -1: no driver.  cuda: the driver's version of it; 0: the driver is too
+    old to tell.
 
-    processes: on each GPU.  broken: no GPU has the UUID.  `open`: calls of nvmlInit without nvmlShutdown.
+    processes: on each GPU.  broken: no GPU has the UUID.  `open`: calls of nvmlInit without
+    nvmlShutdown.
     """
 
     NVMLError = pynvml.NVMLError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(self, gpus: int = 1, cuda: int = 12040, processes: int = 1, broken: bool = False) -> None:
+    def __init__(
+        self, gpus: int = 1, cuda: int = 12040, processes: int = 1, broken: bool = False
+    ) -> None:
         self.gpus, self.cuda, self.processes, self.broken = gpus, cuda, processes, broken
         self.open = 0
 

@@ -34,15 +34,17 @@ from ssdprof.operators.tensors import form, precision_of, tensors
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
-QUICK = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
+QUICK = SamplingPlan(
+    warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3
+)
 
 
 @dataclass
 class FakeTimer(CudaTimer):
     """Device time: the cost of the implementation that ran.  A call costs 10 us more.
 
-    uncapturable: names.  stop_at: the number of the call that is interrupted.  spoil: what happens to the output of a
-    replay.
+    uncapturable: names.  stop_at: the number of the call that is interrupted.  spoil: what happens
+    to the output of a replay.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -95,7 +97,9 @@ def noisy(amount: float) -> Callable[[SSDOutput], SSDOutput]:
 
     def spoil(output: SSDOutput) -> SSDOutput:
         noise = torch.randn(output.out.shape, generator=torch.Generator().manual_seed(0))
-        return SSDOutput((output.out.float() * (1 + amount * noise)).to(output.out.dtype), output.final_states)
+        return SSDOutput(
+            (output.out.float() * (1 + amount * noise)).to(output.out.dtype), output.final_states
+        )
 
     return spoil
 
@@ -119,7 +123,8 @@ def entries(
     wrong_chunk: int = 0,
     **call: Any,
 ) -> list[Entry]:
-    """An entry for each chunk size, with the right output, changed by `spoil`, that takes `cost` microseconds.
+    """An entry for each chunk size, with the right output, changed by `spoil`, that takes `cost`
+    microseconds.
 
     call: fields of its calls.
     """
@@ -131,18 +136,37 @@ def entries(
         def run(inputs: SSDInputs, _precision: Precision, size: int | None = size) -> SSDOutput:
             RAN.append((name, cost(size) if callable(cost) else cost))
             output = right(inputs)
-            return spoil(SSDOutput(output.out * 2, output.final_states) if size == wrong_chunk else output)
+            return spoil(
+                SSDOutput(output.out * 2, output.final_states) if size == wrong_chunk else output
+            )
 
         implementation = Implementation(
-            operator="ssd", name=name, run=run, plan=lambda *_: Plan(variant=name, launches=1), kind=kind
+            operator="ssd",
+            name=name,
+            run=run,
+            plan=lambda *_: Plan(variant=name, launches=1),
+            kind=kind,
         )
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
-            layer=layer(3), dims=SSD.judged.dims(own), batch=1, seqlen=40, implementation=name, kind=kind,
-            precision=precision, baseline=baseline.case.implementation if baseline else "", status="ran",
+            layer=layer(3),
+            dims=SSD.judged.dims(own),
+            batch=1,
+            seqlen=40,
+            implementation=name,
+            kind=kind,
+            precision=precision,
+            baseline=baseline.case.implementation if baseline else "",
+            status="ran",
             chunk_size=size,
-        )  # fmt: skip
-        bound = Call(implementation=implementation, inputs=own, precision=precision_of(precision), label=label, **call)
+        )
+        bound = Call(
+            implementation=implementation,
+            inputs=own,
+            precision=precision_of(precision),
+            label=label,
+            **call,
+        )
         made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
     return made
 
@@ -158,12 +182,15 @@ def compared(
     seen = [] if seen is None else seen
     for case in comparer.compare([entry for some in of for entry in some], "layer 3"):
         seen.append(case)
-    return {case.label if case.precision != EXACT_FP32 else case.implementation: case for case in seen}
+    return {
+        case.label if case.precision != EXACT_FP32 else case.implementation: case for case in seen
+    }
 
 
 def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False) -> Implementation:
-    """The bundled implementation, which also records its run for the timer.  real: its kernels run, which takes longer
-    than the exact output; once for the same numbers."""
+    """The bundled implementation, which also records its run for the timer.  real: its kernels run,
+    which takes longer than the exact output; once for the same numbers.
+    """
     plain = kernels.get(operator, name)
     known: dict[tuple[Any, ...], Any] = {}
 
@@ -171,7 +198,10 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
         RAN.append((name, cost))
         if not real:
             return oracle_output(inputs)
-        numbers = (one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors(inputs).values())
+        numbers = (
+            one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            for one in tensors(inputs).values()
+        )
         key = (precision, form(inputs), *numbers)
         if key not in known:
             known[key] = plain.run(inputs, precision)
@@ -181,14 +211,18 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
-    """`bench` runs without a GPU, and a timer has invented numbers.  real: kernels run in the interpreter."""
+    """`bench` runs without a GPU, and a timer has invented numbers.  real: kernels run in the
+    interpreter.
+    """
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost, real=real))
     ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
     monkeypatch.setattr(bench_job, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_job, "measure_ceilings", lambda _: ceilings)
     monkeypatch.setattr(bench_job, "CudaTimer", lambda _: FakeTimer())
-    monkeypatch.setattr(bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
+    monkeypatch.setattr(
+        bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2)
+    )
     monkeypatch.setattr(bench_job, "watch_clocks", lambda: lambda: None)
     monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)

@@ -1,10 +1,11 @@
-"""Damaged files of every kind through the command line: no false success, no internal error, no hang.
+"""Damaged files of every kind through the command line: no false success, no internal error, no
+hang.
 
     PYTHONPATH=.:tests python tests/fuzz.py SECONDS SEED [KIND ...]
 
-Prints what does not end well, with its seed, and counts.  A false success is an exit code 0 or 1 of a run whose file
-its library refuses, or of a dry run where the run has another exit code; with a number that cannot be, or a failure,
-in a report; and one that differs between formats.
+Prints what does not end well, with its seed, and counts.  A false success is an exit code 0 or 1 of
+a run whose file its library refuses, or of a dry run where the run has another exit code; with a
+number that cannot be, or a failure, in a report; and one that differs between formats.
 """
 
 from __future__ import annotations
@@ -41,18 +42,41 @@ from ssdprof.store.reports import dump
 
 HANGS_S = 60.0
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 3, 255, 10**6, 2**31, 2**64, 10**40, -(10**30), 0.5, -0.5, 5e-324, 1e300, math.nan,
-    math.inf, "", "0", "1e-3", "x", "swish_7", "\x00", "\ud800", "x\x1b[2J\nverdict=1", "=1+1", "::error::x", "nan",
-    "a" * 5000, "../..", [], [[]], [None], [1, 2], ["x"], {}, {"x": 1}, {"__float__": "Infinity"},
+    None, True, False, 0, 1, -1, 3, 255, 10**6, 2**31, 2**64, 10**40, -(10**30), 0.5, -0.5, 5e-324,
+    1e300, math.nan, math.inf, "", "0", "1e-3", "x", "swish_7", "\x00", "\ud800",
+    "x\x1b[2J\nverdict=1", "=1+1", "::error::x", "nan", "a" * 5000, "../..", [], [[]], [None],
+    [1, 2], ["x"], {}, {"x": 1}, {"__float__": "Infinity"},
 )  # fmt: skip
 KEYS = (
-    "quantization_config", "rope_parameters", "dtype", "architectures", "auto_map", "layers_block_type", "text_config",
-    "time_step_limit", "vision_config", "tokenizer_class", "added_tokens_decoder", "chat_template", "eos_token",
-    "complete", "reason", "later_fault", "nonfinite", "samples", "summary", "call", "serving", "min-speedup", "fail-if",
+    "quantization_config", "rope_parameters", "dtype", "architectures", "auto_map",
+    "layers_block_type", "text_config", "time_step_limit", "vision_config", "tokenizer_class",
+    "added_tokens_decoder", "chat_template", "eos_token", "complete", "reason", "later_fault",
+    "nonfinite", "samples", "summary", "call", "serving", "min-speedup", "fail-if",
 )  # fmt: skip
-SIZES = ("seqlen", "batch", "chunk", "decode", "count", "ranks", "elements", "segment_length", "num_hidden_layers")
+SIZES = (
+    "seqlen",
+    "batch",
+    "chunk",
+    "decode",
+    "count",
+    "ranks",
+    "elements",
+    "segment_length",
+    "num_hidden_layers",
+)
 FORMATS = ("markdown", "html", "junit", "csv", "benchmark-action", "github")
-RUN = ("--seq", "8", "--layers", "2", "--dtypes", "exact", "--impl", "reference", "--baseline", "reference")
+RUN = (
+    "--seq",
+    "8",
+    "--layers",
+    "2",
+    "--dtypes",
+    "exact",
+    "--impl",
+    "reference",
+    "--baseline",
+    "reference",
+)
 SETTINGS = """[gates]
 min-speedup = 1.5
 max-rms-ratio = 2.0
@@ -92,10 +116,14 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
         elif way < 0.3 and isinstance(inside, dict):
             inside[draw.choice(KEYS)] = json.loads(json.dumps(draw.choice(VALUES)))
         elif way < 0.45 and type(value) in (int, float):
-            inside[key] = draw.choice((-value, value * 2, value + 1, float(value), str(value), [value], value * 10**9))
+            inside[key] = draw.choice(
+                (-value, value * 2, value + 1, float(value), str(value), [value], value * 10**9)
+            )
         elif way < 0.55:
             other, name = draw.choice(found)
-            inside[key] = json.loads(json.dumps(other.get(name) if isinstance(other, dict) else other))
+            inside[key] = json.loads(
+                json.dumps(other.get(name) if isinstance(other, dict) else other)
+            )
         else:
             inside[key] = json.loads(json.dumps(draw.choice(VALUES)))
     return json.dumps(document).encode()
@@ -106,7 +134,9 @@ def in_sizes(draw: random.Random, text: bytes) -> bytes:
     document = json.loads(text)
     found = [one for one in places(document) if type(one[0][one[1]]) is int]
     known = [one for one in found if one[1] in SIZES]
-    for inside, key in draw.sample(known, min(len(known), draw.choice((1, 1, 2)))) or [draw.choice(found)]:
+    for inside, key in draw.sample(known, min(len(known), draw.choice((1, 1, 2)))) or [
+        draw.choice(found)
+    ]:
         inside[key] = draw.choice((0, -1, -inside[key], int(10 ** draw.uniform(5, 20))))
     return json.dumps(document).encode()
 
@@ -115,14 +145,18 @@ def in_bytes(draw: random.Random, data: bytes) -> bytes:
     at = draw.randrange(len(data))
     flipped = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
     nested = data.rstrip()[:-1] + b',"x":' + b"[" * 300 + b"]" * 300 + b"}"
-    return draw.choice((data[:at], flipped, data[:at] + data[at + 1 :], b"[" * 10**5, b"", b"[]", nested))
+    return draw.choice(
+        (data[:at], flipped, data[:at] + data[at + 1 :], b"[" * 10**5, b"", b"[]", nested)
+    )
 
 
 def in_lines(draw: random.Random, data: bytes) -> bytes:
     """One line of a stored run: damaged, twice, missing, or where another was."""
     lines = data.splitlines()
     at, way = draw.randrange(len(lines)), draw.choice((in_json, in_json, in_bytes))
-    lines[at : at + 1] = draw.choice(([way(draw, lines[at])], [way(draw, lines[at])], [lines[at]] * 2, []))
+    lines[at : at + 1] = draw.choice(
+        ([way(draw, lines[at])], [way(draw, lines[at])], [lines[at]] * 2, [])
+    )
     if draw.random() < 0.1:
         draw.shuffle(lines)
     return b"".join(line + b"\n" for line in lines)
@@ -132,7 +166,11 @@ def in_header(draw: random.Random, data: bytes) -> bytes:
     """In the header of a safetensors file."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = draw.choice((in_json, in_json, in_bytes))(draw, data[8:end])
-    length = len(header) if draw.random() < 0.9 else draw.choice((0, 1, len(header) + 1, 2**40, 2**64 - 1))
+    length = (
+        len(header)
+        if draw.random() < 0.9
+        else draw.choice((0, 1, len(header) + 1, 2**40, 2**64 - 1))
+    )
     return length.to_bytes(8, "little") + header + data[end:]
 
 
@@ -144,7 +182,15 @@ def in_pickle(draw: random.Random, data: bytes) -> bytes:
             content = given.read(name)
             for _ in range(draw.choice((1, 1, 2, 4)) * name.endswith("data.pkl")):
                 at = draw.randrange(len(content))
-                ways = (bytes([draw.randrange(256)]), b"", content[at : at + 1] * 2, b"0", b"}", b".", b"R")
+                ways = (
+                    bytes([draw.randrange(256)]),
+                    b"",
+                    content[at : at + 1] * 2,
+                    b"0",
+                    b"}",
+                    b".",
+                    b"R",
+                )
                 content = content[:at] + draw.choice(ways) + content[at + 1 :]
             target.writestr(name, content)
     return made.getvalue()
@@ -167,7 +213,9 @@ def replaced(draw: random.Random, file: Path) -> None:
         file.mkdir()
     elif way != "pipe":
         file.symlink_to(
-            {"no target": "none", "itself": file.name, "device": "/dev/null"}.get(way, Path("pipe").resolve())
+            {"no target": "none", "itself": file.name, "device": "/dev/null"}.get(
+                way, Path("pipe").resolve()
+            )
         )
 
 
@@ -205,7 +253,9 @@ def of_report(draw: random.Random, file: Path) -> str:
     second, output = invoked(*of_others.get(other, ("export", path, "--format", other)))
     if "\x1b" in output:
         return f"an escape sequence in {other}"
-    if other == "github" and any("=" not in line for line in Path("outputs").read_text().splitlines()):
+    if other == "github" and any(
+        "=" not in line for line in Path("outputs").read_text().splitlines()
+    ):
         return "an output without a name"
     if other in FORMATS and second != code:
         return f"exit {code} of json, {second} of {other}"
@@ -219,12 +269,16 @@ def impossible(document: Any, code: int) -> str:
         return "passed, and not complete"
     for one in document.get("cases", ()):
         uses = [use for accuracy in one.get("accuracy", ()) for use in accuracy["budget"]]
-        outside = one["implementation"] == "fused" and any(use["error"] > use["budget"] for use in uses)
+        outside = one["implementation"] == "fused" and any(
+            use["error"] > use["budget"] for use in uses
+        )
         if code == 0 and (outside or one["status"] == "failed"):
             return "passed, and failed"
     for inside, key in places(document):
         value = inside[key]
-        if (isinstance(value, float) and not math.isfinite(value)) or (key == "match_pct" and not 0 <= value <= 100):
+        if (isinstance(value, float) and not math.isfinite(value)) or (
+            key == "match_pct" and not 0 <= value <= 100
+        ):
             return f"{key} is {value}"
         if key == "us" and any(us <= 0 for row in value for us in row):
             return "a time that is not positive"
@@ -264,7 +318,11 @@ def of_folder(_draw: random.Random, file: Path) -> str:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
                 return "" if opened.keys() else "no tensors"
-        _ = torch.load(file, "cpu", weights_only=True) if file.suffix == ".bin" else json.loads(file.read_text())
+        _ = (
+            torch.load(file, "cpu", weights_only=True)
+            if file.suffix == ".bin"
+            else json.loads(file.read_text())
+        )
     except Exception as error:
         return f"exit {ran} with a file that its library refuses: {error}"
     return ""
@@ -289,13 +347,19 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
 }
 
 
-# damage to files of several kinds: a size that cannot be; a pipe, folder or link in the place of a file
-SEVERAL = {"sizes": [kind for kind, (*_, ways) in KINDS.items() if ways is JSON], "special": list(KINDS)}
+# damage to files of several kinds: a size that cannot be; a pipe, folder or link in the place of a
+# file
+SEVERAL = {
+    "sizes": [kind for kind, (*_, ways) in KINDS.items() if ways is JSON],
+    "special": list(KINDS),
+}
 
 
 def reports() -> None:
     small = cases.report(layers=(0,), precisions=(cases.EXACT_FP32,), seqlens=(64,))
-    for number, one in enumerate((small, cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))):
+    for number, one in enumerate(
+        (small, cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))
+    ):
         Path(f"report-{number}.json").write_text(dump(one))
     Path("good.json").write_text(dump(small))
 
@@ -307,7 +371,12 @@ def prepare() -> None:
         raise Hang
 
     signal.signal(signal.SIGALRM, ring)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary"}
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+        "GITHUB_OUTPUT": "outputs",
+        "GITHUB_STEP_SUMMARY": "summary",
+    }
     reports()
     Path("settings.toml").write_text(SETTINGS)
     Path("prompt.txt").write_text("A text of more than eight tokens. " * 9)
@@ -319,7 +388,10 @@ def prepare() -> None:
     original = {"d_model": 64, "n_layer": 3, "vocab_size": 128, "tie_embeddings": True}
     sizes = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32}
     Path("pickle/config.json").write_text(json.dumps({**original, "ssm_cfg": sizes}))
-    state = {key.replace(".embeddings.", ".embedding."): value for key, value in model.state_dict().items()}
+    state = {
+        key.replace(".embeddings.", ".embedding."): value
+        for key, value in model.state_dict().items()
+    }
     torch.save(state, "pickle/pytorch_model.bin")
     assert invoked("capture", "mamba2", "--prompt", "random", *RUN[:4], "--out", "captures")[0] == 0
     for folder in ("mamba2", "whole", "pickle"):
@@ -350,7 +422,8 @@ def tried(kind: str, draw: random.Random) -> str:
 
 def main() -> None:
     seconds, seed, kinds = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or (*KINDS, *SEVERAL)
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)  # a config may ask for any amount of memory
+    # a config may ask for any amount of memory
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)
     ends, counts = time.monotonic() + seconds, Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -1,339 +1,257 @@
-"""The size of the house: its lines, types, names and imports, and the ways of a captured call and of a model's name.
+"""Measure the house: how much there is (tokens), how it reads (density, golf), how it hangs
+together (names, imports).
 
-    python tests/house.py [--limits]
+    python tests/house.py [--limits] [--details] [FOLDER]
 
-prints every number with its limit; with --limits the exit code is 1 if a number is above its limit.
-`tests/test_house.py` holds the numbers in CI.
-
-Two numbers are counted with `sys.setprofile` on a run of the SSD demo in Triton's interpreter.  The rule of both:
-
-- A value is *followed* by its identity.  What is made of it is followed too: an object of a class of ours that a
-  function returns, or whose `__init__` or method was given a followed value, and the objects of ours that it holds.
-  A report that is read from its files is made of the cases that were written to them.
-- A *stop* is a function of ours (its file is under ssdprof/) that is called from another file of ours with an argument
-  that is followed, or that directly holds a followed value as an attribute or as an element.  The receiver of a method
-  is no argument.  A function counts once, however often it is called.
-
-"name to kernel": the stops of the model's name, as the command line received it, until the first launch of a kernel.
-"call to row": the stops of the first captured call until it enters ssdprof/report/, where it becomes a row, without
-the rooms that compute (kernels, operators) and without dead ends: a stop that neither returns an object of ours, nor
-is a method, which can keep the value, nor calls another stop.  The call is the first object with real tensors that a
-function of ssdprof/capture/intercept.py returns; that function is the first step.
+FOLDER is the checkout (default: here).  With --limits the exit code is 1 if a number is above its
+limit.  Tokens are counted without comments and docstrings: documentation is free, and so are line
+breaks.
 """
 
-from __future__ import annotations
-
 import ast
-import os
-import statistics
+import collections
+import io
+import re
 import subprocess
 import sys
-import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
+import tokenize
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-# A third operator raises the first two to 30,700 and 27,500.
-LIMITS: dict[str, float] = {
-    "package lines": 28_500, "test lines": 26_000, "script lines": 5_000, "other package text lines": 1_500,
-    "generated schema lines": 0, "result lines": 12_000, "result bytes": 12_000_000, "docs words": 25_000,
-    "README words": 700, "lines over 120 characters": 0, "longest file": 600, "files in the package": 190,
-    "classes": 210, "homonyms": 0, "one-importer modules": 30, "late imports": 20, "functions over 12 parameters": 15,
-    "call to row": 6, "name to kernel": 30, "import seconds": 0.52,
+LIMITS = {
+    # how much
+    "package tokens": 320_000, "test tokens": 325_000, "script tokens": 42_000, ("files in the "
+"package"): 240,
+    "result lines": 12_000, "result bytes": 12_000_000, "docs words": 25_000, "README words": 700,
+    # how it reads
+    "package tokens per 100 code lines": 1_000, "test tokens per 100 code lines": 1_080,
+    "lines over 100 characters": 0, "fmt: skip in the package": 80, "fmt: skip in tests": 80,
+    "lambdas in the package": 220, "strings times a condition": 0, "ternaries in ternaries": 0,
+    "comprehensions with two loops": 60, "loops over one thing": 0, ("vague names (one, found, "
+"own, ...)"): 200,
+    "undocumented functions over 12 lines": 30, "functions over 60 lines": 20, ("longest "
+"function"): 110,
+    "longest file": 900, "functions over 12 parameters": 15, "Any in the package": 380,
+    # how it hangs together
+    "classes": 230, "homonyms (classes and aliases)": 6, "one-importer modules": 40,
+    "late imports": 20,
 }  # fmt: skip
-DATA = {".json", ".jsonl", ".csv", ".gz", ".xz", ".npz", ".pt"}
-
-Numbers = dict[str, float]
+SKIPPED = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
+VAGUE = {"one", "found", "own", "given", "told", "said", "made", "ours", "theirs"}
+COMPREHENSIONS = (ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Details = dict[str, list[str]]
 
 
-def sizes() -> Numbers:
-    """Lines, words and bytes of the files that git tracks."""
-    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True)
-    files = [Path(name) for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-
-    def under(top: str, *suffixes: str) -> list[Path]:
-        return [file for file in files if file.parts[0] == top and file.suffix in suffixes]
-
-    def lines(chosen: Iterable[Path]) -> int:
-        return sum((ROOT / file).read_bytes().count(b"\n") for file in chosen)
-
-    def words(chosen: Iterable[Path]) -> int:
-        return sum(len((ROOT / file).read_text(encoding="utf-8").split()) for file in chosen)
-
-    package, tests, scripts = (under(top, ".py") for top in ("ssdprof", "tests", "benchmarks"))
-    results = [file for file in files if file.parts[:2] == ("benchmarks", "results")]
-    text = [
-        file for file in files
-        if file.parts[0] == "ssdprof" and file.suffix not in {".py", ".safetensors", ".typed"}
-        and not any(part.startswith("demo") or part == "text" for part in file.parts)
-    ]  # fmt: skip
-    code = "\n".join((ROOT / file).read_text(encoding="utf-8") for file in (*package, *tests, *scripts))
-    return {
-        "package lines": lines(package),
-        "test lines": lines(tests),
-        "script lines": lines(scripts),
-        "other package text lines": lines(text),
-        "generated schema lines": lines(file for file in files if file.suffix == ".json" and "schema" in str(file)),
-        "result lines": lines(file for file in results if file.suffix in {".json", ".jsonl", ".md", ".csv"}),
-        "result bytes": sum(
-            (ROOT / file).stat().st_size for file in files if file.suffix in DATA and "ssdprof" not in file.parts
-        ),
-        "docs words": words(under("docs", ".md")),
-        "README words": words([Path("README.md")]),
-        "lines over 120 characters": sum(len(line) > 120 for line in code.splitlines()),
-        "longest file": max(lines([file]) for file in package),
-        "files in the package": len(package),
-    }
+def tracked(root: Path) -> list[Path]:
+    out = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "-z"], capture_output=True, text=True, check=True
+    ).stdout
+    return [root / name for name in out.split("\0") if name and (root / name).is_file()]
 
 
-def structure() -> tuple[Numbers, Details]:
-    """Classes, imports and parameters of the package, and the places behind each number."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "ssdprof").rglob("*.py"))}
-    modules = {_module(file): file for file in trees}
-    classes: dict[str, list[str]] = defaultdict(list)
-    importers: dict[str, set[Path]] = defaultdict(set)
-    late, walls = [], []
-    for file, tree in trees.items():
-        place, early = file.relative_to(ROOT), {id(node) for node in tree.body}
-        early |= {id(inner) for node in tree.body if isinstance(node, ast.If) for inner in ast.walk(node)}
-        for node in ast.walk(tree):
-            where = f"{place}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(where)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                if len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) > 12:
-                    walls.append(f"{where} {node.name}")
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                if id(node) not in early and file.name != "cli.py":
-                    late.append(where)
-                names = [alias.name for alias in node.names]
-                if isinstance(node, ast.ImportFrom):
-                    names = [node.module or "", *(f"{node.module}.{name}" for name in names)]
-                for name in names:
-                    if modules.get(name, file) != file:
-                        importers[name].add(file)
-    homonyms = [f"{name}: {', '.join(places)}" for name, places in sorted(classes.items()) if len(_files(places)) > 1]
-    single = [
-        name for name, file in sorted(modules.items())
-        # A kernel has a file of its own.
-        if file.name != "__init__.py" and len(importers[name]) == 1 and not name.startswith("ssdprof.kernels.")
-    ]  # fmt: skip
-    details = {
-        "homonyms": homonyms,
-        "one-importer modules": single,
-        "late imports": late,
-        "functions over 12 parameters": walls,
-    }
-    numbers: Numbers = {"classes": sum(map(len, classes.values()))}
-    return numbers | {name: len(places) for name, places in details.items()}, details
-
-
-def _module(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
+def module_of(root: Path, file: Path) -> str:
+    parts = list(file.relative_to(root).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _files(places: Iterable[str]) -> set[str]:
-    return {place.rsplit(":", 1)[0] for place in places}
+def has_docstring(node: ast.AST) -> bool:
+    body = getattr(node, "body", None)
+    first = body[0] if isinstance(body, list) and body else None
+    return (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    )
 
 
-class Walk:
-    """Follows a value through the calls of a running program, and lists its stops in the order of their first calls.
-
-    skip: rooms whose functions are no stops.
-    """
-
-    def __init__(self, skip: tuple[str, ...] = ()) -> None:
-        self.stops: dict[str, bool] = {}  # -> whether it hands the value on
-        self._skip = skip
-        self._followed: dict[int, object] = {}  # the values too, so that no identity is used again
-        self._running: dict[FrameType, str | None] = {}  # frames that hold a followed value -> their stop
-        self._generators: set[FrameType] = set()  # they are entered again whenever they go on
-
-    def follow(self, value: object) -> None:
-        """Follow a value, and the objects of ours that it holds."""
-        self._followed[id(value)] = value
-        if _ours(value):
-            for part in _held(value):
-                if _ours(part) and id(part) not in self._followed:
-                    self.follow(part)
-
-    def enter(self, frame: FrameType) -> None:
-        """A function begins."""
-        code = frame.f_code
-        if frame in self._generators or not (_place(frame) or _makes_ours(frame)):
-            return
-        if code.co_flags & 0x20:  # CO_GENERATOR
-            self._generators.add(frame)
-        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
-        given = [frame.f_locals.get(name) for name in code.co_varnames[:count] if name not in ("self", "cls")]
-        given += [inner for value in given if isinstance(value, tuple | dict) for inner in _held(value)]
-        receiver = frame.f_locals.get("self")
-        stop = None
-        if any(map(self._followed_or_held, given)):
-            caller = _caller(frame)
-            outside = caller is None or caller.f_code.co_filename != code.co_filename
-            if _place(frame) and outside and not _place(frame).startswith(self._skip):
-                stop = f"{_place(frame)}: {code.co_qualname}"
-                self.stops.setdefault(stop, False)
-                self.stops[stop] |= _ours(receiver)
-                for other in self._running.values():
-                    if other is not None and other != stop:
-                        self.stops[other] = True
-        elif not self._followed_or_held(receiver):
-            return
-        self._running[frame] = stop
-
-    def leave(self, frame: FrameType, returned: object) -> None:
-        """A function ends: what it returns is made of the value, and its receiver may keep it."""
-        if frame not in self._running:
-            return
-        stop = self._running.pop(frame)
-        made = [one for one in (returned, *_held(returned)) if _ours(one)]
-        if stop is not None and made:
-            self.stops[stop] = True
-        if _ours(receiver := frame.f_locals.get("self")):
-            made.append(receiver)
-        for one in made:
-            self.follow(one)
-
-    def read(self, returned: object) -> None:
-        """A function of the store ends: a report with a case of the name of a followed one is followed."""
-        found: list[Any] = [one for one in self._followed.values() if type(one).__name__ == "Case"]
-        written = {one.name for one in found}
-        for one in _held(returned) if written else ():
-            cases = [part for part in _held(one) if _ours(one) and type(part).__name__ == "Case"]
-            if any(case.name in written for case in cases):  # type: ignore[attr-defined]
-                self.follow(one)
-
-    def _followed_or_held(self, value: object) -> bool:
-        inner = _held(value) if _ours(value) or isinstance(value, tuple | list | dict) else ()
-        return id(value) in self._followed or any(id(part) in self._followed for part in inner)
+def tokens_and_lines(source: str, tree: ast.Module) -> tuple[int, int]:
+    """Tokens and lines with code, without comments and docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and has_docstring(node):
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    count, lines = 0, set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in SKIPPED and token.start[0] not in docstrings:
+            count += 1
+            lines.add(token.start[0])
+    return count, len(lines)
 
 
-def _held(value: object) -> Iterator[object]:
-    """What an object of ours, or a container, holds; one level, and the elements of containers in attributes."""
-    if isinstance(value, tuple | list):
-        yield from value
-    elif isinstance(value, dict):
-        yield from list(value.values())
-    elif _ours(value):
-        for part in list(getattr(value, "__dict__", {}).values()):
-            yield part
-            if isinstance(part, tuple | list | dict):
-                yield from _held(part)
-
-
-def _ours(value: object) -> bool:
-    return type(value).__module__.partition(".")[0] == "ssdprof"
-
-
-def _place(frame: FrameType) -> str:
-    """The frame's file, relative to the package; empty if it is not ours.  Lambdas and comprehensions are not."""
-    inside = "" if frame.f_code.co_name.startswith("<") else frame.f_code.co_filename.partition(f"{ROOT}/ssdprof/")[2]
-    return inside
-
-
-def _makes_ours(frame: FrameType) -> bool:
-    """Whether it is an `__init__` that a dataclass or pydantic gives to a class of ours."""
-    return frame.f_code.co_name == "__init__" and _ours(frame.f_locals.get("self"))
-
-
-def _caller(frame: FrameType) -> FrameType | None:
-    back = frame.f_back
-    while back is not None and not back.f_code.co_filename.startswith(f"{ROOT}/ssdprof/"):
-        back = back.f_back
-    return back
-
-
-def walks() -> Details:
-    """The stops of both ways, on a run of the SSD demo: 12 tokens, its first layer, one precision."""
-    from ssdprof.cli import app
-
-    name = "".join(("de", "mo"))  # a string of its own, not the literal of another module
-    of_name, of_call = Walk(), Walk(skip=("kernels/", "operators/"))
-    of_name.follow(name)
-    way = {"name to kernel": of_name, "call to row": of_call}
-    begun = False
-
-    def profile(frame: FrameType, event: str, returned: Any) -> None:
-        nonlocal begun
-        if event not in ("call", "return"):
-            return
-        place = _place(frame)
-        if event == "call":
-            if frame.f_code.co_qualname == "GridExecutor.__call__":  # of Triton's interpreter
-                way.pop("name to kernel", None)
-            for walk in way.values():
-                walk.enter(frame)
-            if place.startswith("report/") and any(stop.startswith("report/") for stop in of_call.stops):
-                way.pop("call to row", None)
-        else:
-            for walk in way.values():
-                walk.leave(frame, returned)
-                if place == "store/reports.py":
-                    walk.read(returned)
-            if not begun and place.startswith("capture/intercept") and _is_captured(returned):
-                begun = True
-                of_call.follow(returned)
-                of_call.stops[f"{place}: {frame.f_code.co_qualname}"] = True
-        if not way:
-            sys.setprofile(None)
-
-    words = ["run", name, "--seq", "12", "--layers", "first:1", "--dtypes", "exact", "--states", "fp32"]
-    here = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        os.chdir(folder)
-        try:
-            sys.setprofile(profile)
-            app(words, prog_name="ssdprof", standalone_mode=False)
-        finally:
-            sys.setprofile(None)
-            os.chdir(here)
-    assert not way, f"{', '.join(way)}: the run ended before the end of the way"
-    *steps, row = of_call.stops
-    return {
-        "call to row": [*(stop for stop in steps if of_call.stops[stop]), row],
-        "name to kernel": list(of_name.stops),
-    }
-
-
-def _is_captured(value: object) -> bool:
-    """Whether it is an object of ours that holds real tensors: predictions of memory run on the meta device."""
-    if not _ours(value):
+def is_golf_product(node: ast.AST) -> bool:
+    """A string times something that is no number: "%" * is_percent."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
         return False
-    parts = [inner for part in _held(value) for inner in (part, *(_held(part) if _ours(part) else ()))]
-    devices = {str(part.device) for part in parts if type(part).__name__ == "Tensor"}  # type: ignore[attr-defined]
-    return bool(devices) and "meta" not in devices
+    sides = (node.left, node.right)
+    texts = [
+        side
+        for side in sides
+        if isinstance(side, ast.JoinedStr)
+        or (isinstance(side, ast.Constant) and isinstance(side.value, str))
+    ]
+    others = [side for side in sides if side not in texts]
+    return (
+        bool(texts)
+        and bool(others)
+        and isinstance(others[0], (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Attribute))
+    )
 
 
-def import_seconds() -> float:
-    """The median of five imports of the command line, each in a process of its own."""
-    code = "import time; began = time.perf_counter(); import ssdprof.cli; print(time.perf_counter() - began)"
-    command = [sys.executable, "-c", code]
-    taken = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(5)]
-    return round(statistics.median(map(float, taken)), 2)
+def aliases(tree: ast.Module) -> list[tuple[str, int]]:
+    """Names of types that a module assigns."""
+    names = []
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            value = ast.unparse(node.value)
+            if re.match(r"^_?[A-Z][a-z]\w*$", node.targets[0].id) and re.search(r"\[|\|", value):
+                names.append((node.targets[0].id, node.lineno))
+    return names
+
+
+def measure(root: Path) -> tuple[dict[str, int], Details]:
+    files = tracked(root)
+    parts = {file: file.relative_to(root).parts for file in files}
+    code = {
+        top: [f for f in files if parts[f][0] == top and f.suffix == ".py"]
+        for top in ("ssdprof", "tests", "benchmarks")
+    }
+    source = {file: file.read_text() for top in code.values() for file in top}
+    tree = {file: ast.parse(text) for file, text in source.items()}
+    size = {file: tokens_and_lines(source[file], tree[file]) for file in source}
+    details: Details = collections.defaultdict(list)
+    numbers: dict[str, int] = {}
+
+    def total(top: str, which: int) -> int:
+        return sum(size[file][which] for file in code[top])
+
+    for top, name in (("ssdprof", "package"), ("tests", "test"), ("benchmarks", "script")):
+        numbers[f"{name} tokens"] = total(top, 0)
+        if name != "script":
+            numbers[f"{name} tokens per 100 code lines"] = round(
+                100 * total(top, 0) / max(1, total(top, 1))
+            )
+    numbers["lines over 100 characters"] = sum(
+        len(x) > 100 for text in source.values() for x in text.splitlines()
+    )
+    for top, name in (("ssdprof", "the package"), ("tests", "tests")):
+        numbers[f"fmt: skip in {name}"] = sum(source[f].count("# fmt: skip") for f in code[top])
+    numbers["longest file"] = max(source[f].count("\n") for f in code["ssdprof"])
+
+    names = {module_of(root, f): f for f in code["ssdprof"]}
+    defined, importers = collections.defaultdict(set), collections.defaultdict(set)
+    longest = 0
+    for file in code["ssdprof"]:
+        where = str(file.relative_to(root))
+        outer = {id(node) for node in tree[file].body}
+        guarded = {id(x) for n in tree[file].body if isinstance(n, ast.If) for x in ast.walk(n)}
+        for name, line in aliases(tree[file]):
+            defined[name].add(f"{where}:{line}")
+        for node in ast.walk(tree[file]):
+            at = f"{where}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ClassDef):
+                details["classes"].append(f"{at} {node.name}")
+                defined[node.name].add(at)
+            elif isinstance(node, FUNCTIONS):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                arguments = node.args
+                longest = max(longest, length)
+                if length > 60:
+                    details["functions over 60 lines"].append(f"{at} {node.name}: {length}")
+                if length > 12 and not has_docstring(node):
+                    details["undocumented functions over 12 lines"].append(f"{at} {node.name}")
+                if (
+                    len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+                    > 12
+                ):
+                    details["functions over 12 parameters"].append(f"{at} {node.name}")
+            elif isinstance(node, ast.Lambda):
+                details["lambdas in the package"].append(at)
+            elif isinstance(node, COMPREHENSIONS):
+                if len(node.generators) > 1:
+                    details["comprehensions with two loops"].append(at)
+                if any(
+                    isinstance(g.iter, (ast.List, ast.Tuple)) and len(g.iter.elts) == 1
+                    for g in node.generators
+                ):
+                    details["loops over one thing"].append(at)
+            elif isinstance(node, ast.IfExp):
+                if any(isinstance(x, ast.IfExp) for x in ast.walk(node) if x is not node):
+                    details["ternaries in ternaries"].append(at)
+            elif isinstance(node, ast.Name):
+                if node.id == "Any":
+                    details["Any in the package"].append(at)
+                if isinstance(node.ctx, ast.Store) and node.id in VAGUE:
+                    details["vague names (one, found, own, ...)"].append(f"{at} {node.id}")
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                if id(node) not in outer and id(node) not in guarded and file.name != "cli.py":
+                    details["late imports"].append(at)
+                targets = [n.name for n in node.names]
+                if isinstance(node, ast.ImportFrom):
+                    targets = [f"{node.module}.{name}" for name in targets] + [node.module or ""]
+                for target in targets:
+                    if target in names and names[target] != file:
+                        importers[target].add(file)
+            if is_golf_product(node):
+                details["strings times a condition"].append(at)
+    for name, places in sorted(defined.items()):
+        if len({place.rsplit(":", 1)[0] for place in places}) > 1:
+            details["homonyms (classes and aliases)"].append(f"{name}: {', '.join(sorted(places))}")
+    details["one-importer modules"] = sorted(
+        m
+        for m, f in names.items()
+        if f.name != "__init__.py"
+        and len(importers[m]) == 1
+        and not m.startswith("ssdprof.kernels.")
+    )
+    for name in LIMITS:
+        if name in details:
+            numbers[name] = len(details[name])
+    results = [f for f in files if parts[f][:2] == ("benchmarks", "results")]
+    data = [
+        f
+        for f in files
+        if f.suffix in {".json", ".jsonl", ".csv", ".gz", ".xz", ".npz", ".pt"}
+        and parts[f][0] != "ssdprof"
+    ]
+
+    def lines(several: list[Path]) -> int:
+        return sum(f.read_bytes().count(b"\n") for f in several)
+
+    def words(several: list[Path]) -> int:
+        return sum(len(f.read_text().split()) for f in several)
+
+    numbers |= {
+        "longest function": longest,
+        "files in the package": len(code["ssdprof"]),
+        "result lines": lines(
+            [f for f in results if f.suffix in {".json", ".jsonl", ".md", ".csv"}]
+        ),
+        "result bytes": sum(f.stat().st_size for f in data),
+        "docs words": words([f for f in files if parts[f][0] == "docs" and f.suffix == ".md"]),
+        "README words": words([root / "README.md"]),
+    }
+    return {name: numbers.get(name, 0) for name in LIMITS}, details
 
 
 def main() -> int:
-    counted, details = structure()
-    ways = walks()
-    numbers = sizes() | counted | {name: len(stops) for name, stops in ways.items()}
-    numbers["import seconds"] = import_seconds()
+    arguments = [a for a in sys.argv[1:] if not a.startswith("-")]
+    numbers, details = measure(Path(arguments[0] if arguments else ".").resolve())
     over = [name for name, value in numbers.items() if value > LIMITS[name]]
-    for name, places in (details | ways).items():
-        print(f"{name}:", *places, sep="\n  ", end="\n\n")
     for name, value in numbers.items():
-        print(f"{name:30} {value:11,}  limit {LIMITS[name]:11,}  {'OVER' * (name in over)}")
-    print(f"over: {', '.join(over)}" if over else "all within their limits")
+        print(f"{name:42} {value:10,}  limit {LIMITS[name]:10,}  {'OVER' if name in over else ''}")
+    if "--details" in sys.argv:
+        for name, rows in details.items():
+            print(f"\n{name}:", *rows, sep="\n  ")
+    print("over: " + ", ".join(over) if over else "all within their limits")
     return int("--limits" in sys.argv and bool(over))
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

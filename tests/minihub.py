@@ -1,9 +1,10 @@
-"""A small Hugging Face hub on localhost: the part of the HTTP API that huggingface_hub uses to find and load models.
+"""A small Hugging Face hub on localhost: the part of the HTTP API that huggingface_hub uses to find
+and load models.
 
-with MiniHub() as hub:
-    hub.publish("org/name", folder)                      # or gated=True, private=True, revision="refs/pr/1"
-    ...                                                  # HF_ENDPOINT=hub.url
-    hub.downloads()                                      # names of the files that were fetched
+with MiniHub() as hub: hub.publish("org/name", folder)                      # or gated=True,
+    private=True, revision="refs/pr/1" ...                                                  #
+    HF_ENDPOINT=hub.url hub.downloads()                                      # names of the files
+    that were fetched
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class MiniHub(ThreadingHTTPServer):
         self.drops = 0
         self.cuts: dict[str, list[int]] = {}
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -58,7 +61,13 @@ class MiniHub(ThreadingHTTPServer):
         self.server_close()
 
     def publish(
-        self, repo_id: str, folder: Path, *, revision: str = "main", gated: bool = False, private: bool = False
+        self,
+        repo_id: str,
+        folder: Path,
+        *,
+        revision: str = "main",
+        gated: bool = False,
+        private: bool = False,
     ) -> str:
         """Serve `folder` as one revision of `repo_id`; returns its commit."""
         commit = commit_of(folder)
@@ -72,8 +81,14 @@ class MiniHub(ThreadingHTTPServer):
         self.cuts[file] = list(after_bytes)
 
     def downloads(self) -> list[str]:
-        """Names of the files that were fetched completely or in part, each once, in order; without mere look-ups."""
-        fetched = [request.path for request in self.log if request.method == "GET" and "/resolve/" in request.path]
+        """Names of the files that were fetched completely or in part, each once, in order; without
+        mere look-ups.
+        """
+        fetched = [
+            request.path
+            for request in self.log
+            if request.method == "GET" and "/resolve/" in request.path
+        ]
         return list(dict.fromkeys(re.sub(r"^.*/resolve/[^/]+/", "", path) for path in fetched))
 
 
@@ -97,14 +112,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(hub.down, error="down")
         elif found := re.fullmatch(rf"/api/models/{_REPO}/refs", path):
             if self.find(hub, found[1], "main"):
-                names = [name for name in hub.repos[found[1]] if not re.fullmatch(r"refs/.*|\w{40}", name)]
-                branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": "0"} for name in names]
-                self.answer(200, json.dumps({"branches": branches, "tags": [], "converts": []}).encode())
+                names = [
+                    name
+                    for name in hub.repos[found[1]]
+                    if not re.fullmatch(r"refs/.*|\w{40}", name)
+                ]
+                branches = [
+                    {"name": name, "ref": f"refs/heads/{name}", "targetCommit": "0"}
+                    for name in names
+                ]
+                self.answer(
+                    200, json.dumps({"branches": branches, "tags": [], "converts": []}).encode()
+                )
         elif found := re.fullmatch(rf"/api/models/{_REPO}(?:/revision/(.+))?", path):
             if folder := self.find(hub, found[1], found[2] or "main"):
                 files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-                siblings = [{"rfilename": str(file.relative_to(folder)), "size": file.stat().st_size} for file in files]
-                info = {"_id": "0", "id": found[1], "sha": commit_of(folder), "tags": [], "siblings": siblings}
+                siblings = [
+                    {"rfilename": str(file.relative_to(folder)), "size": file.stat().st_size}
+                    for file in files
+                ]
+                info = {
+                    "_id": "0",
+                    "id": found[1],
+                    "sha": commit_of(folder),
+                    "tags": [],
+                    "siblings": siblings,
+                }
                 self.answer(200, json.dumps(info).encode())
         elif found := re.fullmatch(rf"/{_REPO}/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
             if folder := self.find(hub, found[1], found[2], is_file=True):
@@ -114,8 +147,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def find(self, hub: MiniHub, repo_id: str, revision: str, *, is_file: bool = False) -> Path | None:
-        """The files of a revision.  Without access, it answers with the hub's error and returns None."""
+    def find(
+        self, hub: MiniHub, repo_id: str, revision: str, *, is_file: bool = False
+    ) -> Path | None:
+        """The files of a revision.  Without access, it answers with the hub's error and returns
+        None.
+        """
         authorized = self.headers.get("authorization") == f"Bearer {TOKEN}"
         if repo_id not in hub.repos or (repo_id in hub.private and not authorized):
             self.answer(404 if authorized else 401, error="RepoNotFound")
@@ -133,8 +170,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, error="EntryNotFound", **commit)
             return
         content = (folder / name).read_bytes()
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "Accept-Ranges": "bytes", **commit}
-        size, part = len(content), re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or "")
+        headers = {
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "Accept-Ranges": "bytes",
+            **commit,
+        }
+        size, part = (
+            len(content),
+            re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("range") or ""),
+        )
         if part:
             start, stop = int(part[1]), min(int(part[2]) + 1 if part[2] else size, size)
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
@@ -143,7 +187,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(206 if part else 200, content, cuts.pop(0) if cuts else None, **headers)
 
     def answer(
-        self, status: int, content: bytes = b"", cut: int | None = None, *, error: str = "", **headers: str
+        self,
+        status: int,
+        content: bytes = b"",
+        cut: int | None = None,
+        *,
+        error: str = "",
+        **headers: str,
     ) -> None:
         """cut: the connection breaks after so many bytes."""
         self.send_response(status)

@@ -1,14 +1,18 @@
-"""Mutants of the package, and the tests that kill them: the proof that a smaller suite is as strong.
+"""Mutants of the package, and the tests that kill them: the proof that a smaller suite is as
+strong.
 
     python tests/mutants.py RESULTS [ROOM ...] [--jobs N] [--limit SECONDS]
 
-`mutants.jsonl` lists them, one a line: a statement (of a compound one the header), as `ast.unparse` writes it, and what
-replaces it.  The operators of mutmut 3.8.1 drew them once, with the seed 43; those "by hand" are kinds of error that
-tests let live before.  A mutant follows its statement into any file.  `equivalent`: why no test can kill it.
+`mutants.jsonl` lists them, one a line: a statement (of a compound one the header), as `ast.unparse`
+writes it, and what replaces it.  The operators of mutmut 3.8.1 drew them once, with the seed 43;
+those "by hand" are kinds of error that tests let live before.  A mutant follows its statement into
+any file.  `equivalent`: why no test can kill it.
 
-Each is applied in a copy of the tree, and judged by the tests of its room alone: first those that name its module.
-RESULTS gets a line for each: killed, and by which test; survived; timeout; not found; broken, if that test fails
-without the mutant too.  Mutants that RESULTS has are skipped, so that a run that was stopped goes on.
+Each is applied in a copy of the tree, and judged by the tests of its room alone: first those that
+name its module.
+RESULTS gets a line for each: killed, and by which test; survived; timeout; not found; broken, if
+that test fails without the mutant too.  Mutants that RESULTS has are skipped, so that a run that
+was stopped goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ TESTS = {  # of each room: files and folders
     "kernels": "kernels operators/test_adapters.py",
     "operators": "operators kernels/test_functions.py jobs/test_tune.py capture/test_served.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
-    "environment": "test_environment.py test_toolchain.py test_ranks.py capture/test_capture_memory.py",
+    "environment": (
+        "test_environment.py test_toolchain.py test_ranks.py capture/test_capture_memory.py"
+    ),
     "capture": "capture test_served_run.py",
     "measure": "measure jobs test_implementations.py",
     "store": "store settings jobs test_ranks.py",
@@ -57,18 +63,24 @@ def statements(tree: ast.AST, name: str = "") -> list[tuple[str, ast.stmt]]:
     """Every statement, with the name of its function."""
     found = [(name, child) for child in ast.iter_child_nodes(tree) if isinstance(child, ast.stmt)]
     for child in ast.iter_child_nodes(tree):
-        found += statements(child, child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else name)
+        found += statements(
+            child, child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else name
+        )
     return found
 
 
 @cache
 def headers(source: str) -> list[tuple[str, str, ast.stmt]]:
     """Of every statement: its function, its header, itself."""
-    return [(name, header(statement), statement) for name, statement in statements(ast.parse(source))]
+    return [
+        (name, header(statement), statement) for name, statement in statements(ast.parse(source))
+    ]
 
 
 def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
-    """Where the statement stands; of several places, that in the function and the file of the mutant."""
+    """Where the statement stands; of several places, that in the function and the file of the
+    mutant.
+    """
     found = []
     for file in sorted((tree / "ssdprof").rglob("*.py")):
         for name, text, statement in headers(file.read_text(encoding="utf-8")):
@@ -88,17 +100,29 @@ def mutated(mutant: Mutant, source: str, statement: ast.stmt) -> str:
 
 
 def tests_of(mutant: Mutant, tree: Path, module: Path) -> list[str]:
-    """The test files of the mutant's room: first those that name its module or what it defines, and the short ones."""
+    """The test files of the mutant's room: first those that name its module or what it defines, and
+    the short ones.
+    """
     paths = [tree / "tests" / word for word in TESTS[mutant["room"]].split()]
-    files = [file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path] * path.exists())]
+    files = [
+        file
+        for path in paths
+        for file in (path.rglob("test_*.py") if path.is_dir() else [path] * path.exists())
+    ]
     texts = {str(file.relative_to(tree)): file.read_text(encoding="utf-8") for file in files}
-    names = re.findall(r"^(?:def|class) ([A-Za-z]\w+)", module.read_text(encoding="utf-8"), re.MULTILINE)
+    names = re.findall(
+        r"^(?:def|class) ([A-Za-z]\w+)", module.read_text(encoding="utf-8"), re.MULTILINE
+    )
     named = re.compile(rf"\b({'|'.join([module.stem, *names])})\b")
-    return sorted(texts, key=lambda file: ("_gpu" in file, not named.search(texts[file]), len(texts[file])))
+    return sorted(
+        texts, key=lambda file: ("_gpu" in file, not named.search(texts[file]), len(texts[file]))
+    )
 
 
 def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int, str]:
-    """pytest's exit code, 128 or more after the limit of processor time, and the first test that failed."""
+    """pytest's exit code, 128 or more after the limit of processor time, and the first test that
+    failed.
+    """
     env = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "OMP_NUM_THREADS": "1"}
     limits = f"prlimit --cpu={limit_s:.0f} timeout -s KILL {5 * limit_s:.0f} {sys.executable}"
     command = [*f"{limits} -m pytest -x -n 0 -p no:cacheprovider --tb=no -rfE".split(), *tests]
@@ -117,7 +141,8 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
     file.write_text(before, encoding="utf-8")
     if code == 0 or code >= 128:
         return ("timeout" if code else "survived"), ""
-    without = test and run_tests(tree, [test.split("[")[0]], limit_s)[0]  # no test: nothing can be imported
+    # no test: nothing can be imported
+    without = test and run_tests(tree, [test.split("[")[0]], limit_s)[0]
     return ("broken" if without else "killed"), test
 
 
@@ -129,9 +154,20 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240.0)
     wanted = parser.parse_args()
     listed = [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines()]
-    known = {json.loads(line)["mutated"] for line in wanted.results.open()} if wanted.results.exists() else set()
-    left = [one for one in listed if one["mutated"] not in known and one["room"] in (wanted.rooms or TESTS)]
-    with tempfile.TemporaryDirectory(prefix="ssdprof-mutants-") as folder, ThreadPoolExecutor(wanted.jobs) as pool:
+    known = (
+        {json.loads(line)["mutated"] for line in wanted.results.open()}
+        if wanted.results.exists()
+        else set()
+    )
+    left = [
+        one
+        for one in listed
+        if one["mutated"] not in known and one["room"] in (wanted.rooms or TESTS)
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="ssdprof-mutants-") as folder,
+        ThreadPoolExecutor(wanted.jobs) as pool,
+    ):
         trees: Queue[Path] = Queue()
         for job in range(wanted.jobs):
             unwanted = shutil.ignore_patterns(".git", "__pycache__", "runs", ".*_cache")
@@ -141,7 +177,11 @@ def main() -> None:
             tree, began = trees.get(), time.monotonic()
             status, test = judge(mutant, tree, wanted.limit)
             trees.put(tree)
-            line = mutant | {"status": status, "test": test, "seconds": round(time.monotonic() - began)}
+            line = mutant | {
+                "status": status,
+                "test": test,
+                "seconds": round(time.monotonic() - began),
+            }
             with wanted.results.open("a") as file:
                 print(json.dumps(line), file=file)
 

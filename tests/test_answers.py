@@ -1,4 +1,6 @@
-"""`ssdprof answers` on the demo models: it distinguishes exact and relaxed, and a broken kernel fails the gate."""
+"""`ssdprof answers` on the demo models: it distinguishes exact and relaxed, and a broken kernel
+fails the gate.
+"""
 
 import json
 from collections.abc import Callable
@@ -27,7 +29,7 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 
 
 @pytest.fixture
-def register(exact_kernels: None) -> Register:  # noqa: ARG001
+def register(exact_kernels: None) -> Register:
     """Adds an implementation until the test ends."""
 
     def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
@@ -75,16 +77,27 @@ def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     noise = [case for case in report.cases if case.answers and case.answers.change]
     assert len(noise) == 2
     assert all(0 < kl(case) < 1e-11 for case in noise)
-    assert {(case.answers.reference, case.answers.weights) for case in report.of_answers if case.answers} == {
-        ("fp64 oracle", "fp32")
-    }
+    assert {
+        (case.answers.reference, case.answers.weights) for case in report.of_answers if case.answers
+    } == {("fp64 oracle", "fp32")}
 
 
 @pytest.mark.parametrize(("model", "operator"), [("demo", "ssd"), ("demo-gdn", "gdn")])
 @pytest.mark.parametrize("broken", [swapped_heads, without_decay])
-def test_a_broken_kernel_fails_the_gate(register: Register, model: str, operator: str, broken: Any) -> None:
+def test_a_broken_kernel_fails_the_gate(
+    register: Register, model: str, operator: str, broken: Any
+) -> None:
     register(operator, "broken", broken)
-    words = ("answers", model, *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--gate", "kl:1e-4")
+    words = (
+        "answers",
+        model,
+        *SEQ,
+        *ONE_PRECISION,
+        "--implementations",
+        "unfused,broken",
+        "--gate",
+        "kl:1e-4",
+    )
     text = ending(1, *words, "--generate", "2").shown
     assert "FAILED: the answers of broken (exact, fp32 states) at 70 tokens: mean KL" in text
     assert "FAILED: the answers of unfused" not in text
@@ -99,14 +112,24 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
         return swapped_heads(inputs, precision)
 
     register("gdn", "broken", broken_in_one)
-    words = ("answers", "demo-gdn", *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--per-layer")
+    words = (
+        "answers",
+        "demo-gdn",
+        *SEQ,
+        *ONE_PRECISION,
+        "--implementations",
+        "unfused,broken",
+        "--per-layer",
+    )
     shown = passing(*words, "--layers", "0,1", "--json").out  # no limit was given
     alone = [
         (case.implementation, case.answers.alone, kl(case) > 1e-3)
         for case in Report.model_validate_json(shown).cases
         if case.answers and case.answers.alone is not None
     ]
-    assert alone == [(name, layer, name == "broken") for layer in (0, 1) for name in ("unfused", "broken")]
+    assert alone == [
+        (name, layer, name == "broken") for layer in (0, 1) for name in ("unfused", "broken")
+    ]
     assert len(seen) == 2 + 2  # both together, then each separately
     assert "One layer at a time" in Answer("export").out
 
@@ -132,7 +155,16 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
         raise KeyboardInterrupt
 
     register("ssd", "slow", interrupted)
-    words = ("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "unfused,slow", "--out", "runs/kept")
+    words = (
+        "answers",
+        "demo",
+        *SEQ,
+        *ONE_PRECISION,
+        "--implementations",
+        "unfused,slow",
+        "--out",
+        "runs/kept",
+    )
     told = ending(130, *words).err
     assert "marked as partial: 3 cases of answers" in told
     report = latest()
@@ -144,17 +176,21 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
 
 @pytest.mark.usefixtures("exact_kernels")
 def test_run_compares_answers_too() -> None:
-    shown = passing("run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers").shown
+    shown = passing(
+        "run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers"
+    ).shown
     report = latest("run")
     assert len(report.of_calls) == 2
-    assert {(case.answers.layers, case.answers.weights) for case in report.of_answers if case.answers} == {
-        ((1,), "bf16")
-    }
+    assert {
+        (case.answers.layers, case.answers.weights) for case in report.of_answers if case.answers
+    } == {((1,), "bf16")}
     assert "Answers at 40 tokens" in shown
 
 
 @pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
-def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path: Path, weights: str, item: int) -> None:
+def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
+    tmp_path: Path, weights: str, item: int
+) -> None:
     """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
     words = ("--prompt", "random", "--weights", weights, "--dry-run", "--json")

@@ -1,4 +1,6 @@
-"""The Python functions: options are those of the commands, and tensors of one's own are compared like a layer's."""
+"""The Python functions: options are those of the commands, and tensors of one's own are compared
+like a layer's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from ssdprof.operators.generate import Tokens
 
 
 def test_importing_it_is_quick_and_dir_shows_its_functions() -> None:
-    code = "import sys, ssdprof; print('torch' in sys.modules, 'typer' in sys.modules, 'run' in dir(ssdprof))"
+    code = (
+        "import sys, ssdprof; print('torch' in sys.modules, 'typer' in sys.modules, 'run' in "
+        "dir(ssdprof))"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["False", "False", "True"]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -37,12 +42,23 @@ def test_importing_it_is_quick_and_dir_shows_its_functions() -> None:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> ssdprof.Results:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return ssdprof.run("demo", seq=40, layers="first:1", dtypes="exact", gate=["rms:2", "match:50%"], out=folder)
+    return ssdprof.run(
+        "demo", seq=40, layers="first:1", dtypes="exact", gate=["rms:2", "match:50%"], out=folder
+    )
 
 
 def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results) -> None:
     assert ran.passed
-    assert ran.report.command[:8] == ("ssdprof", "run", "demo", "--seq", "40", "--layers", "first:1", "--dtypes")
+    assert ran.report.command[:8] == (
+        "ssdprof",
+        "run",
+        "demo",
+        "--seq",
+        "40",
+        "--layers",
+        "first:1",
+        "--dtypes",
+    )
     assert [one.spelling for one in ran.report.conditions] == ["rms:2", "match:50%"]
     assert ran.folder
     assert ssdprof.load(ran.folder).report == ran.report
@@ -63,8 +79,12 @@ def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results) -> None:
     assert frame["output, rms error [relative]"].between(1e-4, 1e-2).all()
 
 
-@pytest.mark.parametrize(("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")])
-def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path: Path, file: str, begins: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")]
+)
+def test_the_suffix_is_the_format(
+    ran: ssdprof.Results, tmp_path: Path, file: str, begins: str
+) -> None:
     assert ran.export(tmp_path / file).read_text().startswith(begins)
     with pytest.raises(BadInputError, match="exists"):
         ran.export(tmp_path / file)
@@ -88,17 +108,28 @@ def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], words: str) ->
 @pytest.mark.parametrize("name", ["run", "answers", "prefill", "bench"])
 def test_help_shows_the_options_of_the_command(name: str) -> None:
     kind = getattr(options, f"{name.capitalize()}Options")
-    typed = {python for python, _, _ in options.flags(kind)} - {"json", "full", "dry_run", "prefill", "stalls"}
+    typed = {python for python, _, _ in options.flags(kind)} - {
+        "json",
+        "full",
+        "dry_run",
+        "prefill",
+        "stalls",
+    }
     shown = inspect.signature(getattr(ssdprof, name)).parameters
     assert set(shown) - typed == {"operator" if name == "bench" else "model", "watcher"}
 
 
-def test_a_run_that_stored_captures_stands_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_stored_captures_stands_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/one/captures")
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
-    asked = (captures_of(options.RunOptions(model=model)) for model in ("one", "runs/one", "runs/one/captures", "two"))
+    asked = (
+        captures_of(options.RunOptions(model=model))
+        for model in ("one", "runs/one", "runs/one/captures", "two")
+    )
     assert list(asked) == [folder, folder, folder, None]
 
 
@@ -106,12 +137,16 @@ def test_a_run_that_stored_captures_stands_for_them(tmp_path: Path, monkeypatch:
 
 
 def test_a_case_runs_again_by_its_command_and_its_script(
-    ran: ssdprof.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ran: ssdprof.Results,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     case = ran.cases[-1]
     shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
     command = (
-        "ssdprof run demo --gate rms:2 --gate match:50% --impl fused --dtypes exact --states fp32 --layers 0 --seq 40"
+        "ssdprof run demo --gate rms:2 --gate match:50% --impl fused --dtypes exact "
+        "--states fp32 --layers 0 --seq 40"
     )
     assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
     script = CliRunner().invoke(app, ["case", case.name, str(ran.folder), "--script"]).stdout
@@ -127,24 +162,48 @@ def test_a_case_runs_again_by_its_command_and_its_script(
 @pytest.mark.parametrize(
     ("typed", "changes", "expected"),
     [
-        ("run org/m --seq 1k,128k --out x --baseline fla", {}, "run org/m --baseline fla {} --layers 9 --seq 131072"),
+        (
+            "run org/m --seq 1k,128k --out x --baseline fla",
+            {},
+            "run org/m --baseline fla {} --layers 9 --seq 131072",
+        ),
         ("run captures", {"placement": None}, "run captures {} --layers 9"),
-        ("run org/m --impl=unfused,fused=there", {}, "run org/m {0}=there {1} --layers 9 --seq 131072"),
+        (
+            "run org/m --impl=unfused,fused=there",
+            {},
+            "run org/m {0}=there {1} --layers 9 --seq 131072",
+        ),
     ],
 )
 def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str) -> None:
-    found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(command=("ssdprof", *typed.split()))
+    found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(
+        command=("ssdprof", *typed.split())
+    )
     found = found.changed(
-        **{"placement": Placement(kind="one-gpu", device="cuda:0", held={}, predicted_peak_bytes=None)} | changes
+        **{
+            "placement": Placement(
+                kind="one-gpu", device="cuda:0", held={}, predicted_peak_bytes=None
+            )
+        }
+        | changes
     )
     first, second = "--impl fused", "--dtypes exact --states fp32"
-    words = expected.format(first, second) if "{0}" in expected else expected.format(f"{first} {second}")
+    words = (
+        expected.format(first, second)
+        if "{0}" in expected
+        else expected.format(f"{first} {second}")
+    )
     assert " ".join(found.again(found.cases[-1])) == f"ssdprof {words}"
 
 
 def test_the_words_of_a_drawn_case() -> None:
-    found = bench(*cell()).changed(command=("ssdprof", "bench", "ssd", "--cells", "8x4k", "--seq", "1k", "--json"))
-    words = "ssdprof bench ssd --json --impl fused --dtypes exact --states fp32 --shape mamba2-2.7b --dtype bf16"
+    found = bench(*cell()).changed(
+        command=("ssdprof", "bench", "ssd", "--cells", "8x4k", "--seq", "1k", "--json")
+    )
+    words = (
+        "ssdprof bench ssd --json --impl fused --dtypes exact --states fp32 --shape "
+        "mamba2-2.7b --dtype bf16"
+    )
     assert " ".join(found.again(found.cases[-1])) == f"{words} --seq 1024 --batch 1"
     assert found.changed(command=()).again(found.cases[-1]) == ()
 
@@ -181,13 +240,20 @@ def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path: Path) -> N
     found = ssdprof.compare(inputs, [right, wrong, overwrites, raises, "fused"])
     results = {case.implementation: case.result for case in found.cases}
     assert results == {
-        "unfused": "passed", "right": "passed", "wrong": "inaccurate", "overwrites": "failed", "raises": "failed",
+        "unfused": "passed",
+        "right": "passed",
+        "wrong": "inaccurate",
+        "overwrites": "failed",
+        "raises": "failed",
         "fused": "passed",
-    }  # fmt: skip
+    }
     assert torch.equal(inputs.x, before), "functions get copies"
     why = {case.implementation: case.why for case in found.cases}
     assert "it changes its inputs: x" in why["overwrites"]
-    assert f"ValueError: no such size (test_api.py:{raises.__code__.co_firstlineno + 1} in raises)" in why["raises"]
+    assert (
+        f"ValueError: no such size (test_api.py:{raises.__code__.co_firstlineno + 1} in raises)"
+        in why["raises"]
+    )
     assert not found.passed
     assert ssdprof.load(found.export(tmp_path / "report.json")).report == found.report
     assert "ssdprof: given tensors, 70 tokens, no GPU" in repr(found)

@@ -1,4 +1,6 @@
-"""The table of published claims: it says what the recorded results say, and its conditions can fail."""
+"""The table of published claims: it says what the recorded results say, and its conditions can
+fail.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,17 @@ def test_the_table_and_its_page_are_filled_from_the_results() -> None:
 @pytest.mark.parametrize(
     ("must", "value", "above", "expected"),
     [
-        (">= 1.5 <= 2.5", 1.5, None, True), (">= 1.5 <= 2.5", 2.6, None, False), ("> 1", 1, None, False),
-        ("< 2", 1.9, None, True), ("= 4", 4, None, True), ("= 4", 5, None, False), ("> above", 2, 1.5, True),
-        ("> above", 2, 2.5, False), ("> above", 2, None, False),
+        (">= 1.5 <= 2.5", 1.5, None, True),
+        (">= 1.5 <= 2.5", 2.6, None, False),
+        ("> 1", 1, None, False),
+        ("< 2", 1.9, None, True),
+        ("= 4", 4, None, True),
+        ("= 4", 5, None, False),
+        ("> above", 2, 1.5, True),
+        ("> above", 2, 2.5, False),
+        ("> above", 2, None, False),
     ],
-)  # fmt: skip
+)
 def test_conditions(must: str, value: float, above: float | None, expected: bool) -> None:
     assert claims.holds(must, value, above) is expected
 

@@ -1,4 +1,6 @@
-"""The command line: words in, exit codes and two streams out.  What a model computes is in test_end_to_end.py."""
+"""The command line: words in, exit codes and two streams out.  What a model computes is in
+test_end_to_end.py.
+"""
 
 import errno
 import json
@@ -25,12 +27,15 @@ from ssdprof.store import reports
 
 
 @pytest.fixture(autouse=True)
-def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))  # for separate processes
+def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # for separate processes
+    monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))
 
 
 def refused(code: int, *words: str) -> str:
-    """stderr of a refused call.  It must end in two lines, without data on stdout and without a run."""
+    """stderr of a refused call.  It must end in two lines, without data on stdout and without a
+    run.
+    """
     answer = ending(code, *words)
     assert answer.out == ""
     assert answer.err.startswith("error: ")
@@ -45,15 +50,24 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.Monkey
     assert "is for a step of GitHub Actions" in refused(2, "export", "--format", "github")
 
 
-@pytest.mark.parametrize(("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)]
+)
 def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
     assert parse_percent("--smallest-difference", text) == pytest.approx(value)
 
 
 def test_another_run_in_the_same_folder() -> None:
-    header: Any = {"kind": "bench", "subject": "demo", "environment": collect(), "baseline": "unfused"}
+    header: Any = {
+        "kind": "bench",
+        "subject": "demo",
+        "environment": collect(),
+        "baseline": "unfused",
+    }
     with reports.opened(Path("shared"), Watcher(), **header):
-        assert "Another run is writing into shared" in refused(2, "run", "demo", "--out", "shared", "--seq", "16")
+        assert "Another run is writing into shared" in refused(
+            2, "run", "demo", "--out", "shared", "--seq", "16"
+        )
     assert reports.load("shared")[1].complete
 
 
@@ -66,11 +80,21 @@ def test_another_run_in_the_same_folder() -> None:
         (KeyboardInterrupt(), 130, "interrupted: Nothing was kept."),
         (KeyboardInterrupt("Two cases are kept."), 130, "interrupted: Two cases are kept."),
         (OSError(errno.ENOSPC, "No space left on device", "file"), 3, "error: The disk is full"),
-        (PermissionError(errno.EACCES, "Permission denied", "/a"), 3, "error: /a cannot be used: Permission denied."),
-        (OSError(errno.EROFS, "Read-only file system", "/a"), 3, "error: /a cannot be used: Read-only file system."),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a"),
+            3,
+            "error: /a cannot be used: Permission denied.",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/a"),
+            3,
+            "error: /a cannot be used: Read-only file system.",
+        ),
     ],
 )
-def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str) -> None:
+def test_how_a_command_ends(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str
+) -> None:
     def fail(*_: object) -> None:
         raise raised
 
@@ -96,7 +120,9 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     assert not cli.Commands.of_main, "later calls in this process do not fork it"
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("internal error: ZeroDivisionError: somewhere deep at http://...@host\n")
+    assert shown.err.startswith(
+        "internal error: ZeroDivisionError: somewhere deep at http://...@host\n"
+    )
     assert "secret" not in shown.err
     assert "Traceback" not in shown.err
     (log,) = tmp_path.glob("ssdprof-*.log")
@@ -126,26 +152,52 @@ def test_the_shell_completes_commands() -> None:
 
 
 def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"])
+    monkeypatch.setattr(
+        sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"]
+    )
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
 
 
 def test_paragraphs_of_help_are_wrapped_to_the_terminal_and_not_as_in_the_source() -> None:
     shown = shell("COLUMNS=200 PROGRAM run --help").stdout
-    assert any("Exit code 0 says" in line and "that a gate does not hold" in line for line in shown.splitlines())
+    assert any(
+        "Exit code 0 says" in line and "that a gate does not hold" in line
+        for line in shown.splitlines()
+    )
 
 
 WRONG = """\
-run demo --seq 0; run demo --layers x; run demo --layers 99; run demo --states x; run demo --dtypes x
-run demo --bogus; run demo --prompt-file absent.txt; run ./nowhere; run damaged; capture demo --layers 3-0
-capture ./nowhere; accuracy nothing; export nothing; bench sdd; bench ssd --shape x; bench ssd --shape 8x64x512x1
-bench gdn --shape 16/32x512x128; bench gdn --dtype x; bench ssd --seq x; bench ssd --states x; tune ssd --shape x
-tune gdn --dtype x; stalls --impl fused,; stalls --seq x; stalls --from demo --layer 3"""
+run demo --seq 0
+run demo --layers x
+run demo --layers 99
+run demo --states x
+run demo --dtypes x
+run demo --bogus
+run demo --prompt-file absent.txt
+run ./nowhere
+run damaged
+capture demo --layers 3-0
+capture ./nowhere
+accuracy nothing
+export nothing
+bench sdd
+bench ssd --shape x
+bench ssd --shape 8x64x512x1
+bench gdn --shape 16/32x512x128
+bench gdn --dtype x
+bench ssd --seq x
+bench ssd --states x
+tune ssd --shape x
+tune gdn --dtype x
+stalls --impl fused,
+stalls --seq x
+stalls --from demo --layer 3
+"""
 
 
 def test_wrong_usage_is_answered_before_torch_is_imported() -> None:
     """torch takes seconds to import and is not needed for the answer."""
-    wrong = WRONG.replace("\n", "; ").split("; ")
+    wrong = WRONG.splitlines()
     Path("damaged").mkdir()
     Path("damaged/manifest.json").write_text("{")
     code = (
@@ -183,9 +235,16 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ("PROGRAM models --json > /dev/full", 3, "error: The disk is full"),
         ("PROGRAM export nothing 2> /dev/full", 2, ""),
         ("PROGRAM export nothing 2>&-", 2, ""),
-        ("mkdir gone; cd gone; rmdir ../gone; PROGRAM doctor", 2, "error: The working directory does not exist any"),
+        (
+            "mkdir gone; cd gone; rmdir ../gone; PROGRAM doctor",
+            2,
+            "error: The working directory does not exist any",
+        ),
         # a reader that stops early is no mistake, and no verdict
-        *((f"PROGRAM models {option} | true; exit ${{PIPESTATUS[0]}}", 141, "") for option in ("", "--json")),
+        *(
+            (f"PROGRAM models {option} | true; exit ${{PIPESTATUS[0]}}", 141, "")
+            for option in ("", "--json")
+        ),
     ],
 )
 def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: str) -> None:
@@ -239,9 +298,13 @@ def denied(suffix: str = "", prefix: str = "", dir: str = "", real: Any = tempfi
 
 def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated, because root may run the tests and may write everywhere."""
-    monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model"))
+    monkeypatch.setattr(
+        "ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model")
+    )
     monkeypatch.setattr("tempfile.mkdtemp", denied)
-    assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16", "--out", "captures")
+    assert "cannot be written: permission denied" in refused(
+        3, "capture", "demo", "--seq", "16", "--out", "captures"
+    )
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")
 
 
@@ -261,7 +324,9 @@ def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     Path("model").mkdir()
     config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())
     Path("model/config.json").write_text(json.dumps(config | {"mamba_d_state": 512}))
-    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(2, "run", "./model", "--seq", "16")
+    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(
+        2, "run", "./model", "--seq", "16"
+    )
 
 
 def test_ctrl_c_during_the_imports_shows_no_traceback() -> None:

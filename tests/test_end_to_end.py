@@ -34,7 +34,9 @@ FAST = (*SEQ, *ONE_LAYER, *ONE_PRECISION)
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
 def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one `ssdprof run` of a demo at every precision, and the two output streams of the run."""
+    """A folder with one `ssdprof run` of a demo at every precision, and the two output streams of
+    the run.
+    """
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -45,7 +47,7 @@ def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: ARG001
+def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """That folder as the current one, instead of an empty one."""
     monkeypatch.chdir(demo_run)
     return demo_run
@@ -80,7 +82,12 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     assert f"Kept in runs/{report.id}." in (in_demo_run / "stderr").read_text()
     (row,) = json.loads(Answer("runs", "--json").out)
     assert (row["name"], row["model"]) == (report.id, report.subject)
-    assert (row["kind"], row["verdict"], row["state"], row["gpu"]) == ("run", "passed", "complete", None)
+    assert (row["kind"], row["verdict"], row["state"], row["gpu"]) == (
+        "run",
+        "passed",
+        "complete",
+        None,
+    )
     assert report.id in Answer("runs").out
 
 
@@ -104,7 +111,11 @@ def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
     assert (again.code, "--force" in again.err) == (2, True)
     assert file.read_bytes() == before
     assert Answer("export", "-o", str(file), "--force").code == 0
-    assert Answer("export").out.strip() == Answer("export", "-o", "-").out.strip() == before.decode().strip()
+    assert (
+        Answer("export").out.strip()
+        == Answer("export", "-o", "-").out.strip()
+        == before.decode().strip()
+    )
     html = tmp_path / "report.html"
     assert Answer("export", "--format", "html", "-o", str(html)).code == 0
     page = Page(html.read_text())
@@ -180,14 +191,18 @@ def test_weights_that_are_nan_are_found_and_fail() -> None:
         assert "FAILED: the model's inputs, not the kernels. In layer 1" in answer.shown
 
 
-def test_a_refused_implementation_is_no_pass_unless_it_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_implementation_is_no_pass_unless_it_was_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object) -> None:
         raise UnsupportedError("fused: no such state size")
 
     fused = replace(kernels.get("ssd", "fused"), plan=refuse, run=refuse)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), fused)
     answer = ending(1, "run", "demo", *FAST)
-    assert "REFUSED: fused (exact, fp32 states) in layer 1: fused: no such state size." in answer.shown
+    assert (
+        "REFUSED: fused (exact, fp32 states) in layer 1: fused: no such state size." in answer.shown
+    )
     assert {case.result for case in latest().cases} == {"passed", "refused"}
     assert Answer("accuracy").code == Answer("export").code == 1
     passing("run", "demo", *FAST, "--implementations", "unfused")
@@ -209,7 +224,9 @@ def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @demo_alone
-def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_what_a_run_would_say(
+    in_demo_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan on stdout, and the error of the run with its exit code."""
     monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
@@ -243,7 +260,9 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
     assert "4,096 tokens" in Answer("run", "demo", "--seq", "4k", "--dry-run").out
     assert "at most 256" in Answer("run", "large", "--dry-run").err
     planned = json.loads(Answer("run", str(captures), "--dry-run", "--json").out)
-    assert (captures / planned["files"][0]["name"]).stat().st_size == planned["files"][0]["size_bytes"]
+    assert (captures / planned["files"][0]["name"]).stat().st_size == planned["files"][0][
+        "size_bytes"
+    ]
     assert planned["download_bytes"] == 0
     assert "40 tokens" in Answer("run", str(captures), "--dry-run").out
     assert "1 token\n" in Answer("run", "demo", "--seq", "1", "--dry-run").out

@@ -33,20 +33,30 @@ def test_everything_that_passed_is_timed() -> None:
     for case in report.cases:
         assert case.variant != "interpreter"
         assert case.device_us is not None, case.why
-        assert (report.speedup(case) is None) == (str(case.precision) in BASELINES and case.implementation == "unfused")
+        assert (report.speedup(case) is None) == (
+            str(case.precision) in BASELINES and case.implementation == "unfused"
+        )
 
 
 BASELINES = {f"exact, {state} states" for state in ("fp32", "fp16", "bf16")}
 
 
 def test_segments_and_one_piece_see_the_same_inputs() -> None:
-    """Accuracy depends on the inputs, which differ only in the rounding of sums in another order."""
+    """Accuracy depends on the inputs, which differ only in the rounding of sums in another
+    order.
+    """
     words = ("--seq", "4k", "--layers", "3", "--dtypes", "exact", "--states", "fp32")
     whole, pieces = run(*words), run(*words, "--segment", "1000")
     assert (whole.segment_length, pieces.segment_length) == (4096, 1000)
-    # only `out`: the final state of a fast head has few terms, and its rounding error varies by chance
+    # only `out`: the final state of a fast head has few terms, and its rounding error varies by
+    # chance
     ours = [
-        [found.vs_oracle.rms_ratio for case in report.cases for found in case.accuracy if found.tensor == "out"]
+        [
+            found.vs_oracle.rms_ratio
+            for case in report.cases
+            for found in case.accuracy
+            if found.tensor == "out"
+        ]
         for report in (whole, pieces)
     ]
     assert len(ours[0]) == 2
@@ -58,7 +68,9 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
     header = tmp_path / "run" / reports.HEADER
     with starting(tmp_path) as start:
         process = start("run", "demo", "--seq", "64k", "--out", "run", ranks=False)
-        wait_for(lambda: (header.exists() and reports.load("run")[1].cases) or process.poll() is not None)
+        wait_for(
+            lambda: (header.exists() and reports.load("run")[1].cases) or process.poll() is not None
+        )
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -75,7 +87,11 @@ def test_a_small_bench() -> None:
     report = reports.load("cells")[1]
     assert report == Report.model_validate(json.loads(answer.out))
     assert (report.complete, report.missing) == (True, ())
-    assert list(dict.fromkeys(case.size for case in report.cases)) == ["1 x 256", "2 x 200", "4 packed x 16-64"]
+    assert list(dict.fromkeys(case.size for case in report.cases)) == [
+        "1 x 256",
+        "2 x 200",
+        "4 packed x 16-64",
+    ]
     assert [case.implementation for case in report.cases] == (["unfused"] * 2 + ["fused"] * 2) * 3
     for case in report.cases:
         assert case.result == "passed", case.why

@@ -45,7 +45,8 @@ def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.Mo
     monkeypatch.setattr("platform.node", lambda: "secret-host")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     found = machine.collect()
-    assert torch.__version__.startswith(found.packages["torch"])  # PyPI names CUDA in the first only
+    # PyPI names CUDA in the first only
+    assert torch.__version__.startswith(found.packages["torch"])
     assert ("ptxas" in found.packages) == torch.cuda.is_available()
     if named := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M):
         assert found.cpu == named[1].strip()
@@ -76,7 +77,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, *readings: Reading) -> Any:
     return [watch() for _ in readings[1:]][-1]
 
 
-def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clocks = watched(monkeypatch, reading(1980), reading(1200, 0x24), reading(1830, 0x01))
     assert clocks.sm_mhz == (1980, 1830)
     assert clocks.throttle_reasons == ("power cap", "temperature, by the driver")
@@ -86,12 +89,19 @@ def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(monkeypatch: 
 def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idling and a set clock are no throttling."""
     for reason, word in (
-        ("SwPowerCap", "power cap"), ("HwSlowdown", "hardware slowdown"), ("SyncBoost", "sync boost"),
-        ("SwThermalSlowdown", "temperature, by the driver"), ("HwThermalSlowdown", "temperature, by the hardware"),
-        ("HwPowerBrakeSlowdown", "power brake"), ("GpuIdle", ""), ("ApplicationsClocksSetting", ""),
-    ):  # fmt: skip
+        ("SwPowerCap", "power cap"),
+        ("HwSlowdown", "hardware slowdown"),
+        ("SyncBoost", "sync boost"),
+        ("SwThermalSlowdown", "temperature, by the driver"),
+        ("HwThermalSlowdown", "temperature, by the hardware"),
+        ("HwPowerBrakeSlowdown", "power brake"),
+        ("GpuIdle", ""),
+        ("ApplicationsClocksSetting", ""),
+    ):
         bits = getattr(pynvml, f"nvmlClocksEventReason{reason}")
-        assert watched(monkeypatch, reading(1980), reading(1980, bits)).throttle_reasons == (word,) * bool(word)
+        assert watched(monkeypatch, reading(1980), reading(1980, bits)).throttle_reasons == (
+            word,
+        ) * bool(word)
 
 
 def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +117,9 @@ def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+def test_nvml_is_asked_for_the_device_that_torch_means(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
     nvml = FakeNvml(broken=broken)
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
@@ -134,9 +146,15 @@ def test_every_check_that_is_not_ok_has_a_hint() -> None:
         assert (found.hint == "") == (found.status == "ok"), found
 
 
-def test_each_requirement_is_checked_against_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_requirement_is_checked_against_its_own_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     versions = {"torch": "2.13.0", "triton": None, "numpy": "2.4.0"}
-    monkeypatch.setattr(doctor, "requires", lambda _: ["torch>=2.11", "triton>=3.6", "numpy<2.4", 'x; extra == "dev"'])
+    monkeypatch.setattr(
+        doctor,
+        "requires",
+        lambda _: ["torch>=2.11", "triton>=3.6", "numpy<2.4", 'x; extra == "dev"'],
+    )
     monkeypatch.setattr(doctor, "installed_version", versions.get)
     statuses = {found.name: found.status for found in doctor._packages()}
     assert statuses == {"torch": "ok", "triton": "missing", "numpy": "warn"}
@@ -154,14 +172,18 @@ def test_the_drivers_word_on_counters(tmp_path: Path, monkeypatch: pytest.Monkey
     assert doctor._counters(parameters).status == "ok"
 
 
-def test_ncu_is_found_where_the_toolkit_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ncu_is_found_where_the_toolkit_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(toolchain, "_NCU_FOLDERS", (f"{tmp_path}/cuda*/bin",))
     assert doctor._ncu().status == "missing"
     for toolkit, number in (("cuda-12.8", "2025.1.0"), ("cuda-13.0", "2025.3.1.0")):
         folder = tmp_path / toolkit / "bin"
         folder.mkdir(parents=True)
-        (folder / "ncu").write_text(f"#!/bin/sh\necho 'NVIDIA (R) Nsight Compute'\necho 'Version {number} (build 1)'\n")
+        (folder / "ncu").write_text(
+            f"#!/bin/sh\necho 'NVIDIA (R) Nsight Compute'\necho 'Version {number} (build 1)'\n"
+        )
         (folder / "ncu").chmod(0o755)
     found = doctor._ncu()
     assert (found.status, found.detail) == ("ok", "2025.3.1.0")
@@ -228,17 +250,24 @@ def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("versions", "status"),
     [
-        (("2.11.0+cu130", "3.6.0"), "ok"), (("2.13.0", "3.9.0"), "ok"), (("2.11.0", "3.9.0"), "warn"),
-        (("2.14.0", "3.9.1"), "warn"), (("2.13.0", "3.10.0"), "warn"),
+        (("2.11.0+cu130", "3.6.0"), "ok"),
+        (("2.13.0", "3.9.0"), "ok"),
+        (("2.11.0", "3.9.0"), "warn"),
+        (("2.14.0", "3.9.1"), "warn"),
+        (("2.13.0", "3.10.0"), "warn"),
     ],
-)  # fmt: skip
-def test_a_pair_of_torch_and_triton_that_no_test_ran_with_is_told(versions: tuple[str, str], status: str) -> None:
+)
+def test_a_pair_of_torch_and_triton_that_no_test_ran_with_is_told(
+    versions: tuple[str, str], status: str
+) -> None:
     found = doctor._pair(*versions)
     assert found.status == status
     assert found.hint == ("" if status == "ok" else "Tested: 2.11 with 3.6; 2.13 with 3.6 or 3.9.")
 
 
 def test_the_pairs_of_the_makefile_are_those_that_doctor_calls_tested() -> None:
-    pairs = re.findall(r"PAIR = torch==(\S+) triton==(\S+)", (Path(__file__).parents[1] / "Makefile").read_text())
+    pairs = re.findall(
+        r"PAIR = torch==(\S+) triton==(\S+)", (Path(__file__).parents[1] / "Makefile").read_text()
+    )
     assert len(pairs) == 2
     assert all(doctor._pair(*pair).status == "ok" for pair in pairs)

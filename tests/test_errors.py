@@ -27,8 +27,13 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
 
 
 def test_a_librarys_sentence_is_whole() -> None:
-    sentence = "Field 'attention_multiplier' with value [1, 2] doesn't match any type in (int, float, NoneType). " * 5
-    assert library_message(ValueError(sentence.replace(". ", ".\n"))) == sentence.strip().rstrip(".")
+    sentence = (
+        "Field 'attention_multiplier' with value [1, 2] doesn't match any type in (int, float, "
+        "NoneType). "
+    ) * 5
+    assert library_message(ValueError(sentence.replace(". ", ".\n"))) == sentence.strip().rstrip(
+        "."
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,12 @@ def test_no_text_controls_a_terminal_or_a_log(text: str, shown: str) -> None:
 
 
 def test_unreadable_is_not_missing() -> None:
-    missing = unreadable("The file a", FileNotFoundError(2, "No such file or directory"), "Name a file.")
+    missing = unreadable(
+        "The file a", FileNotFoundError(2, "No such file or directory"), "Name a file."
+    )
     denied = unreadable("The file a", PermissionError(13, "Permission denied"), "Name a file.")
     assert (missing.exit_code, missing.hint) == (2, "Name a file.")
-    assert (denied.exit_code, denied.message) == (3, "The file a cannot be read: Permission denied.")
+    assert (denied.exit_code, denied.message) == (
+        3,
+        "The file a cannot be read: Permission denied.",
+    )

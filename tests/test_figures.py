@@ -1,7 +1,8 @@
 """The figures of README.md and docs/ are those of the recorded results.
 
-Tables are read cell by cell and looked up in the results.  A figure with a unit in a sentence is a number of the
-results (`held`), or stands in the laboratory log or in results/README.md, or is listed in `OTHER`.
+Tables are read cell by cell and looked up in the results.  A figure with a unit in a sentence is a
+number of the results (`held`), or stands in the laboratory log or in results/README.md, or is
+listed in `OTHER`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from ssdprof.store.reports import load
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SHAPES = {
-    "16/16": "qwen3.5-0.8b", "16/32": "qwen3.5-9b", "16/48": "qwen3.5-27b", "16/64": "qwen3.5-397b",
+    "16/16": "qwen3.5-0.8b",
+    "16/32": "qwen3.5-9b",
+    "16/48": "qwen3.5-27b",
+    "16/64": "qwen3.5-397b",
     "2/8": "qwen3.5-397b-tp8",
-}  # fmt: skip
+}
 LIBRARIES = {"FlashInfer": "flashinfer", "FlashQLA 0.1.3": "flash_qla", "fla 0.6.0": "fla"}
 Row = dict[str, str]
 
@@ -35,7 +39,9 @@ def tables(document: str) -> Iterator[list[Row]]:
     """The Markdown tables of a document, a dictionary per row."""
     text = (DOCS / document).read_text(encoding="utf-8")
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
-        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
+        )
         yield [dict(zip(head, row, strict=True)) for row in rows]
 
 
@@ -90,7 +96,9 @@ def over(cell: Cell, row: Row, head: str, names: tuple[str, ...]) -> bool:
 
 
 def test_the_speeds_of_the_readme() -> None:
-    """Each is of the newest bench that compared a cell with one of the kernels that the heading names."""
+    """Each is of the newest bench that compared a cell with one of the kernels that the heading
+    names.
+    """
     newest = sorted(cells(), key=lambda cell: cell.bench.created, reverse=True)
     columns = {
         "over `mamba_ssm` or `fla`": ("mamba_ssm", "fla"),
@@ -105,7 +113,8 @@ def test_the_speeds_of_the_readme() -> None:
             found = (
                 case.over[name].device[0]
                 for cell in newest
-                if (cell.one.shape, cell.one.tokens, cell.one.drawn) == place and not cell.bench.fixed
+                if (cell.one.shape, cell.one.tokens, cell.one.drawn) == place
+                and not cell.bench.fixed
                 for name in names
                 if cell.one.dtype == ("fp16" if name == "published" else "bf16")
                 if (case := cell.fastest("fused exact")) and name in case.over
@@ -115,15 +124,39 @@ def test_the_speeds_of_the_readme() -> None:
 
 DELTA, KDA = "gdn-performance.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
 DRAWN = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
-# a document, a heading that one of its tables alone has, the bench, and of columns the implementation; a ratio is over
-# the fastest of the libraries
+# a document, a heading that one of its tables alone has, the bench, and of columns the
+# implementation; a ratio is over the fastest of the libraries
 TIMES: list[tuple[str, str, str, dict[str, str], str]] = [
-    (DELTA, "unfused", "gdn", {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"}, "over fla"),
+    (
+        DELTA,
+        "unfused",
+        "gdn",
+        {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"},
+        "over fla",
+    ),
     (DELTA, "FlashQLA 0.1.3", "gdn-rivals", {"fused": "fused", **LIBRARIES}, "over the fastest"),
-    (DELTA, "over FlashInfer", "gdn-flashinfer", {"fused": "fused", "FlashInfer": "flashinfer"}, "over FlashInfer"),
-    (DELTA, "over its `mtp`", "gdn-ver", {"`recurrent`": "fused", "FlashInfer": "flashinfer_mtp"}, "over its `mtp`"),
+    (
+        DELTA,
+        "over FlashInfer",
+        "gdn-flashinfer",
+        {"fused": "fused", "FlashInfer": "flashinfer"},
+        "over FlashInfer",
+    ),
+    (
+        DELTA,
+        "over its `mtp`",
+        "gdn-ver",
+        {"`recurrent`": "fused", "FlashInfer": "flashinfer_mtp"},
+        "over its `mtp`",
+    ),
     ("kda-mathematics.md", "over fla", "kda", {"fused": "fused", "fla": "fla"}, "over fla"),
-    ("kda-mathematics.md", "over fla", "kda", {"fused": "fused", "fla": "fla_recurrent"}, "over fla"),
+    (
+        "kda-mathematics.md",
+        "over fla",
+        "kda",
+        {"fused": "fused", "fla": "fla_recurrent"},
+        "over fla",
+    ),
 ]
 
 
@@ -131,7 +164,9 @@ def test_the_times_of_gated_delta_rules() -> None:
     for document, heading in dict.fromkeys(one[:2] for one in TIMES):
         ways = [one[2:] for one in TIMES if one[:2] == (document, heading)]
         for row in table_with(document, heading, "heads", ways[0][-1]):
-            tokens, _, quarter = row.get("tokens", row.get("sequences x tokens", "")).partition(", a quarter")
+            tokens, _, quarter = row.get("tokens", row.get("sequences x tokens", "")).partition(
+                ", a quarter"
+            )
             drawn = ("quarter-ungated",) if quarter else DRAWN.get(row.get("gates", ""), ())
             right = [
                 cell
@@ -142,7 +177,9 @@ def test_the_times_of_gated_delta_rules() -> None:
             ]
             assert right, row
             fused = [case for case in right[0].cases if case.fits("fused exact")]
-            assert "launches" not in row or {len(case.launches) for case in fused} == {int(row["launches"])}
+            assert "launches" not in row or {len(case.launches) for case in fused} == {
+                int(row["launches"])
+            }
 
 
 def test_the_times_of_ssd() -> None:
@@ -150,14 +187,18 @@ def test_the_times_of_ssd() -> None:
     for row in table_with("ssd-performance.md", "share of the floor"):
         rounded = {head: number(row[head]).replace(",", "") for head in columns}
         (cell,) = [
-            cell for cell in cell_of("ssd", "mamba2-2.7b", row["tokens, mamba2-2.7b"]) if cell.bench.name == "ssd"
+            cell
+            for cell in cell_of("ssd", "mamba2-2.7b", row["tokens, mamba2-2.7b"])
+            if cell.bench.name == "ssd"
         ]
         for head, name in columns.items():
             assert float(rounded[head]) == float(f"{device_us(cell, name):.3g}"), (row, head)
         case = cell.fastest("fused exact fp32")
         assert case is not None
         assert case.floor_us is not None
-        assert row["share of the floor"] == f"{100 * case.floor_us / device_us(cell, 'fused'):.0f} %", row
+        assert (
+            row["share of the floor"] == f"{100 * case.floor_us / device_us(cell, 'fused'):.0f} %"
+        ), row
 
 
 def test_the_times_of_prefills() -> None:
@@ -176,7 +217,8 @@ def test_the_times_of_prefills() -> None:
 # --- figures in sentences
 
 FIGURE = re.compile(
-    r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)(?: (?:to|and|or) (\d[\d,]*(?:\.\d+)?))?\s?(?:x\b(?! \d)|times as|µs|ms\b|s\b|%)"
+    r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)(?: (?:to|and|or) (\d[\d,]*(?:\.\d+)?))?\s?(?:x\b(?! "
+    r"\d)|times as|µs|ms\b|s\b|%)"
 )
 # definitions, limits, options, examples of a report, and what others state
 OTHER = {
@@ -209,11 +251,17 @@ def figures(document: str) -> set[str]:
 def ratios(
     bench: str, baseline: str, tokens: str = ".*", variant: str = "", drawn: tuple[str, ...] = ()
 ) -> list[float]:
-    """Of the exact fused kernel over another implementation, in the cells of benches whose names begin so."""
+    """Of the exact fused kernel over another implementation, in the cells of benches whose names
+    begin so.
+    """
     found = []
     for cell in cells():
         case, us = cell.fastest("fused exact"), device_us(cell, baseline)
-        usual = cell.bench.name.startswith(bench) and cell.one.drawn == drawn and re.fullmatch(tokens, cell.one.tokens)
+        usual = (
+            cell.bench.name.startswith(bench)
+            and cell.one.drawn == drawn
+            and re.fullmatch(tokens, cell.one.tokens)
+        )
         if usual and us and case and variant in ("", case.variant):
             found.append(us / device_us(cell, "fused"))
     return found
@@ -240,11 +288,17 @@ def run(file: str) -> Report:
 def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float]:
     """Microseconds of each implementation."""
     own = [case for case in run(f"h200-prefill/{model}.json").of_prefill if case.seqlen == seqlen]
-    return {case.implementation: case.call_us.value for case in own if case.prefill.conv_and_norm == origin}
+    return {
+        case.implementation: case.call_us.value
+        for case in own
+        if case.prefill.conv_and_norm == origin
+    }
 
 
 def capture_s(gpu: str) -> dict[str, float]:
-    return {kind: run["capture_s"] for kind, run in result(f"placement-2-{gpu}.json")["runs"].items()}
+    return {
+        kind: run["capture_s"] for kind, run in result(f"placement-2-{gpu}.json")["runs"].items()
+    }
 
 
 def match_pct(name: str) -> float:
@@ -259,34 +313,53 @@ def match_pct(name: str) -> float:
 def held() -> dict[tuple[str, str], float]:
     """(document, figure as written) -> the number of the results that it rounds."""
     gdn, ssd, large, measuring = (
-        f"docs/{name}.md" for name in ("gdn-performance", "ssd-performance", "large-models", "measuring")
+        f"docs/{name}.md"
+        for name in ("gdn-performance", "ssd-performance", "large-models", "measuring")
     )
     sizes = ratios("gdn-sizes", "unfused", variant="portable")
-    (portable,) = [cell for cell in cells() if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"]
+    (portable,) = [
+        cell
+        for cell in cells()
+        if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"
+    ]
     model = prefill("mamba2-2.7b", 131_072, "model")
     long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
     stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
     us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
-    (whole,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"]
-    (short,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 1,024") if one.bench.name == "ssd-1k"]
-    (layer,) = [one for one in cell_of("gdn", "qwen3.5-9b", "1 x 131,072") if one.bench.name == "gdn"]
+    (whole,) = [
+        one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"
+    ]
+    (short,) = [
+        one for one in cell_of("ssd", "mamba2-2.7b", "1 x 1,024") if one.bench.name == "ssd-1k"
+    ]
+    (layer,) = [
+        one for one in cell_of("gdn", "qwen3.5-9b", "1 x 131,072") if one.bench.name == "gdn"
+    ]
     h200 = capture_s("h200")
     return {
         ("README.md", "1.04"): qwen["fla"] / qwen["fused"],
         ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
-        ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"] / brief["fused"],
+        ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"]
+        / brief["fused"],
         ("docs/prefill.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
-        (gdn, "0.76"): floor_us(layer) / 1e3, (gdn, "453"): us["_prep_kernel"],
-        (gdn, "9"): us["_parts_kernel"] + us["_combine_kernel"], (gdn, "1.05"): min(sizes), (gdn, "2.5"): max(sizes),
+        (gdn, "0.76"): floor_us(layer) / 1e3,
+        (gdn, "453"): us["_prep_kernel"],
+        (gdn, "9"): us["_parts_kernel"] + us["_combine_kernel"],
+        (gdn, "1.05"): min(sizes),
+        (gdn, "2.5"): max(sizes),
         (gdn, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),
-        (ssd, "0.65"): floor_us(whole) / 1e3, (ssd, "1.36"): device_us(whole, "fused") / 1e3,
-        (ssd, "6.13"): device_us(whole, "mamba_ssm") / 1e3, (ssd, "22"): device_us(short, "fused"),
+        (ssd, "0.65"): floor_us(whole) / 1e3,
+        (ssd, "1.36"): device_us(whole, "fused") / 1e3,
+        (ssd, "6.13"): device_us(whole, "mamba_ssm") / 1e3,
+        (ssd, "22"): device_us(short, "fused"),
         (ssd, "76"): call_us(short, "fused"),
         (measuring, "92.6"): match_pct("h200-granite-4.0-h-1b-128k"),
         (measuring, "91.5"): match_pct("h200-mamba2-2.7b-128k"),
-        (large, "4.9"): h200["one-gpu"], (large, "5.5"): h200["all-gpus"], (large, "5.2"): h200["cpu-offload"],
+        (large, "4.9"): h200["one-gpu"],
+        (large, "5.5"): h200["all-gpus"],
+        (large, "5.2"): h200["cpu-offload"],
         (large, "6.4"): h200["disk-offload"],
-    }  # fmt: skip
+    }
 
 
 def test_figures_in_sentences_are_numbers_of_the_results() -> None:
@@ -296,37 +369,68 @@ def test_figures_in_sentences_are_numbers_of_the_results() -> None:
     assert unsaid == [], "a figure that was removed from a document is removed from `held`, too"
 
 
-@pytest.mark.parametrize("document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))])
+@pytest.mark.parametrize(
+    "document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))]
+)
 def test_no_figure_is_of_unknown_origin(document: str) -> None:
-    log = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks" / "log").glob("*.md"))
+    log = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks" / "log").glob("*.md")
+    )
     log += (RESULTS / "README.md").read_text(encoding="utf-8")
-    known = {figure for place, figure in held() if place == document} | set(OTHER.get(document, "").split())
+    known = {figure for place, figure in held() if place == document} | set(
+        OTHER.get(document, "").split()
+    )
     unknown = [
-        one for one in figures(document) - known if not re.search(rf"(?<![\d.,]){re.escape(one)}(?![\d]|[.,]\d)", log)
+        one
+        for one in figures(document) - known
+        if not re.search(rf"(?<![\d.,]){re.escape(one)}(?![\d]|[.,]\d)", log)
     ]
     assert unknown == []
 
 
 def test_the_figures_of_verdicts() -> None:
     found, said = result("verdicts-h100.json"), (RESULTS / "README.md").read_text(encoding="utf-8")
-    of = {kind: {name: [row for row in found[kind] if row["operator"] == name] for name in ("ssd", "gdn")}
-          for kind in ("same", "different")}  # fmt: skip
-    assert all(row[clock]["verdict"] == "no difference" for row in found["same"] for clock in ("device", "call"))
-    same, longer = ([len(of[kind][name]) for name in ("ssd", "gdn")] for kind in ("same", "different"))
+    of = {
+        kind: {
+            name: [row for row in found[kind] if row["operator"] == name] for name in ("ssd", "gdn")
+        }
+        for kind in ("same", "different")
+    }
+    assert all(
+        row[clock]["verdict"] == "no difference"
+        for row in found["same"]
+        for clock in ("device", "call")
+    )
+    same, longer = (
+        [len(of[kind][name]) for name in ("ssd", "gdn")] for kind in ("same", "different")
+    )
     hits = {
-        clock: [sum(row[clock]["verdict"] == "faster" for row in of["different"][name]) for name in ("ssd", "gdn")]
+        clock: [
+            sum(row[clock]["verdict"] == "faster" for row in of["different"][name])
+            for name in ("ssd", "gdn")
+        ]
         for clock in ("device", "call")
     }
     phrases = [
-        f"in {sum(same)} comparisons of a kernel with itself, {same[0]} of SSD and {same[1]} of GDN",
-        f"in {hits['device'][0]} of {longer[0]} comparisons (SSD) and {hits['device'][1]} of {longer[1]} (GDN)",
+        (
+            f"in {sum(same)} comparisons of a kernel with itself, {same[0]} of SSD and {same[1]} "
+            "of "
+            "GDN"
+        ),
+        (
+            f"in {hits['device'][0]} of {longer[0]} comparisons (SSD) and {hits['device'][1]} of "
+            f"{longer[1]} (GDN)"
+        ),
         f"in {hits['call'][0]} and {hits['call'][1]} by call time",
     ]
     assert [phrase for phrase in phrases if phrase not in " ".join(said.split())] == []
     measuring = (
-        f"none of {sum(same)} comparisons of a kernel with itself was called different, and {sum(hits['device'])} of "
+        f"none of {sum(same)} comparisons of a kernel with itself was called different, "
+        f"and {sum(hits['device'])} of "
     )
-    assert measuring + f"{sum(longer)} with" in " ".join((DOCS / "measuring.md").read_text(encoding="utf-8").split())
+    assert measuring + f"{sum(longer)} with" in " ".join(
+        (DOCS / "measuring.md").read_text(encoding="utf-8").split()
+    )
 
 
 def test_the_figures_of_repeated_benches() -> None:
@@ -334,7 +438,9 @@ def test_the_figures_of_repeated_benches() -> None:
 
     def disjoint(clock: str, *operators: str) -> str:
         rows = [row for row in cells if row["clock"] == clock and row["operator"] in operators]
-        return f"{sum(row['disjoint_pairs'] for row in rows)} of {sum(row['pairs'] for row in rows)}"
+        return (
+            f"{sum(row['disjoint_pairs'] for row in rows)} of {sum(row['pairs'] for row in rows)}"
+        )
 
     assert disjoint("device", "ssd", "gdn").startswith("0 of ")
     said = f"{disjoint('call', 'ssd')} pairs of SSD and {disjoint('call', 'gdn')} of GDN"
@@ -346,4 +452,7 @@ def test_a_wrong_figure_is_found() -> None:
     (cell, *_) = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
     assert not microseconds(cell, row | {"fused": "40.5 µs"}, {"fused": "fused"})
     assert not over(cell, row | {"over fla": "2.4x"}, "over fla", ("fla",))
-    assert FIGURE.findall("It is 1.3 to 2.1 times as fast, takes 5 µs, or 1 x 64K") == [("1.3", "2.1"), ("5", "")]
+    assert FIGURE.findall("It is 1.3 to 2.1 times as fast, takes 5 µs, or 1 x 64K") == [
+        ("1.3", "2.1"),
+        ("5", ""),
+    ]

@@ -13,7 +13,9 @@ from ssdprof.files import append_text, check_writable, locked, read_json, regula
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="only Linux has a disk that is always full"
+)
 def test_a_device_is_written_to_and_not_replaced() -> None:
     with pytest.raises(MissingCapabilityError, match="disk is full"):
         write_text(Path("/dev/full"), "text", replace=False)
@@ -76,7 +78,10 @@ def test_neither_a_pipe_nor_a_link_of_others_is_written_to() -> None:
         append_text(Path("pipe"), "text")
     Path("folder").mkdir()
     Path("folder/.lock").symlink_to(Path("elsewhere").absolute())
-    with pytest.raises(MissingCapabilityError, match="folder cannot be written"), locked(Path("folder/.lock"), "", ""):
+    with (
+        pytest.raises(MissingCapabilityError, match="folder cannot be written"),
+        locked(Path("folder/.lock"), "", ""),
+    ):
         pytest.fail("it was locked")
     assert not Path("elsewhere").exists()
 

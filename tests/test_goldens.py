@@ -1,8 +1,10 @@
-"""The output of every command in every format is what `tests/goldens/` holds: exit code, stdout, stderr, files.
+"""The output of every command in every format is what `tests/goldens/` holds: exit code, stdout,
+stderr, files.
 
-A golden is a transcript: its lines `$ ssdprof ...` are the cases.  The goldens of a folder run in the order of their
-names in one working directory.  After a change on purpose, `python tests/test_goldens.py --write [GROUP ...]` writes
-what follows each command anew, and the diff is the review.  It needs PYTHONPATH=tests and OMP_NUM_THREADS=1.
+A golden is a transcript: its lines `$ ssdprof ...` are the cases.  The goldens of a folder run in
+the order of their names in one working directory.  After a change on purpose, `python
+tests/test_goldens.py --write [GROUP ...]` writes what follows each command anew, and the diff is
+the review.  It needs PYTHONPATH=tests and OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ from ssdprof.store import reports
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).with_name("goldens")
 LINES_SHOWN = 60  # of a diff
-GROUPS = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir() and folder.name != "reports")
+GROUPS = sorted(
+    folder.name for folder in GOLDENS.iterdir() if folder.is_dir() and folder.name != "reports"
+)
 STALLS = ROOT / "tests" / "stalls" / "data" / "demo"
-# Measured on an H200, in part with the times of an earlier form of the reports, which kept medians and intervals: the
-# samples were made to have these.
+# Measured on an H200, in part with the times of an earlier form of the reports, which kept medians
+# and intervals: the samples were made to have these.
 REPORTS = {"run": "run-gdn", "bench": "bench-ssd", "prefill": "prefill"}
 MASKS = (  # in this order
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?([+]00:00| UTC)?", "DATE"),
@@ -59,18 +63,26 @@ MASKS = (  # in this order
     (r"(?m)^(\|? *CPU +\|? *)\S.*", r"\1MACHINE"),
     (r"(?m)^(\|? *duration +\|? *)[\d.]+ s\b *", r"\1SECONDS"),
     (r"(?m)^((?:ok|warn|missing) +\S+( \S+)?).*\n(  +.*\n)*", r"\1\n"),  # doctor
-    (r'("status": )"(?:ok|warn|missing)",\n( *"detail": ).*\n( *"hint": ).*', r"\1STATUS\n\2DETAIL\n\3HINT"),
+    (
+        r'("status": )"(?:ok|warn|missing)",\n( *"detail": ).*\n( *"hint": ).*',
+        r"\1STATUS\n\2DETAIL\n\3HINT",
+    ),
     (r"[\d.]+ [KMGT]iB (are free|free)", r"SIZE \1"),
     (r"[\d.]+ [KMG]?i?B  config.json", "SIZE  config.json"),  # transformers writes it
     (r'("config.json",\n *"size_bytes": )\d+', r"\1NUMBER"),
     (r'("(?:free_bytes|seconds)": |"first_call": \{\s*"seconds": )[\d.]+', r"\1NUMBER"),
-    (r"(?s)<svg.*?</svg>", lambda found: "<svg>" + " ".join(re.findall(r"<!-- (.*?) -->", found[0])) + "</svg>"),
-    (r"\d\.\d+e-(0?[89]|[1-9]\d)\b", r"SMALL"),  # of rounding in fp64, which depends on the processor
+    (
+        r"(?s)<svg.*?</svg>",
+        lambda found: "<svg>" + " ".join(re.findall(r"<!-- (.*?) -->", found[0])) + "</svg>",
+    ),
+    # of rounding in fp64, which depends on the processor
+    (r"\d\.\d+e-(0?[89]|[1-9]\d)\b", r"SMALL"),
     (r"\d+\.\d{11,}(e-\d+)?|\d\.\d{9,}e-\d+", lambda found: f"{float(found[0]):.5g}"),
     (r'("process": )"[0-9a-f]{8}"', r'\1"ID"'),
     (r"[ \t]+(?=\n|$)", ""),
 )
-# What the rounding of another processor changes in the groups whose numbers are computed here, with the widths of their
+# What the rounding of another processor changes in the groups whose numbers are computed here, with
+# the widths of their
 # columns: models compute in bf16, so that every digit of an error may differ.
 COMPUTED = (
     (r'("(?:worst_)?(?:position|head|place|period)": )(\[[^\]]*\]|\d+)', r"\1PLACE"),
@@ -78,12 +90,15 @@ COMPUTED = (
     (r"\bhead \d+|\(\d+(, \d+)+\)", "PLACE"),
     (r"\b(?!100\.000)\d+\.\d+(e[-+]?\d+)?\b|\b\d+e-\d+\b|\bSMALL\b", "NUMBER"),
 )
-ANSWERS = (r"(?m)^(\|? *(?:un)?fused +\|? *relaxed, bf16  ).*", r"\1 NUMBERS")  # counts of other tokens
+# counts of other tokens
+ANSWERS = (r"(?m)^(\|? *(?:un)?fused +\|? *relaxed, bf16  ).*", r"\1 NUMBERS")
 WIDTHS = ((r"─+", "─"), (r"(?<=[|:])-+", "-"), (r"(?<=\S) {2,}", "  "))
 
 
 def masked(text: str, computed: bool) -> str:
-    """Without times, paths, versions, and what else depends on the machine.  text: its first line is the command."""
+    """Without times, paths, versions, and what else depends on the machine.  text: its first line
+    is the command.
+    """
     command, _, text = text.partition("\n")
     answers = (ANSWERS,) if "answers" in command else ()
     for pattern, put in (*MASKS, *((*answers, *COMPUTED, *WIDTHS) if computed else ())):
@@ -96,11 +111,16 @@ def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(folder)
     for name in [name for name in os.environ if name.startswith("SSDPROF_")]:
         patch.delenv(name)
-    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "XDG_CACHE_HOME": str(folder / ".cache")}.items():
+    for name, value in {
+        "NO_COLOR": "1",
+        "COLUMNS": "100",
+        "XDG_CACHE_HOME": str(folder / ".cache"),
+    }.items():
         patch.setenv(name, value)
     patch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
     patch.setenv("GITHUB_OUTPUT", "output.txt")
-    patch.setattr("torch.backends.mkldnn.enabled", False)  # its bf16 products depend on the processor
+    # its bf16 products depend on the processor
+    patch.setattr("torch.backends.mkldnn.enabled", False)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / ".cache"))
     Path("reports").symlink_to(GOLDENS / "reports")
@@ -130,13 +150,22 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     of: dict[str, Any] = {"drawn": cases.drawn(), "baseline": "committed", "variant": "hopper"}
     broken = cases.failed(cases.case("ring 5", **of), "failed")
     faster = cases.case("ring 2", **of, samples=cases.timed(90.9, 100.0))
-    committed = cases.case("committed", **of | {"baseline": "", "plan": "segment 4"}, samples=cases.timed(100.0, 110.0))
+    committed = cases.case(
+        "committed", **of | {"baseline": "", "plan": "segment 4"}, samples=cases.timed(100.0, 110.0)
+    )
     left = LeftOut(place="4x16x16x1, bf16, 1 x 40, exact", reason="the budget of 150 s was spent")
     found = cases.of_cases(
-        "tune", (committed, faster, broken), subject="ssd", model=None, baseline="committed", left_out=(left,),
-        clocks=None, ceilings=None, notes=(f"{committed.place}, exact: found ring 2, 1.10x [1.09, 1.11].",),
+        "tune",
+        (committed, faster, broken),
+        subject="ssd",
+        model=None,
+        baseline="committed",
+        left_out=(left,),
+        clocks=None,
+        ceilings=None,
+        notes=(f"{committed.place}, exact: found ring 2, 1.10x [1.09, 1.11].",),
         environment=tuning_fakes.environment(),
-    )  # fmt: skip
+    )
 
     def job(kind: str) -> Callable[..., tuple[Path, Report]]:
         def returns(request: Any, *_: Any) -> tuple[Path, Report]:
@@ -189,11 +218,18 @@ def output(command: str, patch: pytest.MonkeyPatch, computed: bool) -> str:
         Path(name).unlink(missing_ok=True)
     before = files()
     result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-    text = f"{f'$ ssdprof {command}'.rstrip()}\nexit code {result.exit_code}\n{result.stdout.rstrip()}\n"
+    text = (
+        f"{f'$ ssdprof {command}'.rstrip()}\nexit code "
+        f"{result.exit_code}\n{result.stdout.rstrip()}\n"
+    )
     if result.stderr.strip():
         text += f"--- stderr\n{result.stderr.rstrip()}\n"
     for file, content in files().items():
-        if before.get(file) != content and file.suffix != ".safetensors" and ".lock" not in file.name:
+        if (
+            before.get(file) != content
+            and file.suffix != ".safetensors"
+            and ".lock" not in file.name
+        ):
             text += f"--- wrote {file}\n{content}"
     return masked(text.replace(str(Path.cwd()), "FOLDER").replace(str(ROOT), "ROOT"), computed)
 
@@ -213,7 +249,9 @@ def outputs(group: str, folder: Path) -> dict[str, str]:
 
 
 def options() -> Iterator[str]:
-    """The help of every command: its arguments and options with types, defaults and texts, one a line."""
+    """The help of every command: its arguments and options with types, defaults and texts, one a
+    line.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "400")
         for name in sorted(typer.main.get_command(app).commands):  # type: ignore[attr-defined]
@@ -223,17 +261,32 @@ def options() -> Iterator[str]:
             yield ""
 
 
-def fields(schema: dict[str, Any], whole: dict[str, Any], path: str, remarks: str = "") -> Iterator[str]:
-    """One line for each field of a JSON schema, with what it may be; x[] is an element of x, and x{} a value."""
+def fields(
+    schema: dict[str, Any], whole: dict[str, Any], path: str, remarks: str = ""
+) -> Iterator[str]:
+    """One line for each field of a JSON schema, with what it may be; x[] is an element of x, and
+    x{} a value.
+    """
     if "$ref" in schema:
         schema = whole["$defs"][schema["$ref"].rpartition("/")[2]] | {
             key: schema[key] for key in schema if key != "$ref"
         }
-    below = ("properties", "items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "required", "$defs")
+    below = (
+        "properties",
+        "items",
+        "prefixItems",
+        "anyOf",
+        "oneOf",
+        "additionalProperties",
+        "required",
+        "$defs",
+    )
     if schema.get("enum") == ["NaN", "Infinity", "-Infinity"]:  # of every number
         return
     own = {
-        key: schema[key] for key in schema if key not in (*below, "title", "description", "$schema", "discriminator")
+        key: schema[key]
+        for key in schema
+        if key not in (*below, "title", "description", "$schema", "discriminator")
     }
     choices = [one for key in ("anyOf", "oneOf") for one in schema.get(key, ())]
     if own or not choices:
@@ -242,7 +295,9 @@ def fields(schema: dict[str, Any], whole: dict[str, Any], path: str, remarks: st
     for choice in choices:
         yield from fields(choice, whole, path, remarks)
     for name, inner in schema.get("properties", {}).items():
-        yield from fields(inner, whole, f"{path}.{name}", ", required" * (name in schema.get("required", ())))
+        yield from fields(
+            inner, whole, f"{path}.{name}", ", required" * (name in schema.get("required", ()))
+        )
     for mark, inner in (("[]", schema.get("items")), ("{}", schema.get("additionalProperties"))):
         if isinstance(inner, dict):
             yield from fields(inner, whole, path + mark)
@@ -268,14 +323,22 @@ def compare(texts: dict[str, str]) -> None:
     for name, text in texts.items():
         golden = GOLDENS / name
         there = golden.read_text(encoding="utf-8") if golden.is_file() else ""
-        lines += difflib.unified_diff(there.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1)
+        lines += difflib.unified_diff(
+            there.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1
+        )
     left = len(lines) - LINES_SHOWN
-    assert not lines, "\n".join([*lines[:LINES_SHOWN], *([f"and {left} more lines"] if left > 0 else [])])
+    assert not lines, "\n".join(
+        [*lines[:LINES_SHOWN], *([f"and {left} more lines"] if left > 0 else [])]
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the goldens are of a machine without a GPU")
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.slow] * group.startswith(("demo", "machine"))) for group in GROUPS]
+    "group",
+    [
+        pytest.param(group, marks=[pytest.mark.slow] * group.startswith(("demo", "machine")))
+        for group in GROUPS
+    ],
 )
 def test_outputs(group: str, tmp_path: Path) -> None:
     compare(outputs(group, tmp_path))
@@ -296,5 +359,7 @@ def write(groups: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     assert sys.argv[1:2] == ["--write"], "usage: python tests/test_goldens.py --write [GROUP ...]"
-    assert os.environ.get("OMP_NUM_THREADS") == "1", "sums depend on the number of threads: set OMP_NUM_THREADS=1"
+    assert os.environ.get("OMP_NUM_THREADS") == "1", (
+        "sums depend on the number of threads: set OMP_NUM_THREADS=1"
+    )
     write(sys.argv[2:] or GROUPS)

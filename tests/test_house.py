@@ -1,4 +1,4 @@
-"""The size of the house only falls: no number of `tests/house.py` is above its ceiling."""
+"""The size of the house and its ways: no number is above its limit, or above its ceiling."""
 
 import json
 import os
@@ -7,30 +7,44 @@ import sys
 
 import house
 import pytest
+import ways
 
-# Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
-CEILINGS = {"package lines": 37_793, "test lines": 32_599}
-
-
-def above(numbers: house.Numbers) -> dict[str, str]:
-    ceilings = house.LIMITS | CEILINGS
-    return {name: f"{value} > {ceilings[name]}" for name, value in numbers.items() if value > ceilings[name]}
+# Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
+CEILINGS = {
+    "lambdas in the package": 401,
+    "strings times a condition": 15,
+    "ternaries in ternaries": 22,
+    "comprehensions with two loops": 103,
+    "loops over one thing": 3,
+    "vague names (one, found, own, ...)": 736,
+    "undocumented functions over 12 lines": 157,
+    "functions over 60 lines": 52,
+    "longest function": 214,
+    "Any in the package": 627,
+    "homonyms (classes and aliases)": 19,
+}
 
 
 def test_the_house_does_not_grow() -> None:
-    counted, details = house.structure()
-    assert not above(house.sizes() | counted), details
+    numbers, details = house.measure(ways.ROOT)
+    ceilings = house.LIMITS | CEILINGS
+    above = {name: value for name, value in numbers.items() if value > ceilings[name]}
+    assert not above, {name: details.get(name) for name in above}
 
 
 @pytest.mark.slow
 def test_the_ways_do_not_get_longer() -> None:
     """In a process of its own: what other tests have imported and cached would shorten the ways."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(house.ROOT), str(house.ROOT / "tests")])}
-    code = "import house, json; print(json.dumps(house.walks()))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    folders = os.pathsep.join([str(ways.ROOT), str(ways.ROOT / "tests")])
+    ran = subprocess.run(
+        [sys.executable, "-c", "import ways, json; print(json.dumps(ways.walks()))"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": folders},
+    )
     assert ran.returncode == 0, ran.stderr
-    ways: house.Details = json.loads(ran.stdout)
-    assert not above({name: len(stops) for name, stops in ways.items()}), ways
+    walks: dict[str, list[str]] = json.loads(ran.stdout)
+    assert not {name for name, stops in walks.items() if len(stops) > ways.LIMITS[name]}, walks
 
 
 def test_a_ceiling_is_above_its_limit() -> None:

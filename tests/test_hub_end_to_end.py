@@ -1,4 +1,6 @@
-"""The whole command line in a separate process, with the real hub client and a hub on this machine."""
+"""The whole command line in a separate process, with the real hub client and a hub on this
+machine.
+"""
 
 import os
 import subprocess
@@ -40,12 +42,18 @@ def hub() -> Iterator[MiniHub]:
 def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Calls the command line with an empty cache and no token."""
     monkeypatch.chdir(tmp_path)
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING_FACE"))}
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("HF_", "HUGGING_FACE"))
+    }
 
     def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "ssdprof", *words],
-            env=inherited | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "NO_COLOR": "1"} | environment,
+            env=inherited
+            | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "NO_COLOR": "1"}
+            | environment,
             capture_output=True,
             text=True,
             check=False,
@@ -71,7 +79,9 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, ssdprof: Call, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
+    hub: MiniHub, ssdprof: Call, tmp_path: Path
+) -> None:
     (tmp_path / "short.txt").write_text("a few words")
     hub.log.clear()
     for dry in ((), ("--dry-run",)):

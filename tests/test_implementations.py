@@ -1,4 +1,6 @@
-"""`--impl` and `--baseline`: a user's kernel and other libraries in `run` and `accuracy`, as a user calls them."""
+"""`--impl` and `--baseline`: a user's kernel and other libraries in `run` and `accuracy`, as a user
+calls them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
 
 
 @pytest.fixture(autouse=True)
-def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:  # noqa: ARG001
+def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:
     """A folder with bad kernels that Python imports from."""
     (users_folder / "bad_kernels.py").write_text(BAD.read_text())
     return users_folder
@@ -42,11 +44,13 @@ def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:  
 @pytest.fixture
 def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the first call in a separate process; these tests judge the results afterwards."""
-    monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [("ran", "")] * len(several))
+    monkeypatch.setattr(
+        isolate, "_tried", lambda _kernel, several, *_: [("ran", "")] * len(several)
+    )
 
 
 @pytest.fixture
-def judged_once(not_isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def judged_once(not_isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are laws tested: the output of one call is judged."""
     monkeypatch.setattr("ssdprof.measure.probes.Prober.probe", lambda *_, **__: ())
 
@@ -64,7 +68,8 @@ def cases() -> dict[str, Case]:
 
 
 @pytest.mark.parametrize(
-    ("model", "function"), [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)]
+    ("model", "function"),
+    [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("not_isolated")
 def test_the_example_of_the_documents(here: Path, model: str, function: str) -> None:
@@ -73,19 +78,28 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
     assert "PASSED: all 2 cases are within the error budget" in shown
     case = cases()[f"my_kernels:{function}"]
     assert (case.result, case.why) == ("passed", "")
-    assert [accuracy.tensor for accuracy in case.accuracy if not accuracy.reason] == ["out", "final_states"]
+    assert [accuracy.tensor for accuracy in case.accuracy if not accuracy.reason] == [
+        "out",
+        "final_states",
+    ]
 
 
 def test_every_command_of_the_document_takes_the_example() -> None:
     """The commands use the names of the example."""
     named = re.findall(r"my_kernels:(\w+)", DOCUMENT.read_text())
-    assert set(named) == set(re.findall(r"^def (my_\w+)", DOCUMENT.with_name("my_kernels.py").read_text(), re.M))
+    assert set(named) == set(
+        re.findall(r"^def (my_\w+)", DOCUMENT.with_name("my_kernels.py").read_text(), re.M)
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "status", "reason"),
     [
-        ("wrong_head", "inaccurate", r"out, head 1: max\|ours - oracle\| is \S+, its budget \S+; the largest"),
+        (
+            "wrong_head",
+            "inaccurate",
+            r"out, head 1: max\|ours - oracle\| is \S+, its budget \S+; the largest",
+        ),
         ("refusing", "refused", "refusing: not on a Tuesday"),
     ],
 )
@@ -103,7 +117,9 @@ def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, rea
 
 @pytest.mark.usefixtures("not_isolated")
 @pytest.mark.parametrize("command", ["run", "answers"])
-def test_what_a_kernel_prints_is_no_data(here: Path, command: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_kernel_prints_is_no_data(
+    here: Path, command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -128,17 +144,33 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
-    shown = ending(1, "run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7").shown
+    shown = ending(
+        1, "run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7"
+    ).shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
     assert cases()["unfused"].result == "passed"
 
 
 @pytest.mark.usefixtures("judged_once")
 def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
-    words = ("run", "demo", "--seq", "40", "--layers", "0", "--impl", "bad_kernels:precise,bad_kernels:good")
+    words = (
+        "run",
+        "demo",
+        "--seq",
+        "40",
+        "--layers",
+        "0",
+        "--impl",
+        "bad_kernels:precise,bad_kernels:good",
+    )
     shown = ending(1, *words).shown
-    assert "REFUSED: bad_kernels:precise (relaxed, bf16 states) in layer 0: precise: exact intermediates only." in shown
-    found = [(case.implementation, case.kind, case.version) for case in latest().cases if case.baseline]
+    assert (
+        "REFUSED: bad_kernels:precise (relaxed, bf16 states) in layer 0: precise: exact "
+        "intermediates only."
+    ) in shown
+    found = [
+        (case.implementation, case.kind, case.version) for case in latest().cases if case.baseline
+    ]
     assert found.count(("bad_kernels:precise", "own", "bad_kernels:precise")) == 2
     assert found.count(("bad_kernels:good", "own", "bad_kernels:good")) == 1
     passing(*words, "--dtypes", "exact")
@@ -151,14 +183,20 @@ EXACT_BF16 = PrecisionRecord(intermediates="exact", state_dtype="bf16")
 
 
 def library(
-    monkeypatch: pytest.MonkeyPatch, name: str, run: Callable[[Any], Any] = oracle_output, *, needs_gpu: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    run: Callable[[Any], Any] = oracle_output,
+    *,
+    needs_gpu: bool = False,
 ) -> None:
     """A stand-in for a library, with bf16 states like `mamba_ssm`."""
 
     of = dict(name=name, run=lambda inputs, _precision: run(inputs), kind="library", version="9.9")
     made = replace(registry.get("ssd", "reference"), **of, precisions=lambda _dtype: (EXACT_BF16,))
     monkeypatch.setitem(
-        LIBRARIES, name, Library(load=lambda _checkout: made, hint="pip install it.", needs_gpu=needs_gpu)
+        LIBRARIES,
+        name,
+        Library(load=lambda _checkout: made, hint="pip install it.", needs_gpu=needs_gpu),
     )
 
 
@@ -194,11 +232,15 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
     assert "another library other, 9.9, at exact, bf16 states" in shown
 
 
-def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_cannot_take_part_are_a_sentence_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    shown = passing("run", "demo", *SHORT, "--impl", "unfused,fused,shy,gpu_only,mamba_ssm", "--full").shown
+    shown = passing(
+        "run", "demo", *SHORT, "--impl", "unfused,fused,shy,gpu_only,mamba_ssm", "--full"
+    ).shown
     assert "Not compared: " in shown
     if not torch.cuda.is_available():
         assert "gpu_only needs an NVIDIA GPU, and this machine has none" in shown
@@ -217,12 +259,25 @@ def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyP
     assert "Outside the error budget, but timed because it is another library's: sloppy" in shown
     assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
     shown = Answer("accuracy", "--impl", "sloppy").shown
-    assert "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0." in shown
+    assert (
+        "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0."
+        in shown
+    )
 
 
 def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
-    words = ("--seq", "40", "--layers", "0", "--impl", "unfused,fused", "--baseline", "other", "--full")
+    words = (
+        "--seq",
+        "40",
+        "--layers",
+        "0",
+        "--impl",
+        "unfused,fused",
+        "--baseline",
+        "other",
+        "--full",
+    )
     shown = passing("run", "demo", *words).shown
     report = latest()
     assert report.baseline == "other"
@@ -262,4 +317,7 @@ def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
     told = ending(2, "accuracy", "--impl", "fussed").err
     assert "has no implementation 'fussed'. hint: Did you mean fused?" in told
     told = ending(2, "accuracy", "--baseline", "fused").err
-    assert "compared with unfused, not with fused. hint: Run the model again with --baseline fused." in told
+    assert (
+        "compared with unfused, not with fused. hint: Run the model again with --baseline fused."
+        in told
+    )

@@ -1,4 +1,6 @@
-"""A user's kernel on a GPU: timed if it is right; other kernels can use the GPU after its fault or hang."""
+"""A user's kernel on a GPU: timed if it is right; other kernels can use the GPU after its fault or
+hang.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,16 @@ def newest() -> tuple[Report, dict[str, Case]]:
 def test_the_example_of_the_documents_is_timed(here: Path, model: str, function: str) -> None:
     write_example(here)
     name = f"my_kernels:{function}"
-    words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--impl", f"unfused,fused,{name}")
+    words = (
+        "--seq",
+        "512",
+        "--layers",
+        "0",
+        "--dtypes",
+        "exact",
+        "--impl",
+        f"unfused,fused,{name}",
+    )
     code, shown = call("run", model, *words)
     assert code == 0, shown
     report, found = newest()
@@ -94,15 +105,22 @@ def test_the_example_of_the_documents_is_timed(here: Path, model: str, function:
     ("function", "reason"),
     [
         ("illegal", r"illegal memory access"),
-        ("beyond", r"it writes out of bounds, behind a tensor of shape \(1, .*\) that it allocates"),
+        (
+            "beyond",
+            r"it writes out of bounds, behind a tensor of shape \(1, .*\) that it allocates",
+        ),
         ("hanging", r"its first call was stopped after 20 s"),
     ],
 )
-def test_a_faulty_kernel_is_named_and_the_others_are_timed(here: Path, function: str, reason: str) -> None:
+def test_a_faulty_kernel_is_named_and_the_others_are_timed(
+    here: Path, function: str, reason: str
+) -> None:
     (here / "faulty_kernels.py").write_text(FAULTY)
     name = f"faulty_kernels:{function}"
     words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--first-call", "20")
-    code, shown = call("run", "demo", *words, "--impl", f"{name},unfused,fused,faulty_kernels:right")
+    code, shown = call(
+        "run", "demo", *words, "--impl", f"{name},unfused,fused,faulty_kernels:right"
+    )
     assert code == 1
     _, found = newest()
     assert re.search(reason, found[name].why), found[name].why
@@ -117,7 +135,14 @@ def test_a_faulty_kernel_is_named_and_the_others_are_timed(here: Path, function:
 @pytest.mark.parametrize("function", ["right", "illegal"])
 def test_a_bench_judges_an_own_kernel_too(here: Path, function: str) -> None:
     (here / "faulty_kernels.py").write_text(FAULTY)
-    words = ("--shape", "16x64x128x1", "--seq", "512", "--impl", f"unfused,faulty_kernels:{function}")
+    words = (
+        "--shape",
+        "16x64x128x1",
+        "--seq",
+        "512",
+        "--impl",
+        f"unfused,faulty_kernels:{function}",
+    )
     code, shown = call("bench", "ssd", *words)
     assert code == (0 if function == "right" else 1), shown
     assert f"faulty_kernels:{function}" in shown

@@ -1,4 +1,5 @@
-"""SIGKILL at any moment of a run loses at most the case in work; the same command goes on; two runs never mix.
+"""SIGKILL at any moment of a run loses at most the case in work; the same command goes on; two runs
+never mix.
 
 `PYTHONPATH=.:tests python tests/test_kills.py 200 [SEED]` kills 200 runs.
 """
@@ -23,12 +24,23 @@ from ssdprof.errors import SsdprofError
 from ssdprof.store import reports
 
 LENGTHS = tuple(range(4, 28, 2))
-RUN = ("run", "mamba2", "--prompt", "random", "--seq", ",".join(map(str, LENGTHS)), "--dtypes", "exact")
+RUN = (
+    "run",
+    "mamba2",
+    "--prompt",
+    "random",
+    "--seq",
+    ",".join(map(str, LENGTHS)),
+    "--dtypes",
+    "exact",
+)
 RUN += ("--impl", "reference", "--baseline", "reference", "--out")
 
 
 def started(out: str, written: int | None = None) -> int:
-    """A forked process that runs; written: a pipe that gets a byte after every line of the report."""
+    """A forked process that runs; written: a pipe that gets a byte after every line of the
+    report.
+    """
     if pid := os.fork():
         return pid
     from ssdprof.cli import app
@@ -50,7 +62,9 @@ def started(out: str, written: int | None = None) -> int:
 
 
 def check_killed(out: str, whole: list[Case], lines: int, after_s: float) -> int:
-    """The number of cases that were kept of a run that is killed some time after it wrote some lines."""
+    """The number of cases that were kept of a run that is killed some time after it wrote some
+    lines.
+    """
     read, write = os.pipe()
     pid = started(out, write)
     os.close(write)
@@ -78,7 +92,9 @@ def check_killed(out: str, whole: list[Case], lines: int, after_s: float) -> int
 
 def without_times(report: Report) -> Report:
     processes = tuple(one.changed(process="", seconds=0, steps={}) for one in report.processes)
-    return report.changed(id="", created="2026-01-01T00:00:00+00:00", command=(), processes=processes)
+    return report.changed(
+        id="", created="2026-01-01T00:00:00+00:00", command=(), processes=processes
+    )
 
 
 def main(kills: int, seed: int = 0) -> None:
@@ -97,14 +113,22 @@ def main(kills: int, seed: int = 0) -> None:
         lines = draw.choice((0, draw.randrange(len(whole))))  # from the start, or between two cases
         after_s = draw.uniform(0, 2 * took_s / len(whole) if lines else took_s)
         kept.append(check_killed(f"killed-{number}", whole, lines, after_s))
-    print(f"{kills} kills of runs of {len(whole)} cases in {took_s:.1f} s kept {len(set(kept))} numbers of cases")
+    print(
+        f"{kills} kills of runs of {len(whole)} cases in {took_s:.1f} s kept {len(set(kept))} "
+        "numbers of cases"
+    )
 
 
 @pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
-    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    paths = {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, __file__, "4"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
+    )
     assert done.stdout.startswith("4 kills"), done.stderr
 
 

@@ -13,16 +13,31 @@ import pytest
 from ssdprof import operators
 
 ROOT = Path(__file__).parent.parent
-# A part of ssdprof may import the parts below its row, and BASE; parts of one row do not know each other.
+# A part of ssdprof may import the parts below its row, and BASE; parts of one row do not know each
+# other.
 ROWS = (
-    "cli", "commands", "api", "jobs", "stalls report", "capture measure store settings", "checkpoint",
-    "environment operators", "kernels",
-)  # fmt: skip
+    "cli",
+    "commands",
+    "api",
+    "jobs",
+    "stalls report",
+    "capture measure store settings",
+    "checkpoint",
+    "environment operators",
+    "kernels",
+)
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 BASE = {"core", "progress", "files", "errors"}  # they import nothing else
-ONLY = {"report": BASE, "kernels": set(), **dict.fromkeys(BASE, BASE)}  # instead of what the rows allow
-TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "ssdprof").rglob("*.py"))}
-MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in TREES}
+# instead of what the rows allow
+ONLY = {"report": BASE, "kernels": set(), **dict.fromkeys(BASE, BASE)}
+TREES = {
+    file: ast.parse(file.read_text(encoding="utf-8"))
+    for file in sorted((ROOT / "ssdprof").rglob("*.py"))
+}
+MODULES = {
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in TREES
+}
 
 
 def imports(file: Path) -> set[str]:
@@ -64,7 +79,8 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
     return any(f"{module}.".startswith(f"{room}.") for room in rooms)
 
 
-BUILDS_ON = {"kda": "gdn"}  # an operator of the same family, whose kernels and whose part of a record it shares
+# an operator of the same family, whose kernels and whose part of a record it shares
+BUILDS_ON = {"kda": "gdn"}
 
 
 def test_only_its_own_rooms_know_an_operator() -> None:
@@ -78,28 +94,44 @@ def test_only_its_own_rooms_know_an_operator() -> None:
             for place in (f"kernels.{one}", f"operators.{one}", f"operators.{one}_tuning")
             if BUILDS_ON[one] == operator
         ]
-        if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(name, (*own, *heirs)):
+        if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(
+            name, (*own, *heirs)
+        ):
             foreign = {module for module in IMPORTS[file] if within(module, own)}
             assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"
         for node in ast.walk(TREES[file]) if part(name) not in ("operators", "kernels") else ():
             if isinstance(node, ast.Compare | ast.Match):
                 compared = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
-                assert operator not in compared, f"{file.relative_to(ROOT)}:{node.lineno} compares with {operator}"
+                assert operator not in compared, (
+                    f"{file.relative_to(ROOT)}:{node.lineno} compares with {operator}"
+                )
 
 
 def test_no_kernel_imports_its_reference_or_the_reverse() -> None:
     for name, file in MODULES.items():
-        for other in IMPORTS[file] if part(name) == "kernels" and file.name != "__init__.py" else ():
-            kernel = other if name.endswith(".reference") else name if other.endswith(".reference") else None
+        for other in (
+            IMPORTS[file] if part(name) == "kernels" and file.name != "__init__.py" else ()
+        ):
+            kernel = (
+                other
+                if name.endswith(".reference")
+                else name
+                if other.endswith(".reference")
+                else None
+            )
             files = [one for module, one in MODULES.items() if kernel and within(module, (kernel,))]
-            assert not any("@triton.jit" in one.read_text(encoding="utf-8") for one in files), f"{name} imports {other}"
+            assert not any("@triton.jit" in one.read_text(encoding="utf-8") for one in files), (
+                f"{name} imports {other}"
+            )
 
 
 def test_no_environment_variable_reaches_a_kernel_and_no_first_call_is_tuned() -> None:
     """They read one, Triton's variable that selects the interpreter."""
     for file in (file for name, file in MODULES.items() if part(name) == "kernels"):
         lines = [
-            line for line in file.read_text(encoding="utf-8").splitlines() if re.search("environ|triton.autotune", line)
+            line
+            for line in file.read_text(encoding="utf-8").splitlines()
+            if re.search("environ|triton.autotune", line)
         ]
         assert all("TRITON_INTERPRET" in line for line in lines), file.relative_to(ROOT)
 
@@ -109,7 +141,8 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
         "import sys, ssdprof.cli, ssdprof.kernels\n"
         "print(*{'pydantic'} & sys.modules.keys())\n"
         "import ssdprof.operators; ssdprof.operators.records()\n"
-        "print(*{'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys())"
+        "print(*{'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy'} & "
+        "sys.modules.keys())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not ran.stdout.split()

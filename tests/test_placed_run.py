@@ -19,7 +19,7 @@ PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 
 
 @pytest.fixture(autouse=True)
-def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = ServedModelOptions(model="demo", seqlens=(24,))
     subject = find(request)
@@ -29,7 +29,14 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     planned = passing(*PLAIN, "--dry-run")
-    for words in ("disk-offload:", "in main memory", "on the disk", "is read once, in", "GB/s", "peak on cpu"):
+    for words in (
+        "disk-offload:",
+        "in main memory",
+        "on the disk",
+        "is read once, in",
+        "GB/s",
+        "peak on cpu",
+    ):
         assert words in planned.shown
     answer = passing(*PLAIN, "--out", "a")
     assert "on the disk; a layer of" in answer.err

@@ -1,4 +1,6 @@
-"""A checkpoint of random weights has the real model's dimensions and is marked, and runs report the mark."""
+"""A checkpoint of random weights has the real model's dimensions and is marked, and runs report the
+mark.
+"""
 
 import dataclasses
 import json
@@ -32,21 +34,31 @@ REPOS = {
     "olmo-hybrid-7b": "allenai/Olmo-Hybrid-7B",
 }
 NARROW = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
-    "vocab_size": 256, "pad_token_id": 0, "eos_token_id": 1,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24, "vocab_size": 256, "pad_token_id": 0,
+    "eos_token_id": 1,
 }  # fmt: skip
 
 
 def notes_of(ref: CheckpointRef) -> tuple[str, ...]:
-    header = draft(kind="run", subject="m", model=ref, environment=environment(), prompts=(PROMPT,), baseline="unfused")
+    header = draft(
+        kind="run",
+        subject="m",
+        model=ref,
+        environment=environment(),
+        prompts=(PROMPT,),
+        baseline="unfused",
+    )
     return header.notes
 
 
 @pytest.mark.slow
 def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
     folder = tmp_path / "random"
-    subprocess.run([sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True)
+    subprocess.run(
+        [sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True
+    )
     ref = open_model(str(folder)).ref
     assert [layer.index for layer in ref.layers] == [0]
     assert any("The weights are random" in note for note in notes_of(ref))
@@ -68,14 +80,13 @@ def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
 @pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
 def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder from the script, with the model's first four layers at a small width."""
-    model = MODELS[request.param]
-    monkeypatch.setitem(
-        MODELS,
-        request.param,
-        dataclasses.replace(model, dimensions=model.dimensions | NARROW),  # type: ignore[union-attr]
-    )
+    model: Any = MODELS[request.param]
+    small = dataclasses.replace(model, dimensions=model.dimensions | NARROW)
+    monkeypatch.setitem(MODELS, request.param, small)
     folder = tmp_path / request.param
-    monkeypatch.setattr(sys, "argv", ["make_random_checkpoint", request.param, str(folder), "--layers", "4"])
+    monkeypatch.setattr(
+        sys, "argv", ["make_random_checkpoint", request.param, str(folder), "--layers", "4"]
+    )
     main()
     return folder
 
@@ -84,12 +95,23 @@ def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = dataclasses.replace(
-        GRANITE_SMALL, hidden=64, heads=4, kv_heads=2, mlp=32, mixer=Mamba2(hidden=64, nheads=2), experts=4, chosen=2,
-        expert=16, vocabulary=256, attention_layers=(1,),
-    )  # fmt: skip
+        GRANITE_SMALL,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        mlp=32,
+        mixer=Mamba2(hidden=64, nheads=2),
+        experts=4,
+        chosen=2,
+        expert=16,
+        vocabulary=256,
+        attention_layers=(1,),
+    )
     monkeypatch.setitem(MODELS, "granite-4.0-h-small", small)
     write_checkpoint("granite-4.0-h-small", tmp_path, 3, 0, "cpu")
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype="auto", output_loading_info=True
+    )
     assert not any(info.values()), info
     assert [layer.index for layer in open_model(str(tmp_path)).ref.layers] == [0, 2]
     with torch.no_grad():
@@ -99,7 +121,9 @@ def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
 
 
 def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> None:
-    model, info = AutoModelForCausalLM.from_pretrained(narrow, dtype="auto", output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        narrow, dtype="auto", output_loading_info=True
+    )
     assert not any(info.values()), info
     assert model.dtype == torch.bfloat16
     assert [layer.index for layer in open_model(str(narrow)).ref.layers] == [0, 1, 2]
@@ -132,8 +156,12 @@ def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None
 def test_too_few_layers_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Olmo-Hybrid's definition requires an attention layer, and the first one is the fourth layer."""
-    monkeypatch.setattr("sys.argv", ["make", "olmo-hybrid-7b", str(tmp_path / "few"), "--layers", "3"])
+    """Olmo-Hybrid's definition requires an attention layer, and the first one is the fourth
+    layer.
+    """
+    monkeypatch.setattr(
+        "sys.argv", ["make", "olmo-hybrid-7b", str(tmp_path / "few"), "--layers", "3"]
+    )
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "--layers must be from 4 to 32, not 3" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Several processes of torchrun share the work of a command: there is one report, even if processes fail."""
+"""Several processes of torchrun share the work of a command: there is one report, even if processes
+fail.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,27 @@ TESTS = Path(__file__).parent
 FAST, MEASURED = ("--dtypes", "exact", "--states", "fp32"), ("samples", "first_call", "trials")
 
 
-def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_world_size_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert started({"WORLD_SIZE": ""}) == 1
     for word in ("two", "0", "-2", "1.5"):
         monkeypatch.setenv("WORLD_SIZE", word)
         answer = Answer("run", "demo")
         assert (answer.code, answer.out) == (2, "")
-        assert answer.err == f"error: WORLD_SIZE='{word}' is not a number of processes. hint: Run: unset WORLD_SIZE"
+        assert answer.err == (
+            f"error: WORLD_SIZE='{word}' is not a number of processes. hint: Run: unset WORLD_SIZE"
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        *(((name, "demo"), f"ssdprof {name}") for name in ("capture", "answers", "prefill", "stalls")),
+        *(
+            ((name, "demo"), f"ssdprof {name}")
+            for name in ("capture", "answers", "prefill", "stalls")
+        ),
         (("tune", "ssd"), "ssdprof tune"),
         (("run", "demo", "--save-captures"), "--save-captures"),
         (("run", "demo", "--answers", "--prefill"), "--answers and --prefill"),
@@ -55,7 +64,10 @@ def test_what_ranks_cannot_share_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = Answer(*words)
     assert (answer.code, answer.out) == (2, "")
-    assert answer.err == f"error: 2 ranks cannot share {what}. hint: Start a single process, without torchrun."
+    assert (
+        answer.err
+        == f"error: 2 ranks cannot share {what}. hint: Start a single process, without torchrun."
+    )
 
 
 def test_more_ranks_than_layers_are_refused() -> None:
@@ -66,12 +78,16 @@ def test_more_ranks_than_layers_are_refused() -> None:
     check(find_to_replay(two), two, Ranks(0, 2, HashStore()))
 
 
-@pytest.mark.parametrize("words", [("run", "demo", "--seq", "much"), ("run", "demo", "--sek", "64")])
+@pytest.mark.parametrize(
+    "words", [("run", "demo", "--seq", "much"), ("run", "demo", "--sek", "64")]
+)
 @pytest.mark.parametrize("ended", [True, False])
 def test_what_is_wrong_in_every_rank_is_told_by_the_first(
     words: tuple[str, ...], ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ended: torchrun ends the other ranks, because the first one ended.  Otherwise the other ranks print the error."""
+    """ended: torchrun ends the other ranks, because the first one ended.  Otherwise the other ranks
+    print the error.
+    """
 
     def sleep(_: float) -> None:
         if ended:
@@ -106,11 +122,17 @@ def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
 
 
 def same(report: Report, *measured: str) -> dict[str, Any]:
-    """The equal parts of two runs of the same command.  measured: fields of cases that may differ."""
+    """The equal parts of two runs of the same command.  measured: fields of cases that may
+    differ.
+    """
     header = {"id", "created", "command", "ranks", "samplers", "placement", "processes", "cases"}
     cases = sorted((case.model_dump(exclude=set(measured)) for case in report.cases), key=str)
     remarks = sorted(report.remarks)
-    return report.model_dump(exclude=header) | {"cases": cases, "remarks": remarks, "captured": report.captured}
+    return report.model_dump(exclude=header) | {
+        "cases": cases,
+        "remarks": remarks,
+        "captured": report.captured,
+    }
 
 
 def ran(folder: Path, *words: str, program: tuple[str, ...] = MODULE) -> tuple[Report, Report]:
@@ -136,9 +158,22 @@ def test_two_ranks_write_the_report_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
-def test_two_ranks_write_the_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_write_the_bench_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS.parent, TESTS))))
-    words = ("bench", "ssd", "--shape", "1x16x16x1", "--chunk-size", "128", "--seq", "40,50,60", "--cells", "2x40")
+    words = (
+        "bench",
+        "ssd",
+        "--shape",
+        "1x16x16x1",
+        "--chunk-size",
+        "128",
+        "--seq",
+        "40,50,60",
+        "--cells",
+        "2x40",
+    )
     one, two = ran(tmp_path, *words, program=(str(TESTS / "bench_without_gpu.py"),))
     assert len({case.place for case in one.cases}) == 4
     assert all(case.samples for case in (*one.cases, *two.cases))
@@ -150,27 +185,46 @@ def test_two_ranks_write_the_bench_of_one_process(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     "words",
     [
-        ("run", "demo", "--seq", "4k", "--layers", "first:2", "--smallest-difference", "50%", *FAST),
+        (
+            "run",
+            "demo",
+            "--seq",
+            "4k",
+            "--layers",
+            "first:2",
+            "--smallest-difference",
+            "50%",
+            *FAST,
+        ),
         ("bench", "gdn", "--shape", "qwen3.5-9b", "--seq", "1k,4k", "--impl", "unfused,fused"),
     ],
 )
-def test_two_gpus_write_the_report_of_one_but_for_times(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_two_gpus_write_the_report_of_one_but_for_times(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     """Captures and therefore accuracies have equal bits; kernels and launches are equal too.
 
-    Each rank tests the laws at the first of its own layers; a bench of ranks has no further processes.
+    Each rank tests the laws at the first of its own layers; a bench of ranks has no further
+    processes.
     """
     one, two = ran(tmp_path, *words)
     assert all(case.samples for case in (*one.cases, *two.cases))
-    assert {case.name for case in one.cases if case.probes} <= {case.name for case in two.cases if case.probes}
+    assert {case.name for case in one.cases if case.probes} <= {
+        case.name for case in two.cases if case.probes
+    }
     assert same(one, "probes", *MEASURED) == same(two, "probes", *MEASURED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path: Path, killed: int) -> None:
+def test_a_rank_that_dies_ends_the_run_and_is_named(
+    start: Start, tmp_path: Path, killed: int
+) -> None:
     process = start("run", "demo", "--seq", "256", "--out", "run")
     file = tmp_path / "run" / f"cases.{killed}.jsonl"
-    ranks = wait_for(lambda: ranks_of(process.pid) if file.exists() and b'"case"' in file.read_bytes() else None)
+    ranks = wait_for(
+        lambda: ranks_of(process.pid) if file.exists() and b'"case"' in file.read_bytes() else None
+    )
     os.kill(ranks[killed], signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0

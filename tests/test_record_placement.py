@@ -1,4 +1,6 @@
-"""The script that records placements: its comparisons, its failures, and the results after an early end."""
+"""The script that records placements: its comparisons, its failures, and the results after an early
+end.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,18 @@ from random_models import GRANITE_SMALL, MODELS, Mamba2
 from ssdprof.jobs.subject import find
 
 TINY = replace(
-    GRANITE_SMALL, hidden=64, heads=4, kv_heads=2, mlp=96, mixer=Mamba2(hidden=64, nheads=8, headdim=16, dstate=16),
-    experts=8, chosen=2, expert=64, vocabulary=300, attention_layers=(1,),
-)  # fmt: skip
+    GRANITE_SMALL,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    mlp=96,
+    mixer=Mamba2(hidden=64, nheads=8, headdim=16, dstate=16),
+    experts=8,
+    chosen=2,
+    expert=64,
+    vocabulary=300,
+    attention_layers=(1,),
+)
 
 
 def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +38,9 @@ def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     captures[0]["x"][0, 3, 2, 1] += 1
     measured = record_placement.measure(subject, captures)
     assert measured["differing"] == ["model.layers.0.mamba x"]
-    assert record_placement.failures({"disk-offload": measured}) == ["disk-offload: differs in model.layers.0.mamba x"]
+    assert record_placement.failures({"disk-offload": measured}) == [
+        "disk-offload: differs in model.layers.0.mamba x"
+    ]
     captures[0]["x"][0, 3, 2, 1] -= 1
     measured = record_placement.measure(subject, [*captures, captures[0]])
     assert measured["differing"] == ["a layer that is missing"]

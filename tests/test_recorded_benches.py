@@ -1,4 +1,6 @@
-"""The recorded benches: a line per case, what a newer bench replaces, and the tables of speeds next to them."""
+"""The recorded benches: a line per case, what a newer bench replaces, and the tables of speeds next
+to them.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,18 @@ DONE = cases.bench(*cases.cell(1024), *cases.cell(4096), baseline="fla", matched
 
 def test_a_line_has_the_numbers_of_its_case() -> None:
     first, second = recorded.recorded("b", DONE)
-    assert (first.bench.peers, first.bench.state, first.bench.baseline) == ({"fla": "0.4"}, "complete", "fla")
+    assert (first.bench.peers, first.bench.state, first.bench.baseline) == (
+        {"fla": "0.4"},
+        "complete",
+        "fla",
+    )
     assert [cell.one.tokens for cell in (first, second)] == ["1 x 1,024", "1 x 4,096"]
     for line, case in zip((*first.cases, *second.cases), DONE.cases, strict=True):
-        assert line.words == [case.implementation, case.precision.intermediates, case.precision.state_dtype]
+        assert line.words == [
+            case.implementation,
+            case.precision.intermediates,
+            case.precision.state_dtype,
+        ]
         assert case.device_us
         assert case.call_us
         assert line.device_us == pytest.approx(case.device_us, rel=1e-5)
@@ -40,18 +50,26 @@ def test_a_line_has_the_numbers_of_its_case() -> None:
         assert line.launches == case.launches
     fused = first.fastest("fused")
     assert fused
-    assert {name: over.device[0] for name, over in fused.over.items()} == pytest.approx({"fla": 1.6, "unfused": 2.0})
+    assert {name: over.device[0] for name, over in fused.over.items()} == pytest.approx(
+        {"fla": 1.6, "unfused": 2.0}
+    )
     assert not first.cases[0].over
 
 
 def test_a_case_that_failed_says_why_and_has_no_time() -> None:
     bad = cases.failed(cases.cell(1024)[2])
     (cell,) = recorded.recorded("b", cases.bench(*cases.cell(1024)[:2], bad, baseline="fla"))
-    assert (cell.cases[2].status, cell.cases[2].device_us, cell.cases[2].over) == ("inaccurate", None, {})
+    assert (cell.cases[2].status, cell.cases[2].device_us, cell.cases[2].over) == (
+        "inaccurate",
+        None,
+        {},
+    )
     assert "its budget" in cell.cases[2].reason
 
 
-def test_a_new_bench_is_added_to_the_file_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_bench_is_added_to_the_file_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorded, "file_of", lambda _: tmp_path / "gpu.jsonl")
     (tmp_path / "b.json").write_text(dump(DONE))
     assert recorded.read(tmp_path / "b.json") == recorded.recorded("b", DONE)
@@ -60,7 +78,12 @@ def test_a_new_bench_is_added_to_the_file_of_its_gpu(tmp_path: Path, monkeypatch
         assert recorded.read(tmp_path / "gpu.jsonl") == recorded.recorded("b", DONE)
     assert (tmp_path / "gpu.jsonl").read_text().count("\n") == 1 + len(DONE.cases)
     recorded.main([f"a={tmp_path / 'b.json'}"])
-    assert [cell.bench.name for cell in recorded.read(tmp_path / "gpu.jsonl")] == ["a", "a", "b", "b"]
+    assert [cell.bench.name for cell in recorded.read(tmp_path / "gpu.jsonl")] == [
+        "a",
+        "a",
+        "b",
+        "b",
+    ]
 
 
 def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels() -> None:
@@ -92,18 +115,24 @@ def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    of_ssd, of_gdn = (f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn"))
+    of_ssd, of_gdn = (
+        f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn")
+    )
     readme.write_text(f"before\n{of_ssd}between\n{of_gdn}after\n")
     for _ in range(2):
         readme_table.write(readme, readme_table.GDN, "new\n")
-        assert readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
+        assert (
+            readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
+        )
 
 
 @pytest.mark.parametrize("operator", [readme_table.SSD, readme_table.GDN], ids=lambda one: one.name)
 def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Operator) -> None:
     cells = readme_table.committed(operator)
     assert cells
-    assert readme_table.selection(cells, operator) == readme_table.current(readme_table.PAGE, operator)
+    assert readme_table.selection(cells, operator) == readme_table.current(
+        readme_table.PAGE, operator
+    )
 
 
 # --- the small cases that are timed against flash-linear-attention

@@ -35,8 +35,17 @@ def test_every_schema_is_listed_and_printed() -> None:
 
 def test_every_command_that_prints_json_has_a_schema() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    printing = {name for name, one in commands.items() if any("--json" in parameter.opts for parameter in one.params)}
-    assert {words.split()[0] for printed, _ in SCHEMAS.values() for words in printed.split(", ") if words} == printing
+    printing = {
+        name
+        for name, one in commands.items()
+        if any("--json" in parameter.opts for parameter in one.params)
+    }
+    assert {
+        words.split()[0]
+        for printed, _ in SCHEMAS.values()
+        for words in printed.split(", ")
+        if words
+    } == printing
 
 
 @pytest.mark.parametrize(
@@ -59,7 +68,9 @@ def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None
 
 
 @pytest.mark.parametrize(
-    "report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda one: one.kind
+    "report",
+    [cases.report(), cases.bench(), cases.prefill(), cases.answers()],
+    ids=lambda one: one.kind,
 )
 def test_a_report_of_any_kind_is_exported_as_its_document(report: Report) -> None:
     Path("report.json").write_text(reports.dump(report))

@@ -1,4 +1,6 @@
-"""`run` and `capture` with a server's calls of the model, through the command line and without a GPU."""
+"""`run` and `capture` with a server's calls of the model, through the command line and without a
+GPU.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -25,7 +27,8 @@ WHOLE = (*FAST, "--full")  # and the whole report
 def kinds(report: Report) -> Counter[tuple[str, str, int]]:
     """(kind of call, implementation, tokens of the call) -> number of cases."""
     return Counter(
-        (case.call.kind if case.call else "prompt", case.implementation, case.seqlen) for case in report.cases
+        (case.call.kind if case.call else "prompt", case.implementation, case.seqlen)
+        for case in report.cases
     )
 
 
@@ -57,7 +60,18 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("model", DEMOS)
 def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     answer = passing(
-        "run", model, "--seq", "24", "--decode", "2", "--batch", "2", "--save-captures", "--out", "a", *WHOLE
+        "run",
+        model,
+        "--seq",
+        "24",
+        "--decode",
+        "2",
+        "--batch",
+        "2",
+        "--save-captures",
+        "--out",
+        "a",
+        *WHOLE,
     )
     _, report = reports.load("a")
     assert kinds(report) == {
@@ -72,7 +86,11 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert "2 pieces of it one after the other" in report.prompts[0].source
     assert not report.of_answers  # not requested
     assert Outcome(report).passed
-    for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):
+    for words in (
+        "in decode steps after 2 x 24 tokens",
+        "2 prompts side by side; 2 decode steps",
+        "recurrent",
+    ):
         assert words in answer.shown
 
     again = passing("run", "a/captures", "--out", "b", *ONE_PRECISION)
@@ -91,13 +109,26 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
 
 def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
     passing(
-        "run", "demo", "--seq", "16", "--layers", "first:1", "--dtypes", "relaxed", "--states", "bf16", "--decode", "1"
+        "run",
+        "demo",
+        "--seq",
+        "16",
+        "--layers",
+        "first:1",
+        "--dtypes",
+        "relaxed",
+        "--states",
+        "bf16",
+        "--decode",
+        "1",
     )
     _, report = reports.load(None)
     steps = [case for case in report.cases if case.call]
     assert {str(case.precision) for case in steps} == {"exact, fp32 states"}
     relaxed = report.restricted(
-        precisions={case.precision for case in report.cases if case.precision.intermediates != "exact"}
+        precisions={
+            case.precision for case in report.cases if case.precision.intermediates != "exact"
+        }
     )
     assert Outcome(relaxed).passed
     assert not any(case.call for case in relaxed.cases)
@@ -105,33 +136,70 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
 
 @pytest.mark.slow
 def test_packed_sequences_are_one_call() -> None:
-    answer = passing("run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *WHOLE)
+    answer = passing(
+        "run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *WHOLE
+    )
     _, report = reports.load("a")
     lengths = report.prompts[0].serving.packed
     assert len(lengths) == 3
     assert all(4 <= length <= 12 for length in lengths)
-    assert kinds(report) == {("packed", "unfused", sum(lengths)): 1, ("packed", "fused", sum(lengths)): 1}
+    assert kinds(report) == {
+        ("packed", "unfused", sum(lengths)): 1,
+        ("packed", "fused", sum(lengths)): 1,
+    }
     assert any("went through the model one by one" in note for note in report.remarks)
     assert f"at {sum(lengths)} tokens in 3 packed sequences" in answer.shown
     passing("run", "a/captures", "--out", "b", *ONE_PRECISION)
-    assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
+    assert [case.accuracy for case in reports.load("b")[1].cases] == [
+        case.accuracy for case in report.cases
+    ]
 
 
 @pytest.mark.parametrize(
     ("model", "words", "fitting"),
-    [("demo", "2 heads x 64", "2 or 4"), ("demo-gdn", "1/2 heads", "2"), ("demo-kda", "1/1 heads", "2")],
+    [
+        ("demo", "2 heads x 64", "2 or 4"),
+        ("demo-gdn", "1/2 heads", "2"),
+        ("demo-kda", "1/1 heads", "2"),
+    ],
 )
 def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
-    answer = passing("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)
+    answer = passing(
+        "run",
+        model,
+        "--seq",
+        "24",
+        "--tensor-parallel",
+        "2",
+        "--save-captures",
+        "--out",
+        "a",
+        *FAST,
+    )
     _, report = reports.load("a")
     assert report.tensor_parallel == 2
     assert {case.dims.words[: len(words)] for case in report.cases if case.dims} == {words}
     assert any("first of 2 tensor-parallel ranks" in note for note in report.remarks)
     assert "the first of 2 tensor-parallel ranks" in answer.out
-    passing("run", "a/captures", "--tensor-parallel", "2", "--out", "b", "--dtypes", "exact", "--states", "fp32")
-    assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
+    passing(
+        "run",
+        "a/captures",
+        "--tensor-parallel",
+        "2",
+        "--out",
+        "b",
+        "--dtypes",
+        "exact",
+        "--states",
+        "fp32",
+    )
+    assert [case.accuracy for case in reports.load("b")[1].cases] == [
+        case.accuracy for case in report.cases
+    ]
     for place in (model, "a/captures"):
-        refused = Answer("run", place, *(("--seq", "24") if place == model else ()), "--tensor-parallel", "3")
+        refused = Answer(
+            "run", place, *(("--seq", "24") if place == model else ()), "--tensor-parallel", "3"
+        )
         assert refused.code == 2
         assert f"--tensor-parallel 3 does not fit {model}" in refused.err
         assert "cannot be divided by 3" in refused.err
@@ -139,12 +207,23 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
 
 
 def test_stored_captures_are_what_they_are() -> None:
-    assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
+    assert (
+        Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code
+        == 0
+    )
     for words in (
-        "--batch 2", "--packed 4x8-16", "--chunked-prefill 8", "--decode 1", "--placement disk-offload", "--seq 16",
-    ):  # fmt: skip
+        "--batch 2",
+        "--packed 4x8-16",
+        "--chunked-prefill 8",
+        "--decode 1",
+        "--placement disk-offload",
+        "--seq 16",
+    ):
         answer = Answer("run", "captures", *words.split())
-        assert (answer.code, "their model, prompt and segments cannot be changed" in answer.err) == (2, True), words
+        assert (
+            answer.code,
+            "their model, prompt and segments cannot be changed" in answer.err,
+        ) == (2, True), words
     assert "--layers is the only model option" in answer.err
     answer = Answer("run", "captures", "--answers")
     assert (answer.code, "answers need the model" in answer.err) == (2, True)
@@ -154,5 +233,7 @@ def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) 
     """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 2_000_000)
     assert Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--dry-run").code == 0
-    answer = ending(3, "run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run")
+    answer = ending(
+        3, "run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run"
+    )
     assert "Without --decode and --answers" in answer.err

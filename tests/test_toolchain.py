@@ -1,4 +1,6 @@
-"""A machine with a GPU and missing tools: errors name what Triton or the driver lacks, with a remedy."""
+"""A machine with a GPU and missing tools: errors name what Triton or the driver lacks, with a
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from fake_nvml import FakeNvml
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain
-from ssdprof.environment.toolchain import Check, needs, others_on_gpu, require_gpu, require_toolchain, unusable_gpu
+from ssdprof.environment.toolchain import (
+    Check,
+    needs,
+    others_on_gpu,
+    require_gpu,
+    require_toolchain,
+    unusable_gpu,
+)
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
@@ -32,7 +41,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
 
 @pytest.fixture
 def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with all tools, in a folder: bin/gcc, bin/apt-get, include/Python.h, lib/libcuda.so.1."""
+    """A machine with all tools, in a folder: bin/gcc, bin/apt-get, include/Python.h,
+    lib/libcuda.so.1.
+    """
     for name in ("bin/gcc", "bin/apt-get", "bin/ldconfig", "include/Python.h", "lib/libcuda.so.1"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch(mode=0o755)
@@ -43,7 +54,13 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "lib"))
-    for name in ("CC", "TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_LIBCUDA_PATH", "CUDA_VISIBLE_DEVICES"):
+    for name in (
+        "CC",
+        "TRITON_CACHE_DIR",
+        "TRITON_HOME",
+        "TRITON_LIBCUDA_PATH",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(toolchain, "_LDCONFIG", str(tmp_path / "bin" / "ldconfig"))
@@ -63,7 +80,8 @@ def lacking() -> list[str]:
 def test_nothing_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking() == []
     require_toolchain()
-    monkeypatch.delenv("HOME")  # the cache is in the working directory: a container's user ID may be no user's
+    # the cache is in the working directory: a container's user ID may be no user's
+    monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", lambda _: {}[0])
     require_toolchain()
 
@@ -73,30 +91,65 @@ LOADED = "7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so
 NO_HEADERS = "#!/bin/sh\ngrep -q dlfcn && exit 1\n"
 APT, TOLD = "apt-get update && apt-get install -y", "export TRITON_LIBCUDA_PATH="
 GCC, CACHE = {"bin/gcc": None}, "export TRITON_CACHE_DIR=/tmp/triton"
-NO_DRIVER, LIBRARY, FAILS = r"does not find libcuda\.so\.1", "lib/libcuda.so.1", "#!/bin/sh\nexit 1\n"
+NO_DRIVER, LIBRARY, FAILS = (
+    r"does not find libcuda\.so\.1",
+    "lib/libcuda.so.1",
+    "#!/bin/sh\nexit 1\n",
+)
 
 
 @pytest.mark.parametrize(
     ("files", "variables", "name", "words", "command"),
     [
         (GCC, {}, "C compiler", "there is no C compiler", f"{APT} gcc"),
-        (GCC | {"bin/apt-get": None, "bin/apk": ""}, {}, "C compiler", "no C compiler", "apk add gcc"),
-        ({}, {"CC": "icx"}, "C compiler", "CC=icx is not a program", "unset CC"),
-        ({}, {"CC": ""}, "C compiler", "CC= is not a program", "unset CC"),  # Triton starts the program "" too
-        ({"bin/gcc": NO_HEADERS}, {}, "C library", r"gcc finds no dlfcn\.h", f"{APT} libc6-dev"),
-        ({"include/Python.h": None}, {}, "Python headers", "Python's headers are not installed", "-dev"),
-        ({LIBRARY: None}, {}, "driver library", NO_DRIVER, "ldconfig"),
-        ({LIBRARY: None, "maps": LOADED}, {}, "driver library", NO_DRIVER, f"{TOLD}/usr/local/nvidia/lib64"),
-        # Triton calls ldconfig before it reads LD_LIBRARY_PATH
-        *(({"bin/ldconfig": one}, {}, "driver library", NO_DRIVER, f"{TOLD}{{0}}/lib") for one in (None, FAILS)),
-        ({}, {"TRITON_LIBCUDA_PATH": "/nowhere"}, "driver library", "PATH=/nowhere does not hold", f"{TOLD}{{0}}/lib"),
         (
-            {}, {"TRITON_LIBCUDA_PATH": "/nowhere", "LD_LIBRARY_PATH": ""}, "driver library", "=/nowhere does not hold",
+            GCC | {"bin/apt-get": None, "bin/apk": ""},
+            {},
+            "C compiler",
+            "no C compiler",
+            "apk add gcc",
+        ),
+        ({}, {"CC": "icx"}, "C compiler", "CC=icx is not a program", "unset CC"),
+        # Triton starts the program "" too
+        ({}, {"CC": ""}, "C compiler", "CC= is not a program", "unset CC"),
+        ({"bin/gcc": NO_HEADERS}, {}, "C library", r"gcc finds no dlfcn\.h", f"{APT} libc6-dev"),
+        (
+            {"include/Python.h": None},
+            {},
+            "Python headers",
+            "Python's headers are not installed",
+            "-dev",
+        ),
+        ({LIBRARY: None}, {}, "driver library", NO_DRIVER, "ldconfig"),
+        (
+            {LIBRARY: None, "maps": LOADED},
+            {},
+            "driver library",
+            NO_DRIVER,
+            f"{TOLD}/usr/local/nvidia/lib64",
+        ),
+        # Triton calls ldconfig before it reads LD_LIBRARY_PATH
+        *(
+            ({"bin/ldconfig": one}, {}, "driver library", NO_DRIVER, f"{TOLD}{{0}}/lib")
+            for one in (None, FAILS)
+        ),
+        (
+            {},
+            {"TRITON_LIBCUDA_PATH": "/nowhere"},
+            "driver library",
+            "PATH=/nowhere does not hold",
+            f"{TOLD}{{0}}/lib",
+        ),
+        (
+            {},
+            {"TRITON_LIBCUDA_PATH": "/nowhere", "LD_LIBRARY_PATH": ""},
+            "driver library",
+            "=/nowhere does not hold",
             "unset TRITON_LIBCUDA_PATH",
         ),
         ({}, {"TRITON_CACHE_DIR": "{0}/maps"}, "Triton's cache", "maps cannot be written", CACHE),
     ],
-)  # fmt: skip
+)
 def test_what_is_lacking_is_named_with_one_command(
     furnished: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +196,9 @@ def test_a_real_compiler_finds_the_c_library() -> None:
     assert need("C library").detail == "dlfcn.h"
 
 
-def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_install_is_told_who_may(
+    furnished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (furnished / "bin" / "gcc").unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert need("C compiler").hint == "Run as root: apt-get update && apt-get install -y gcc"
@@ -163,7 +218,9 @@ def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
 
-def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_may_not_be_searched_are_lacking(
+    furnished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A container that runs with its own user ID often has root's home."""
     stat = os.stat
 
@@ -178,7 +235,9 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
     monkeypatch.setenv("HOME", f"{furnished}/root")
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{furnished}/root/lib:{furnished}/lib")
     assert lacking() == ["Triton's cache"]
-    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": f"{furnished}/root/include"})
+    monkeypatch.setattr(
+        sysconfig, "get_paths", lambda **_: {"include": f"{furnished}/root/include"}
+    )
     assert need("Python headers").status == "missing"
 
 
@@ -187,13 +246,19 @@ def capture_demo(folder: Path) -> None:
     capture(find(request), folder / "captures", overwrite=False, watcher=Watcher())
 
 
-def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_asks_before_anything_is_downloaded(
+    furnished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (furnished / "bin" / "gcc").unlink()
     limits.check_replay((16,))  # the interpreter compiles nothing
     limits.check_capture()
     monkeypatch.setattr(limits, "INTERPRETED", False)
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
-    for check in (lambda: limits.check_replay((16,)), limits.check_capture, lambda: capture_demo(furnished)):
+    for check in (
+        lambda: limits.check_replay((16,)),
+        limits.check_capture,
+        lambda: capture_demo(furnished),
+    ):
         with pytest.raises(MissingCapabilityError, match="no C compiler"):
             check()
     driver(monkeypatch, cuda=11080)
@@ -206,8 +271,12 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("furnished")
-@pytest.mark.parametrize(("seen", "why"), [(True, "Triton's interpreter is on"), (False, "torch sees none")])
-def test_kernels_need_a_gpu_and_no_interpreter(monkeypatch: pytest.MonkeyPatch, why: str, *, seen: bool) -> None:
+@pytest.mark.parametrize(
+    ("seen", "why"), [(True, "Triton's interpreter is on"), (False, "torch sees none")]
+)
+def test_kernels_need_a_gpu_and_no_interpreter(
+    monkeypatch: pytest.MonkeyPatch, why: str, *, seen: bool
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(toolchain, "INTERPRETED", seen)
     with pytest.raises(MissingCapabilityError, match=f"It needs an NVIDIA GPU, and {why}"):
@@ -215,7 +284,8 @@ def test_kernels_need_a_gpu_and_no_interpreter(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):  # the last driver is too old to report its CUDA version
+    # the last driver is too old to report its CUDA version
+    for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):
         driver(monkeypatch, gpus=gpus, cuda=cuda)
         assert unusable_gpu() == ""
 
@@ -223,17 +293,41 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("built", "cuda", "hidden", "words"),
     [
-        ("13.0", 12040, None, "built for CUDA 13.0.  Update NVIDIA's driver.  Or run: pip install uv && uv pip"),
+        (
+            "13.0",
+            12040,
+            None,
+            "built for CUDA 13.0.  Update NVIDIA's driver.  Or run: pip install uv && uv pip",
+        ),
         ("12.8", 12040, None, "torch cannot start one.  Run: python -c"),
-        (None, 12040, None, "this torch is built without CUDA.  Run: pip install uv && uv pip install"),
-        ("12.8", 12080, "", "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset CUDA_VISIBLE_DEVICES"),
-        *(("12.8", 12080, one, f"CUDA_VISIBLE_DEVICES='{one}' hides") for one in ("2", "-1", "GPU-gone")),
+        (
+            None,
+            12040,
+            None,
+            "this torch is built without CUDA.  Run: pip install uv && uv pip install",
+        ),
+        (
+            "12.8",
+            12080,
+            "",
+            (
+                "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset "
+                "CUDA_VISIBLE_DEVICES"
+            ),
+        ),
+        *(
+            ("12.8", 12080, one, f"CUDA_VISIBLE_DEVICES='{one}' hides")
+            for one in ("2", "-1", "GPU-gone")
+        ),
         # The variable is set, but is not the cause.
-        *(("12.8", 12080, one, "torch cannot start one.  Run: python -c") for one in ("GPU-1", "MIG-1234", "1,7")),
+        *(
+            ("12.8", 12080, one, "torch cannot start one.  Run: python -c")
+            for one in ("GPU-1", "MIG-1234", "1,7")
+        ),
         ("13.0", 12040, "0", "and this torch is built for CUDA 13.0"),
         (None, 12040, "0", "this torch is built without CUDA"),
     ],
-)  # fmt: skip
+)
 def test_why_torch_uses_no_gpu(
     monkeypatch: pytest.MonkeyPatch, built: str | None, cuda: int, hidden: str | None, words: str
 ) -> None:
@@ -258,7 +352,9 @@ def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert others_on_gpu("GPU-1") is None
 
 
-def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_slices_company_and_needs(
+    furnished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (furnished / "include" / "Python.h").unlink()
     found = doctor_of_a_slice(monkeypatch)
     assert (found["gpu slice"].status, found["gpu sharing"].status) == ("warn", "warn")
@@ -266,13 +362,17 @@ def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch:
     assert found["gpu sharing"].detail == "2 other processes on it"
     assert found["C compiler"].status == "ok"
     assert found["Python headers"].status == "missing"
-    assert found["Python headers"].hint.startswith("Run: apt-get update && apt-get install -y python3.")
+    assert found["Python headers"].hint.startswith(
+        "Run: apt-get update && apt-get install -y python3."
+    )
     assert all((one.hint == "") == (one.status == "ok") for one in found.values())
 
 
 @pytest.mark.usefixtures("furnished")
 def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example because another process uses it in exclusive mode, or because its memory is full."""
+    """For example because another process uses it in exclusive mode, or because its memory is
+    full.
+    """
 
     def refuse(_: object) -> tuple[int, int]:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later.")
@@ -282,17 +382,22 @@ def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert found["gpu memory"].detail == "CUDA cannot start the GPU: CUDA error: out of memory"
     assert found["C compiler"].status == "ok"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(MissingCapabilityError, match=r"cannot start the GPU: CUDA error: out of memory\.") as caught:
+    with pytest.raises(
+        MissingCapabilityError, match=r"cannot start the GPU: CUDA error: out of memory\."
+    ) as caught:
         require_toolchain()
     assert caught.value.hint.endswith("nvidia-smi")
 
 
 def doctor_of_a_slice(
-    monkeypatch: pytest.MonkeyPatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
+    monkeypatch: pytest.MonkeyPatch,
+    memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30),
 ) -> dict[str, doctor.Check]:
     """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)
-    gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
+    gpu: Any = SimpleNamespace(
+        name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8"
+    )
     monkeypatch.setattr(doctor, "gpu", lambda: gpu)
     monkeypatch.setattr(doctor, "read_clocks", lambda: None)
     monkeypatch.setattr(doctor, "current_uuid", lambda: "GPU-1")

@@ -1,4 +1,6 @@
-"""What a user's kernel may do to the process that runs it: the command survives, says so, and leaves no process."""
+"""What a user's kernel may do to the process that runs it: the command survives, says so, and
+leaves no process.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ print(ended.code, *told, ended.stopped, *[ended.fault] * bool(ended.fault))
 
 def run(body: str) -> str:
     code = FORKED.format(body=body.replace("\n", "\n    "))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return done.stdout
 
 
@@ -78,9 +82,14 @@ def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str)
 def test_a_child_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     work = "open('child', 'w').write(str(os.getpid()))\n    time.sleep(1000)"
     code = FORKED.format(body=work).replace("1.0, 2.0", "1.0, 99.0")
-    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as parent:
         until = time.monotonic() + 30
-        while not ((file := tmp_path / "child").exists() and file.read_text()) and time.monotonic() < until:
+        while (
+            not ((file := tmp_path / "child").exists() and file.read_text())
+            and time.monotonic() < until
+        ):
             time.sleep(0.05)
         parent.send_signal(number)
         printed, _ = parent.communicate(timeout=30)
@@ -108,8 +117,9 @@ def work(*_):
         return  # a command is two functions
     unfused, own = cases.case("unfused"), cases.case("k:f", kind="own")
     requested = tuple(map(cases.requested, (unfused, own)))
-    header = dict(kind="run", subject="m", model=cases.checkpoint(), environment=cases.environment())
-    with opened(Path("out"), Watcher(), **header, baseline="unfused", requested=requested) as writer:
+    checkpoint, here = cases.checkpoint(), cases.environment()
+    header = dict(kind="run", subject="m", model=checkpoint, environment=here, baseline="unfused")
+    with opened(Path("out"), Watcher(), **header, requested=requested) as writer:
         writer.case(unfused)
         child.tell("case " + own.model_dump_json(exclude_defaults=True))
         {deed}
@@ -133,9 +143,19 @@ cli.main()
     [
         ("pass", "pass", 0, ""),
         ("os._exit(0)", "pass", 1, "FAILED: 1 of 2 cases: k:f"),
-        ("os.kill(os.getpid(), 11)", "pass", 1, "The process that ran k:f ended early, with SIGSEGV"),
+        (
+            "os.kill(os.getpid(), 11)",
+            "pass",
+            1,
+            "The process that ran k:f ended early, with SIGSEGV",
+        ),
         ("pass", "sys.stdout.close(); print()", 0, "PASSED: all 2 cases"),
-        ("child.time.sleep(1000)", "pass", 1, "ran k:f was stopped: a call of its kernel did not end within 2 s"),
+        (
+            "child.time.sleep(1000)",
+            "pass",
+            1,
+            "ran k:f was stopped: a call of its kernel did not end within 2 s",
+        ),
         ("import shutil; shutil.rmtree('out')", "pass", 3, "out cannot be written: it was removed"),
     ],
 )
@@ -145,9 +165,16 @@ def test_a_command_reports_whatever_ended_its_child(
     command = [sys.executable, "-c", RUN.format(deed=deed, later=later)]
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **path}, check=False
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **path},
+        check=False,
     )
-    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), (
+        done.stdout + done.stderr
+    )
     assert "What was done is kept" not in done.stderr
     if code < 2:
         results = {case.implementation: case.result for case in load(tmp_path / "out")[1].cases}

@@ -19,7 +19,8 @@ MODULE = ("-m", "ssdprof")
 def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]:
     """start(*words, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
 
-    program: arguments of Python and torchrun before the words.  Processes that still run at the end are terminated.
+    program: arguments of Python and torchrun before the words.  Processes that still run at the end
+    are terminated.
     """
     started: list[subprocess.Popen[str]] = []
 
@@ -58,5 +59,9 @@ def ranks_of(parent: int) -> dict[int, int]:
     found = {}
     for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
         words = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-        found |= {int(word.removeprefix("RANK=")): int(child) for word in words if word.startswith("RANK=")}
+        found |= {
+            int(word.removeprefix("RANK=")): int(child)
+            for word in words
+            if word.startswith("RANK=")
+        }
     return found

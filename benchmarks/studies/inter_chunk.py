@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Kernels of the study scan-002: the state that passes from chunk to chunk, and the same in fp64.
 
-    out[c] = decay[c] * (out[c-1] - w[c] (y[c]^T out[c-1])) + states[c],   out[-1] = 0;  without w and y for rank 0
+    out[c] = decay[c] * (out[c-1] - w[c] (y[c]^T out[c-1])) + states[c],   out[-1] = 0;  without w
+    and y for rank 0
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32 | w, y (b, c, h, k, r)
 Out:  out (b, c, h, k, v), of the dtype of states
@@ -47,7 +48,9 @@ class InterChunkInputs:
             raise ValueError("w and y belong together")
         for name, factor in (("w", self.w), ("y", self.y)):
             if factor is not None and (factor.ndim != 5 or factor.shape[:4] != rows):
-                raise ValueError(f"{name} must be {tuple(rows)} and a rank, not {tuple(factor.shape)}")
+                raise ValueError(
+                    f"{name} must be {tuple(rows)} and a rank, not {tuple(factor.shape)}"
+                )
 
     @property
     def rank(self) -> int:
@@ -63,13 +66,20 @@ Kernel = Callable[[InterChunkInputs], torch.Tensor]
 
 
 def draw(
-    *, batch: int, chunks: int, heads: int, dim: int, rank: int = 0, dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu", seed: int = 0,
-) -> InterChunkInputs:  # fmt: skip
+    *,
+    batch: int,
+    chunks: int,
+    heads: int,
+    dim: int,
+    rank: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> InterChunkInputs:
     """Random inputs with k = v = dim.
 
-    states ~ N(0, 1); decay uniform in 0.5 .. 1; y ~ N(0, 1) with unit columns, and w = y / rank.  The transition then
-    reduces a state by at most the state's length.
+    states ~ N(0, 1); decay uniform in 0.5 .. 1; y ~ N(0, 1) with unit columns, and w = y / rank.
+    The transition then reduces a state by at most the state's length.
     """
     generator = torch.Generator(device).manual_seed(seed)
     rows = (batch, chunks, heads, dim)
@@ -86,7 +96,8 @@ def draw(
 def reference(inputs: InterChunkInputs, *, rounded: bool = False) -> torch.Tensor:
     """The state after each chunk (b, c, h, k, v), fp64.
 
-    rounded: computed in fp32, and every state rounded to the dtype of the inputs before the next chunk uses it.
+    rounded: computed in fp32, and every state rounded to the dtype of the inputs before the next
+    chunk uses it.
     """
     working = torch.float32 if rounded else torch.float64
     states, decay = inputs.states.to(working), inputs.decay.to(working)
@@ -110,8 +121,11 @@ def judge(inputs: InterChunkInputs) -> Judge:
 
 
 @triton.jit
-def _block_of(i_block, nheads, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The batch and head of a block, its rows (ROWS,) and columns (BLOCK_V,), and masks of existing rows and elements.
+def _block_of(
+    i_block, nheads, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """The batch and head of a block, its rows (ROWS,) and columns (BLOCK_V,), and masks of existing
+    rows and elements.
 
     Blocks of a head vary fastest, then heads, then batches.
     """
@@ -132,20 +146,28 @@ def _loop_kernel(
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
     RESIDENT: tl.constexpr, ROUND: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (b * h * k-blocks).  A program owns some rows of one head's state and walks over the chunks.
+    """Grid: (b * h * k-blocks).  A program owns some rows of one head's state and walks over the
+    chunks.
 
-    RESIDENT: the state stays in registers, in fp32, or with ROUND rounded in every iteration to the dtype of `out`.
-    Otherwise every iteration reads the state that the one before stored back from global memory, past the L1 cache.
+    RESIDENT: the state stays in registers, in fp32, or with ROUND rounded in every iteration to the
+    dtype of `out`.  Otherwise every iteration reads the state that the one before stored back from
+    global memory, past the L1 cache.
     """
     i_b, i_h, o_k, o_v, m_k, m = _block_of(tl.program_id(0), nheads, K, V, ROWS, BLOCK_V)
     state = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     for i_c in tl.range(0, nchunks, num_stages=NUM_STAGES):
         here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
         b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
-        b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+        b_decay = tl.load(
+            decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0
+        )
         if not RESIDENT:
-            before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
-            state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
+            before = out_ptr + ptr_offset(
+                (i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides
+            )
+            state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(
+                tl.float32
+            )
         state = state * b_decay[:, None] + b_states.to(tl.float32)
         stored = state.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + ptr_offset(here, out_strides), stored, mask=m)
@@ -156,18 +178,33 @@ def _loop_kernel(
 
 
 def loop(
-    inputs: InterChunkInputs, *, resident: bool, rounded: bool = False, rows: int = ROWS, num_warps: int = 4,
+    inputs: InterChunkInputs,
+    *,
+    resident: bool,
+    rounded: bool = False,
+    rows: int = ROWS,
+    num_warps: int = 4,
     num_stages: int = 6,
-) -> torch.Tensor:  # fmt: skip
-    """num_stages: iterations that loads run ahead; 1, for none, if the state is read back: it waits for a store."""
+) -> torch.Tensor:
+    """num_stages: iterations that loads run ahead; 1, for none, if the state is read back: it waits
+    for a store.
+    """
     if not resident and num_stages != 1:
         raise ValueError("loop: num_stages must be 1 for a state that is read back")
     out, sizes, blocks = _begun("loop", inputs, rows)
     numbers = (inputs.states.shape[2], inputs.states.shape[1])
     return _launched(
-        _loop_kernel, blocks, inputs, out, numbers, num_warps,
-        **sizes, RESIDENT=resident, ROUND=rounded, NUM_STAGES=num_stages,
-    )  # fmt: skip
+        _loop_kernel,
+        blocks,
+        inputs,
+        out,
+        numbers,
+        num_warps,
+        **sizes,
+        RESIDENT=resident,
+        ROUND=rounded,
+        NUM_STAGES=num_stages,
+    )
 
 
 @triton.jit(do_not_specialize=["nheads", "i_c"])
@@ -181,10 +218,14 @@ def _one_chunk_kernel(
     i_b, i_h, o_k, o_v, m_k, m = _block_of(tl.program_id(0), nheads, K, V, ROWS, BLOCK_V)
     here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
     b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
-    b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+    b_decay = tl.load(
+        decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0
+    )
     before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
     # a scalar condition in a mask is an error in the interpreter of Triton 3.9
-    state = tl.load(before, mask=m & (o_k < tl.where(i_c > 0, K, 0))[:, None], other=0.0).to(tl.float32)
+    state = tl.load(before, mask=m & (o_k < tl.where(i_c > 0, K, 0))[:, None], other=0.0).to(
+        tl.float32
+    )
     state = state * b_decay[:, None] + b_states.to(tl.float32)
     tl.store(out_ptr + ptr_offset(here, out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
 
@@ -198,15 +239,16 @@ def one_launch_a_chunk(inputs: InterChunkInputs, *, rows: int = ROWS) -> torch.T
 
 @triton.jit(do_not_specialize=["nheads", "blocks"])
 def _chained_kernel(
-    states_ptr, decay_ptr, out_ptr, sync_ptr,
-    states_strides, decay_strides, out_strides,
-    nheads, blocks,
-    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, STRIDE: tl.constexpr,
+    states_ptr, decay_ptr, out_ptr, sync_ptr, states_strides, decay_strides, out_strides, nheads,
+    blocks, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (c * b * h * k-blocks).  A program has one chunk, and waits for the flag of the chunk before.
+    """Grid: (c * b * h * k-blocks).  A program has one chunk, and waits for the flag of the chunk
+    before.
 
-    Forward progress: a ticket determines the chunk, so that a program waits only for one that has started before it.
-    Chunks are always added in their order, so the bits are those of the loop that reads its state back.
+    Forward progress: a ticket determines the chunk, so that a program waits only for one that has
+    started before it.  Chunks are always added in their order, so the bits are those of the loop
+    that reads its state back.
     """
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_c, i_block = ticket // blocks, ticket % blocks
@@ -216,7 +258,9 @@ def _chained_kernel(
     # --- work that needs no other program
     here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
     b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
-    b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+    b_decay = tl.load(
+        decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0
+    )
 
     # --- the state of the chunk before
     while tl.atomic_add(flag_ptr, 0, sem="acquire") < i_c:
@@ -235,7 +279,15 @@ def chained(inputs: InterChunkInputs, *, rows: int = 16) -> torch.Tensor:
     out, sizes, blocks = _begun("chained", inputs, rows)
     numbers, programs = (inputs.states.shape[2], blocks), inputs.states.shape[1] * blocks
     return _launched(
-        _chained_kernel, programs, inputs, out, numbers, 4, (_flags(blocks, out),), **sizes, STRIDE=FLAG_STRIDE
+        _chained_kernel,
+        programs,
+        inputs,
+        out,
+        numbers,
+        4,
+        (_flags(blocks, out),),
+        **sizes,
+        STRIDE=FLAG_STRIDE,
     )
 
 
@@ -251,9 +303,11 @@ def _associative_kernel(
     nheads, nchunks,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (b * h * kv-blocks).  A program scans tiles of BLOCK_C chunks: (a, s) then (b, t) -> (a b, b s + t).
+    """Grid: (b * h * kv-blocks).  A program scans tiles of BLOCK_C chunks: (a, s) then (b, t) -> (a
+    b, b s + t).
 
-    The state that enters a tile is decayed and added.  The order of sums, and so the bits, differ from a loop's.
+    The state that enters a tile is decayed and added.  The order of sums, and so the bits, differ
+    from a loop's.
     """
     BLOCKS: tl.constexpr = (K * V + BLOCK - 1) // BLOCK
     i_bh = tl.program_id(0) // BLOCKS
@@ -265,8 +319,12 @@ def _associative_kernel(
     for first in range(0, nchunks, BLOCK_C):  # chunks past the end add nothing and decay nothing
         o_c = first + o_tile
         m = (o_c < nchunks) & (o_kv < K * V)
-        b_states = tl.load(states_ptr + ptr_offset((i_b, o_c, i_h, o_k, o_v), states_strides), mask=m, other=0.0)
-        b_decay = tl.load(decay_ptr + ptr_offset((i_b, o_c, i_h, o_k), decay_strides), mask=m, other=1.0)
+        b_states = tl.load(
+            states_ptr + ptr_offset((i_b, o_c, i_h, o_k, o_v), states_strides), mask=m, other=0.0
+        )
+        b_decay = tl.load(
+            decay_ptr + ptr_offset((i_b, o_c, i_h, o_k), decay_strides), mask=m, other=1.0
+        )
         decays, added = tl.associative_scan((b_decay, b_states.to(tl.float32)), 0, _then)
         state = entering * decays + added  # [BLOCK_C, BLOCK]
         stored = state.to(out_ptr.dtype.element_ty)
@@ -279,24 +337,32 @@ def associative(inputs: InterChunkInputs, *, block: int = 64, block_c: int = 32)
     out, sizes, _ = _begun("associative", inputs, 1)
     batch, nchunks, nheads, k, v = inputs.states.shape
     return _launched(
-        _associative_kernel, batch * nheads * triton.cdiv(k * v, block), inputs, out, (nheads, nchunks), 4,
-        K=sizes["K"], V=sizes["V"], BLOCK=block, BLOCK_C=min(block_c, triton.next_power_of_2(nchunks)),
-    )  # fmt: skip
+        _associative_kernel,
+        batch * nheads * triton.cdiv(k * v, block),
+        inputs,
+        out,
+        (nheads, nchunks),
+        4,
+        K=sizes["K"],
+        V=sizes["V"],
+        BLOCK=block,
+        BLOCK_C=min(block_c, triton.next_power_of_2(nchunks)),
+    )
 
 
 @triton.jit(do_not_specialize=["nheads", "nchunks", "blocks"])
 def _look_back_kernel(
-    states_ptr, decay_ptr, out_ptr, parts_ptr, sync_ptr,
-    states_strides, decay_strides, out_strides,
-    nheads, nchunks, blocks,
-    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, SEGMENT: tl.constexpr,
-    STRIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    states_ptr, decay_ptr, out_ptr, parts_ptr, sync_ptr, states_strides, decay_strides, out_strides,
+    nheads, nchunks, blocks, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_V: tl.constexpr, SEGMENT: tl.constexpr, STRIDE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (segments * b * h * k-blocks).  A program has some rows of one head's state in one segment of chunks.
+    """Grid: (segments * b * h * k-blocks).  A program has some rows of one head's state in one
+    segment of chunks.
 
-    It publishes what its segment adds to a zero state, and its decay; then it starts from the sum over the segments
-    before it.  It publishes before it waits, and waits only for earlier tickets, so every wait ends.  The sum always
-    goes from the nearest segment to the first: one that stops at a finished state would depend on timing.
+    It publishes what its segment adds to a zero state, and its decay; then it starts from the sum
+    over the segments before it.  It publishes before it waits, and waits only for earlier tickets,
+    so every wait ends.  The sum always goes from the nearest segment to the first: one that stops
+    at a finished state would depend on timing.
     """
     ticket = tl.atomic_add(sync_ptr, 1, sem="relaxed")
     i_segment, i_block = ticket // blocks, ticket % blocks
@@ -314,7 +380,9 @@ def _look_back_kernel(
         for i_c in tl.range(first, after, num_stages=NUM_STAGES):
             here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
             b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
-            b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+            b_decay = tl.load(
+                decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0
+            )
             added = added * b_decay[:, None] + b_states.to(tl.float32)
             decays *= b_decay
         mine = parts_ptr + ticket.to(tl.int64) * PART
@@ -338,7 +406,9 @@ def _look_back_kernel(
     for i_c in tl.range(first, after, num_stages=NUM_STAGES):
         here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
         b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
-        b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
+        b_decay = tl.load(
+            decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0
+        )
         state = state * b_decay[:, None] + b_states.to(tl.float32)
         stored = state.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + ptr_offset(here, out_strides), stored, mask=m)
@@ -349,26 +419,36 @@ def look_back(inputs: InterChunkInputs, *, rows: int = ROWS, segment: int = 16) 
     out, sizes, blocks = _begun("look_back", inputs, rows)
     _, nchunks, nheads, _, _ = inputs.states.shape
     programs = triton.cdiv(nchunks, segment) * blocks
-    parts = torch.empty(programs, rows * (sizes["BLOCK_V"] + 1), dtype=torch.float32, device=out.device)
+    parts = torch.empty(
+        programs, rows * (sizes["BLOCK_V"] + 1), dtype=torch.float32, device=out.device
+    )
     return _launched(
-        _look_back_kernel, programs, inputs, out, (nheads, nchunks, blocks), 4, (parts, _flags(programs, out)),
-        **sizes, SEGMENT=segment, STRIDE=FLAG_STRIDE, NUM_STAGES=3,
-    )  # fmt: skip
+        _look_back_kernel,
+        programs,
+        inputs,
+        out,
+        (nheads, nchunks, blocks),
+        4,
+        (parts, _flags(programs, out)),
+        **sizes,
+        SEGMENT=segment,
+        STRIDE=FLAG_STRIDE,
+        NUM_STAGES=3,
+    )
 
 
 @triton.jit(do_not_specialize=["nheads", "nchunks"])
 def _low_rank_kernel(
-    states_ptr, decay_ptr, w_ptr, y_ptr, out_ptr,
-    states_strides, decay_strides, w_strides, y_strides, out_strides,
-    nheads, nchunks,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    RESIDENT: tl.constexpr, ROUND: tl.constexpr, TENSOR_CORES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    states_ptr, decay_ptr, w_ptr, y_ptr, out_ptr, states_strides, decay_strides, w_strides,
+    y_strides, out_strides, nheads, nchunks, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, RESIDENT: tl.constexpr,
+    ROUND: tl.constexpr, TENSOR_CORES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (b * h * v-blocks).  A program owns all rows of some columns of one head's state; see `_loop_kernel`.
+    """Grid: (b * h * v-blocks).  A program owns all rows of some columns of one head's state; see
+    `_loop_kernel`.
 
-    TENSOR_CORES: y^T h and w (y^T h) are matrix products with the rank padded to 16, in tf32x3; otherwise a sum and an
-    update for each column of the rank, in fp32.
+    TENSOR_CORES: y^T h and w (y^T h) are matrix products with the rank padded to 16, in tf32x3;
+    otherwise a sum and an update for each column of the rank, in fp32.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     i_bh = tl.program_id(0) // BLOCKS
@@ -381,22 +461,33 @@ def _low_rank_kernel(
     for i_c in tl.range(0, nchunks, num_stages=NUM_STAGES):
         here = (i_b, i_c, i_h, o_k[:, None], o_v[None, :])
         b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
-        b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=o_k < K, other=0.0)
+        b_decay = tl.load(
+            decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=o_k < K, other=0.0
+        )
         if not RESIDENT:
-            before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
-            state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
+            before = out_ptr + ptr_offset(
+                (i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides
+            )
+            state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(
+                tl.float32
+            )
         if TENSOR_CORES:
             w_offset = ptr_offset((i_b, i_c, i_h, o_k[:, None], o_r[None, :]), w_strides)
             y_offset = ptr_offset((i_b, i_c, i_h, o_k[:, None], o_r[None, :]), y_strides)
             b_w = tl.load(w_ptr + w_offset, mask=m_r, other=0.0).to(tl.float32)
             b_y = tl.load(y_ptr + y_offset, mask=m_r, other=0.0).to(tl.float32)
-            projected = tl.dot(tl.trans(b_y), state, input_precision=DOT_PRECISION)  # [BLOCK_R, BLOCK_V]
+            # [BLOCK_R, BLOCK_V]
+            projected = tl.dot(tl.trans(b_y), state, input_precision=DOT_PRECISION)
             state -= tl.dot(b_w, projected, input_precision=DOT_PRECISION)
         else:
             corrected = state
             for r in tl.static_range(R):
-                w_column = tl.load(w_ptr + ptr_offset((i_b, i_c, i_h, o_k, r), w_strides), mask=o_k < K, other=0.0)
-                y_column = tl.load(y_ptr + ptr_offset((i_b, i_c, i_h, o_k, r), y_strides), mask=o_k < K, other=0.0)
+                w_column = tl.load(
+                    w_ptr + ptr_offset((i_b, i_c, i_h, o_k, r), w_strides), mask=o_k < K, other=0.0
+                )
+                y_column = tl.load(
+                    y_ptr + ptr_offset((i_b, i_c, i_h, o_k, r), y_strides), mask=o_k < K, other=0.0
+                )
                 projection = tl.sum(y_column.to(tl.float32)[:, None] * state, 0)  # [BLOCK_V]
                 corrected -= w_column.to(tl.float32)[:, None] * projection[None, :]
             state = corrected
@@ -410,9 +501,14 @@ def _low_rank_kernel(
 
 
 def low_rank(
-    inputs: InterChunkInputs, *, resident: bool, tensor_cores: bool, rounded: bool = False, num_warps: int = 4,
+    inputs: InterChunkInputs,
+    *,
+    resident: bool,
+    tensor_cores: bool,
+    rounded: bool = False,
+    num_warps: int = 4,
     num_stages: int = 2,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     if inputs.w is None or inputs.y is None:
         raise ValueError("low_rank: w and y are missing")
     if not resident and num_stages != 1:
@@ -422,17 +518,31 @@ def low_rank(
     tensors = (inputs.states, inputs.decay, inputs.w, inputs.y, out)
     block_v = 16  # columns of a state per program
     launch(
-        _low_rank_kernel, batch * nheads * triton.cdiv(v, block_v), tensors,
+        _low_rank_kernel,
+        batch * nheads * triton.cdiv(v, block_v),
+        tensors,
         (*(tensor.stride() for tensor in tensors), nheads, nchunks),
-        K=k, V=v, R=inputs.rank, BLOCK_K=max(LEAST_INNER, triton.next_power_of_2(k)), BLOCK_V=block_v,
+        K=k,
+        V=v,
+        R=inputs.rank,
+        BLOCK_K=max(LEAST_INNER, triton.next_power_of_2(k)),
+        BLOCK_V=block_v,
         BLOCK_R=max(LEAST_INNER, triton.next_power_of_2(inputs.rank)),
-        RESIDENT=resident, ROUND=rounded, TENSOR_CORES=tensor_cores, NUM_STAGES=num_stages, num_warps=num_warps,
-    )  # fmt: skip
+        RESIDENT=resident,
+        ROUND=rounded,
+        TENSOR_CORES=tensor_cores,
+        NUM_STAGES=num_stages,
+        num_warps=num_warps,
+    )
     return out
 
 
-def _begun(name: str, inputs: InterChunkInputs, rows: int) -> tuple[torch.Tensor, dict[str, int], int]:
-    """The output, the sizes of a kernel that owns `rows` rows of a state, and its programs for one chunk."""
+def _begun(
+    name: str, inputs: InterChunkInputs, rows: int
+) -> tuple[torch.Tensor, dict[str, int], int]:
+    """The output, the sizes of a kernel that owns `rows` rows of a state, and its programs for one
+    chunk.
+    """
     if inputs.rank:
         raise ValueError(f"{name}: diagonal transitions only")
     batch, _, nheads, k, v = inputs.states.shape
@@ -446,11 +556,19 @@ def _flags(programs: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _launched(
-    kernel: Any, programs: int, inputs: InterChunkInputs, out: torch.Tensor, numbers: tuple[int, ...], num_warps: int,
-    aside: tuple[torch.Tensor, ...] = (), **constants: Any,
-) -> torch.Tensor:  # fmt: skip
+    kernel: Any,
+    programs: int,
+    inputs: InterChunkInputs,
+    out: torch.Tensor,
+    numbers: tuple[int, ...],
+    num_warps: int,
+    aside: tuple[torch.Tensor, ...] = (),
+    **constants: Any,
+) -> torch.Tensor:
     """Returns out."""
     tensors = (inputs.states, inputs.decay, out)
     strides = tuple(tensor.stride() for tensor in tensors)
-    launch(kernel, programs, (*tensors, *aside), (*strides, *numbers), **constants, num_warps=num_warps)
+    launch(
+        kernel, programs, (*tensors, *aside), (*strides, *numbers), **constants, num_warps=num_warps
+    )
     return out

@@ -2,9 +2,10 @@
 
     python benchmarks/studies/scan_002.py --out DIR [--budget SECONDS] [--without-ncu]
 
-Writes DIR/scan-002.json after each cell.  Every contender is compared with the recurrence in fp64 before it is timed;
-one that is wrong or fails has no time, and the exit code is then 1.  Cells and counters for which the budget leaves no
-time are named.  A copy in benchmarks/results/ fills the claims (benchmarks/claims.py).
+Writes DIR/scan-002.json after each cell.  Every contender is compared with the recurrence in fp64
+before it is timed; one that is wrong or fails has no time, and the exit code is then 1.  Cells and
+counters for which the budget leaves no time are named.  A copy in benchmarks/results/ fills the
+claims (benchmarks/claims.py).
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ from study import Judge, Study, end, options_of, timed
 from ssdprof.core.case import Launch
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.kernels.adapters import Tunings
-from ssdprof.measure.first_run import counted_launches, first_line, recorded_launches, refuse_if_lost
+from ssdprof.measure.first_run import (
+    counted_launches,
+    first_line,
+    recorded_launches,
+    refuse_if_lost,
+)
 from ssdprof.stalls import facts as ncu_facts
 from ssdprof.stalls import ncu, read
 from ssdprof.stalls.read import RawKernel
@@ -51,8 +57,16 @@ BASELINE, PROPOSED, NOT_AHEAD = "read back", "registers", "registers, no loads a
 PEER = "mamba_ssm's state pass"
 PRODUCTS = ("columns", "tensor cores")
 ROUNDED = (PROPOSED, NOT_AHEAD, "chained", "one launch a chunk")
-OTHERS = ("one launch a chunk", "chained", "associative", "look-back", "registers, a row a program",
-          "registers, a head a program", "registers, fp32", PEER)  # fmt: skip
+OTHERS = (
+    "one launch a chunk",
+    "chained",
+    "associative",
+    "look-back",
+    "registers, a row a program",
+    "registers, a head a program",
+    "registers, fp32",
+    PEER,
+)
 MOST_WATCHED_LAUNCHES = 32  # per call: ncu replays each a dozen times
 NCU_SECONDS, CELL_SECONDS = 40, 0.8
 COUNTED = "L2 sectors, DRAM bytes and achieved occupancy"
@@ -65,12 +79,16 @@ Row = Mapping[str, Any]
 def cells() -> Iterator[Cell]:
     """Cells of the criteria come first; if the time runs out, later cells are not measured."""
     for dim in DIMS:
-        yield from ({"dim": dim, "chunks": chunks, "rank": 0} for chunks in sorted(CHUNKS, reverse=True))
+        yield from (
+            {"dim": dim, "chunks": chunks, "rank": 0} for chunks in sorted(CHUNKS, reverse=True)
+        )
         yield from ({"dim": dim, "chunks": RANK_CHUNKS, "rank": rank} for rank in RANKS)
 
 
 def diagonal(dim: int) -> dict[str, Kernel]:
-    """For states of dim x dim.  Contenders before `registers, fp32` round the state in every iteration."""
+    """For states of dim x dim.  Contenders before `registers, fp32` round the state in every
+    iteration.
+    """
     registers = partial(loop, resident=True, rounded=True)
     return {
         BASELINE: partial(loop, resident=False, num_stages=1),
@@ -90,7 +108,9 @@ def of_rank(dim: int) -> dict[str, Kernel]:
     """For states of dim x dim and a transition of low rank."""
     kernels: dict[str, Kernel] = {}
     for products in PRODUCTS:
-        run = partial(low_rank, tensor_cores=products == "tensor cores", num_warps=4 if dim <= 64 else 8)
+        run = partial(
+            low_rank, tensor_cores=products == "tensor cores", num_warps=4 if dim <= 64 else 8
+        )
         kernels[f"{BASELINE}, {products}"] = partial(run, resident=False, num_stages=1)
         kernels[f"{PROPOSED}, {products}"] = partial(run, resident=True, rounded=True)
     return kernels
@@ -114,14 +134,23 @@ class MambaSsm:
         Tunings([module])  # compiles its configurations in parallel
 
     def run(self, inputs: InterChunkInputs) -> torch.Tensor:
-        """The state after each chunk, for inputs whose rows have one decay.  It tunes itself in the first call."""
+        """The state after each chunk, for inputs whose rows have one decay.  It tunes itself in the
+        first call.
+        """
         log_decay = inputs.decay[..., 0].log().transpose(1, 2).contiguous()
-        entering, last = self._forward(inputs.states.flatten(3), log_decay, out_dtype=inputs.states.dtype)
-        return torch.cat([entering[:, 1:], last[:, None].to(entering.dtype)], dim=1).view_as(inputs.states)
+        entering, last = self._forward(
+            inputs.states.flatten(3), log_decay, out_dtype=inputs.states.dtype
+        )
+        return torch.cat([entering[:, 1:], last[:, None].to(entering.dtype)], dim=1).view_as(
+            inputs.states
+        )
 
     def call(self, inputs: InterChunkInputs) -> Callable[[], torch.Tensor]:
         """Its call alone, for the clock."""
-        states, log_decay = inputs.states.flatten(3), inputs.decay[..., 0].log().transpose(1, 2).contiguous()
+        states, log_decay = (
+            inputs.states.flatten(3),
+            inputs.decay[..., 0].log().transpose(1, 2).contiguous(),
+        )
         return lambda: self._forward(states, log_decay, out_dtype=states.dtype)[0]
 
 
@@ -142,7 +171,9 @@ class StatePassing(Study[Cell]):
         self.measure_all(cells(), "the cell {}".format, seconds=CELL_SECONDS + reserved)
         try:
             if self.with_ncu:
-                self.more["counters"] = count(self.watched, timeout_s=max(self.budget - self.seconds, 20.0))
+                self.more["counters"] = count(
+                    self.watched, timeout_s=max(self.budget - self.seconds, 20.0)
+                )
             else:
                 self.missing[COUNTED] = "not asked for"
         except SsdprofError as error:
@@ -153,7 +184,12 @@ class StatePassing(Study[Cell]):
 
     def measure(self, cell: Cell) -> None:
         inputs = draw(
-            batch=BATCH, chunks=cell["chunks"], heads=HEADS, dim=cell["dim"], rank=cell["rank"], device=self.device
+            batch=BATCH,
+            chunks=cell["chunks"],
+            heads=HEADS,
+            dim=cell["dim"],
+            rank=cell["rank"],
+            device=self.device,
         )
         exact, kernels = judge(inputs), (of_rank if cell["rank"] else diagonal)(cell["dim"])
         found, counts, facts, outputs = {}, {}, {}, {}
@@ -162,7 +198,8 @@ class StatePassing(Study[Cell]):
                 try:
                     with counted_launches() as launched:
                         found[name] = kernel(inputs)
-                except Exception as error:  # any error of its compiler or its launch; the others continue
+                # any error of its compiler or its launch; the others continue
+                except Exception as error:
                     refuse_if_lost(self.timer.device, name, error)
                     self.wrong.append(f"{name} at {cell}: {first_line(error)}")
                     continue
@@ -170,7 +207,9 @@ class StatePassing(Study[Cell]):
         for (name, out), launch in zip(found.items(), launches, strict=True):
             facts[name] = facts_of(launch, counts[name], exact, out)
             if facts[name]["excess"] > 1:
-                self.wrong.append(f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows")
+                self.wrong.append(
+                    f"{name} at {cell}: {facts[name]['excess']:.2f} of what rounding allows"
+                )
                 continue
             outputs[name] = out
             self.watch(cell, name, [launch.kernel] * counts[name])
@@ -179,7 +218,9 @@ class StatePassing(Study[Cell]):
             facts[name]["same_bits"] = base is not None and torch.equal(out, base)
         floor_us = inputs.least_bytes() / self.values["copy_gb_per_s"] / 1e3
 
-        runs: dict[str, Callable[[], torch.Tensor]] = {name: partial(kernels[name], inputs) for name in outputs}
+        runs: dict[str, Callable[[], torch.Tensor]] = {
+            name: partial(kernels[name], inputs) for name in outputs
+        }
         run, known = self.peer_call(cell, inputs)
         facts |= {PEER: known} if known else {}
         runs |= {PEER: run} if run else {}
@@ -191,7 +232,9 @@ class StatePassing(Study[Cell]):
         times, missing = timed(runs, self.timer, CELL_SECONDS, changed)
         self.missing |= {f"{name} at {cell}": why for name, why in missing.items()}
         for name, own in facts.items():
-            self.rows.append({**cell, "contender": name, **times.get(name, {}), **own, "floor_us": floor_us})
+            self.rows.append(
+                {**cell, "contender": name, **times.get(name, {}), **own, "floor_us": floor_us}
+            )
 
     def peer_call(
         self, cell: Cell, inputs: InterChunkInputs
@@ -218,11 +261,22 @@ class StatePassing(Study[Cell]):
         return self.peer.call(own), known
 
     def watch(self, cell: Cell, name: str, kernels: list[str]) -> None:
-        """Adds a call for ncu: every contender at one size, those of the criteria at their sizes."""
+        """Adds a call for ncu: every contender at one size, those of the criteria at their
+        sizes.
+        """
         criteria = cell["chunks"] in (32, 64, 128) and name in (BASELINE, NOT_AHEAD, PROPOSED)
-        wanted = (cell["dim"] == 64 and (criteria or cell["chunks"] == 32)) or (cell["chunks"] == 64 and criteria)
+        wanted = (cell["dim"] == 64 and (criteria or cell["chunks"] == 32)) or (
+            cell["chunks"] == 64 and criteria
+        )
         if wanted and not cell["rank"] and len(kernels) <= MOST_WATCHED_LAUNCHES:
-            self.watched.append({"contender": name, "chunks": cell["chunks"], "dim": cell["dim"], "kernels": kernels})
+            self.watched.append(
+                {
+                    "contender": name,
+                    "chunks": cell["chunks"],
+                    "dim": cell["dim"],
+                    "kernels": kernels,
+                }
+            )
 
 
 def facts_of(launch: Launch, count: int, exact: Judge, out: torch.Tensor) -> dict[str, Any]:
@@ -256,7 +310,10 @@ def count(watched: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[s
         kernels = read.read(report).kernels
     if [kernel.function for kernel in kernels] != names:
         raise MissingCapabilityError(
-            f"ncu profiled {len(kernels)} launches in another order than the {len(names)} that were made.",
+            (
+                f"ncu profiled {len(kernels)} launches in another order than the {len(names)} that "
+                "were made."
+            ),
             "Does another process use the GPU?",
         )
     return records(watched, kernels)
@@ -267,7 +324,11 @@ def play(plan: Path) -> None:
     drawn = cache(partial(draw, batch=BATCH, heads=HEADS, device="cuda"))
     calls = []
     for one in json.loads(plan.read_text(encoding="utf-8")):
-        calls.append(partial(diagonal(one["dim"])[one["contender"]], drawn(chunks=one["chunks"], dim=one["dim"])))
+        calls.append(
+            partial(
+                diagonal(one["dim"])[one["contender"]], drawn(chunks=one["chunks"], dim=one["dim"])
+            )
+        )
         calls[-1]()  # compiles
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_push(ncu.RANGE)  # type: ignore[no-untyped-call]
@@ -277,24 +338,42 @@ def play(plan: Path) -> None:
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
 
-def records(watched: Sequence[Mapping[str, Any]], kernels: Sequence[RawKernel]) -> list[dict[str, Any]]:
+def records(
+    watched: Sequence[Mapping[str, Any]], kernels: Sequence[RawKernel]
+) -> list[dict[str, Any]]:
     found, left = [], list(kernels)
     for one in watched:
         own, left = left[: len(one["kernels"])], left[len(one["kernels"]) :]
         sums: defaultdict[str, float] = defaultdict(float)
         for kernel in own:
             facts = ncu_facts.numbers(kernel)
-            counted = {name: facts[name] for name in ("dram_read_bytes", "dram_write_bytes", "l2_bytes")}
+            counted = {
+                name: facts[name] for name in ("dram_read_bytes", "dram_write_bytes", "l2_bytes")
+            }
             counted |= {"l2_read_sectors": kernel.number(L2_READS), "ncu_us": facts["duration_us"]}
             for name, value in counted.items():
                 sums[name] += float("nan") if value is None else value
         used = ncu_facts.numbers(own[0])
-        found.append({
-            "contender": one["contender"], "chunks": one["chunks"], "dim": one["dim"],
-            **{name: value for name, value in sums.items() if value == value},  # NaN: not collected
-            **{name: used[name] for name in ("occupancy_pct", "occupancy_limit_pct", "registers", "shared_bytes")},
-            "limited_by": list(used["limited_by"]),
-        })  # fmt: skip
+        found.append(
+            {
+                "contender": one["contender"],
+                "chunks": one["chunks"],
+                "dim": one["dim"],
+                **{
+                    name: value for name, value in sums.items() if value == value
+                },  # NaN: not collected
+                **{
+                    name: used[name]
+                    for name in (
+                        "occupancy_pct",
+                        "occupancy_limit_pct",
+                        "registers",
+                        "shared_bytes",
+                    )
+                },
+                "limited_by": list(used["limited_by"]),
+            }
+        )
     return found
 
 
@@ -313,14 +392,23 @@ def values_of(rows: Sequence[Row], counters: Sequence[Row]) -> dict[str, float]:
             _speeds(values, _of(times, dim=dim, chunks=chunks, rank=0), dim, f"d{dim}_g{chunks}")
             _counted(values, _of(counters, dim=dim, chunks=chunks), f"d{dim}_g{chunks}")
         for rank in RANKS:
-            _rank_speeds(values, _of(times, dim=dim, chunks=RANK_CHUNKS, rank=rank), f"d{dim}_r{rank}")
-            both = [values.get(f"speedup_d{dim}_{place}") for place in (f"r{rank}", f"g{RANK_CHUNKS}")]
+            _rank_speeds(
+                values, _of(times, dim=dim, chunks=RANK_CHUNKS, rank=rank), f"d{dim}_r{rank}"
+            )
+            both = [
+                values.get(f"speedup_d{dim}_{place}") for place in (f"r{rank}", f"g{RANK_CHUNKS}")
+            ]
             if both[0] and both[1]:
                 values[f"gain_over_diagonal_d{dim}_r{rank}"] = both[0] / both[1]
     speedups = {chunks: values.get(f"speedup_d64_g{chunks}") for chunks in CHUNKS}
     if None not in speedups.values():
-        values["least_chunks_faster_d64"] = float(min((g for g, s in speedups.items() if s and s > 1), default=0))
-    for name, contenders in (("rounded_same_bits", ROUNDED), ("fp32_same_bits", ("registers, fp32",))):
+        values["least_chunks_faster_d64"] = float(
+            min((g for g, s in speedups.items() if s and s > 1), default=0)
+        )
+    for name, contenders in (
+        ("rounded_same_bits", ROUNDED),
+        ("fp32_same_bits", ("registers, fp32",)),
+    ):
         same = [r["same_bits"] for r in rows if r["contender"] in contenders and "same_bits" in r]
         if same:
             values[name] = float(all(same))
@@ -333,17 +421,22 @@ def _of(rows: Sequence[Row], **cell: int) -> dict[str, Row]:
 
 
 def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: str) -> None:
-    """Values of one cell with a diagonal transition.  X_by_registers: time of X over that of the proposed kernel."""
+    """Values of one cell with a diagonal transition.  X_by_registers: time of X over that of the
+    proposed kernel.
+    """
     if not {BASELINE, PROPOSED, NOT_AHEAD} <= of.keys():
         return
     base, ours, bare = (of[name]["device_us"] for name in (BASELINE, PROPOSED, NOT_AHEAD))
     floor = of[PROPOSED]["floor_us"]
     values |= {
-        f"speedup_{place}": base / ours, f"time_saved_pct_{place}": 100 * (1 - ours / base),
-        f"time_ratio_{place}": ours / base, f"speedup_by_residency_{place}": base / bare,
-        f"speedup_by_loads_ahead_{place}": bare / ours, f"floor_pct_{place}": 100 * floor / ours,
+        f"speedup_{place}": base / ours,
+        f"time_saved_pct_{place}": 100 * (1 - ours / base),
+        f"time_ratio_{place}": ours / base,
+        f"speedup_by_residency_{place}": base / bare,
+        f"speedup_by_loads_ahead_{place}": bare / ours,
+        f"floor_pct_{place}": 100 * floor / ours,
         f"shared_bytes_per_head_{place}": float(-(-dim // ROWS) * of[PROPOSED]["shared_bytes"]),
-    }  # fmt: skip
+    }
     if bare > floor:
         values[f"hidden_pct_{place}"] = 100 * (bare - ours) / (bare - floor)
     for name in OTHERS:
@@ -354,12 +447,19 @@ def _speeds(values: dict[str, float], of: Mapping[str, Row], dim: int, place: st
 
 def _rank_speeds(values: dict[str, float], of: Mapping[str, Row], place: str) -> None:
     """Compares the faster kind of products of each contender."""
-    bases, ours = ([of.get(f"{name}, {kind}") for kind in PRODUCTS] for name in (BASELINE, PROPOSED))
+    bases, ours = (
+        [of.get(f"{name}, {kind}") for kind in PRODUCTS] for name in (BASELINE, PROPOSED)
+    )
     if not all((*bases, *ours)):
         return
-    base, fast = (min((r for r in some if r), key=lambda r: r["device_us"]) for some in (bases, ours))
+    base, fast = (
+        min((r for r in some if r), key=lambda r: r["device_us"]) for some in (bases, ours)
+    )
     values[f"speedup_{place}"] = base["device_us"] / fast["device_us"]
-    values[f"registers_{place}"], values[f"spills_{place}"] = float(fast["registers"]), float(fast["spills"])
+    values[f"registers_{place}"], values[f"spills_{place}"] = (
+        float(fast["registers"]),
+        float(fast["spills"]),
+    )
     columns, cores = (r["device_us"] for r in ours if r)
     values[f"tensor_core_speedup_{place}"] = columns / cores
 
@@ -370,12 +470,16 @@ def _counted(values: dict[str, float], of: Mapping[str, Row], place: str) -> Non
         return
     base, ours = of[BASELINE], of[PROPOSED]
     for value, keys in (
-        ("l2_reads", ("l2_read_sectors",)), ("l2_bytes", ("l2_bytes",)),
+        ("l2_reads", ("l2_read_sectors",)),
+        ("l2_bytes", ("l2_bytes",)),
         ("dram", ("dram_read_bytes", "dram_write_bytes")),
-    ):  # fmt: skip
+    ):
         if all(key in record for key in keys for record in (base, ours)):
             ratio = sum(ours[key] for key in keys) / sum(base[key] for key in keys)
-            values[f"{value}_ratio_{place}"], values[f"{value}_saved_pct_{place}"] = ratio, 100 * (1 - ratio)
+            values[f"{value}_ratio_{place}"], values[f"{value}_saved_pct_{place}"] = (
+                ratio,
+                100 * (1 - ratio),
+            )
     if ours["occupancy_pct"] is not None:
         values[f"occupancy_pct_{place}"] = ours["occupancy_pct"]
 

@@ -1,10 +1,12 @@
-"""Measure the selective scan on the GPU here: the kernels of selective_scan.py, forward and backward.
+"""Measure the selective scan on the GPU here: the kernels of selective_scan.py, forward and
+backward.
 
     python benchmarks/studies/scan_003.py --out DIR [--budget SECONDS]
 
-Writes DIR/scan-003.json after each cell.  mamba_ssm takes part if it can be imported.  Every contender is compared with
-the scan in fp64 before it is timed; one of ours that is wrong or fails has no time, and the exit code is then 1.  Cells
-for which the budget leaves no time are named.  A copy in benchmarks/results/ fills the claims (benchmarks/claims.py).
+Writes DIR/scan-003.json after each cell.  mamba_ssm takes part if it can be imported.  Every
+contender is compared with the scan in fp64 before it is timed; one of ours that is wrong or fails
+has no time, and the exit code is then 1.  Cells for which the budget leaves no time are named.  A
+copy in benchmarks/results/ fills the claims (benchmarks/claims.py).
 """
 
 from __future__ import annotations
@@ -18,13 +20,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from selective_scan import PARALLEL, ScanInputs, ScanLayer, draw_layer, judge, parallel, run_both, scan, sequential
+from selective_scan import (
+    PARALLEL,
+    ScanInputs,
+    ScanLayer,
+    draw_layer,
+    judge,
+    parallel,
+    run_both,
+    scan,
+    sequential,
+)
 from study import Study, end, options_of, timed
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.adapters import load_mamba_ssm
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.first_run import counted_launches, first_line, recorded_launches, refuse_if_lost
+from ssdprof.measure.first_run import (
+    counted_launches,
+    first_line,
+    recorded_launches,
+    refuse_if_lost,
+)
 from ssdprof.measure.timing import elapsed_us
 from ssdprof.measure.trace import traced, work
 
@@ -40,7 +57,12 @@ CLOCKS = ("warm", "device", "call", "kernel")  # warm, kernel: the source's; dev
 BYTES_PER_POSITION = 392  # per head: from the source's GB/s and milliseconds
 PEER_CHUNK = 256  # mamba_ssm's default
 MOST_RMS_ERROR = 0.02  # five roundings to bf16: mamba_ssm's products take bf16 operands
-SEQUENTIAL, NO_STATES, PEER, LOOP = "sequential", "parallel, BLOCK_T 128, no states", "mamba_ssm", "a loop in Python"
+SEQUENTIAL, NO_STATES, PEER, LOOP = (
+    "sequential",
+    "parallel, BLOCK_T 128, no states",
+    "mamba_ssm",
+    "a loop in Python",
+)
 Pass = Literal["forward", "tiles", "forward and backward"]
 Cell = tuple[Pass, int]  # pass, length
 Found = dict[str, torch.Tensor]
@@ -63,13 +85,17 @@ def words(cell: Cell) -> str:
 
 def tile(block_t: int, warps: int = PARALLEL.num_warps) -> str:
     """The name of the parallel form with these tiles."""
-    return f"parallel, BLOCK_T {block_t}" + ("" if warps == PARALLEL.num_warps else f", {warps} warps")
+    return f"parallel, BLOCK_T {block_t}" + (
+        "" if warps == PARALLEL.num_warps else f", {warps} warps"
+    )
 
 
 KERNEL_TIMED = (tile(64), tile(128), PEER)  # the profiler takes long to start
 
 
-def _parallel(inputs: ScanInputs, block_t: int, warps: int = PARALLEL.num_warps, *, keeps_states: bool = True) -> Found:
+def _parallel(
+    inputs: ScanInputs, block_t: int, warps: int = PARALLEL.num_warps, *, keeps_states: bool = True
+) -> Found:
     config = replace(PARALLEL, block_t=block_t, num_warps=warps)
     return {"y": parallel(inputs, keeps_states=keeps_states, config=config)[0]}
 
@@ -89,9 +115,11 @@ def ours(cell: Cell, inputs: ScanInputs, dy: torch.Tensor | None) -> dict[str, R
         return {tile(t, w): partial(of_tiles, t, w) for t, w in wanted}
     if dy is None:
         return {
-            SEQUENTIAL: partial(_sequential, inputs), tile(64): partial(of_tiles, 64),
-            tile(128): partial(of_tiles, 128), NO_STATES: partial(of_tiles, 128, keeps_states=False),
-        }  # fmt: skip
+            SEQUENTIAL: partial(_sequential, inputs),
+            tile(64): partial(of_tiles, 64),
+            tile(128): partial(of_tiles, 128),
+            NO_STATES: partial(of_tiles, 128, keeps_states=False),
+        }
     return {
         SEQUENTIAL: partial(run_both, inputs, dy, form="sequential"),
         tile(128): partial(run_both, inputs, dy, form="parallel"),
@@ -99,26 +127,38 @@ def ours(cell: Cell, inputs: ScanInputs, dy: torch.Tensor | None) -> dict[str, R
 
 
 class MambaSsm:
-    """mamba_ssm's Triton kernels for Mamba-2 on the same scan: heads of one channel, a group of B and C for each head.
+    """mamba_ssm's Triton kernels for Mamba-2 on the same scan: heads of one channel, a group of B
+    and C for each head.
 
-    Its selective scan (Mamba-1) is a compiled extension; the source compares with these.  Raises ImportError if the
-    library, or a package that it needs, is missing.
+    Its selective scan (Mamba-1) is a compiled extension; the source compares with these.  Raises
+    ImportError if the library, or a package that it needs, is missing.
     """
 
     def __init__(self) -> None:
         self._forward = load_mamba_ssm()
-        self._combined = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
+        self._combined = import_module(
+            "mamba_ssm.ops.triton.ssd_combined"
+        ).mamba_chunk_scan_combined
 
     def call(self, layer: ScanLayer, dy: torch.Tensor | None) -> Run:
         """y; with a gradient also dB and dC, and the gradients of x and dt are computed too."""
         return partial(self._y, layer) if dy is None else partial(self._both, layer, dy)
 
     def _y(self, layer: ScanLayer) -> Found:
-        inputs = SSDInputs(x=layer.x[..., None], dt=layer.dt, A=layer.A, B=layer.B, C=layer.C, chunk_size=PEER_CHUNK)
+        inputs = SSDInputs(
+            x=layer.x[..., None],
+            dt=layer.dt,
+            A=layer.A,
+            B=layer.B,
+            C=layer.C,
+            chunk_size=PEER_CHUNK,
+        )
         return {"y": self._forward.run(inputs, Precision(state_dtype=layer.C.dtype)).out[..., 0]}
 
     def _both(self, layer: ScanLayer, dy: torch.Tensor) -> Found:
-        leaves = [tensor.detach().requires_grad_() for tensor in (layer.x, layer.dt, layer.B, layer.C)]
+        leaves = [
+            tensor.detach().requires_grad_() for tensor in (layer.x, layer.dt, layer.B, layer.C)
+        ]
         x, dt, B, C = leaves
         y = self._combined(x[..., None], dt, layer.A, B, C, PEER_CHUNK)[..., 0]
         _, _, dB, dC = torch.autograd.grad(y, leaves, dy)
@@ -143,7 +183,9 @@ class SelectiveScan(Study[Cell]):
 
     def measure(self, cell: Cell) -> None:
         of_pass, seqlen = cell
-        layer = draw_layer(batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device=self.device)
+        layer = draw_layer(
+            batch=BATCH, seqlen=seqlen, heads=HEADS, dstate=DSTATE, device=self.device
+        )
         inputs, dy = layer.scan_inputs(), None
         if of_pass == "forward and backward":
             dy = torch.randn(inputs.x.shape, device=self.device).to(inputs.x.dtype)
@@ -152,7 +194,11 @@ class SelectiveScan(Study[Cell]):
 
         def changed(name: str, found: Found) -> str:
             if name == PEER:  # its gradients are sums in a varying order
-                return "" if all(bool(tensor.isfinite().all()) for tensor in found.values()) else "not finite"
+                return (
+                    ""
+                    if all(bool(tensor.isfinite().all()) for tensor in found.values())
+                    else "not finite"
+                )
             same = all(torch.equal(found[key], tensor) for key, tensor in outputs[name].items())
             return "" if same else "other bits after the timed loop"
 
@@ -163,9 +209,13 @@ class SelectiveScan(Study[Cell]):
                 own["warm_us"], own["warm_runs"] = warm_us(runs[name], WARM_SECONDS)
                 if of_pass == "forward" and name in KERNEL_TIMED:
                     own |= self.kernel_time(runs[name])
-            self.rows.append({"pass": of_pass, "seqlen": seqlen, "contender": name, **times.get(name, {}), **own})
+            self.rows.append(
+                {"pass": of_pass, "seqlen": seqlen, "contender": name, **times.get(name, {}), **own}
+            )
         if of_pass == "forward" and seqlen in LOOP_LENGTHS:
-            self.rows.append({"pass": of_pass, "seqlen": seqlen, "contender": LOOP, "wall_us": loop_us(inputs)})
+            self.rows.append(
+                {"pass": of_pass, "seqlen": seqlen, "contender": LOOP, "wall_us": loop_us(inputs)}
+            )
 
     def kernel_time(self, run: Run) -> dict[str, float]:
         """Kernel time by the source's clock, for the contenders with such a time in the source."""
@@ -183,7 +233,8 @@ class SelectiveScan(Study[Cell]):
         with recorded_launches() as launches, counted_launches() as launched:
             found = run()
         largest: Mapping[str, int | None] = {
-            key: max((getattr(one, key) or 0 for one in launches), default=None) for key in ("registers", "spills")
+            key: max((getattr(one, key) or 0 for one in launches), default=None)
+            for key in ("registers", "spills")
         }
         self.launches[place] = {"launches": len(launched), **largest}
         return found, dict(self.launches[place])
@@ -198,18 +249,22 @@ class SelectiveScan(Study[Cell]):
         for name, run in ours(cell, inputs, dy).items():
             try:
                 found, facts[name] = self.first_call(cell, name, run)
-            except Exception as error:  # any error of its compiler or its launch; the others continue
+            # any error of its compiler or its launch; the others continue
+            except Exception as error:
                 refuse_if_lost(self.timer.device, name, error)
                 self.wrong.append(f"{name}, {words(cell)}: {first_line(error)}")
                 continue
             facts[name]["excess"] = max(exact.excess(found).values())
             facts[name]["rms_error"] = max(exact.rms_errors(found).values())
             if facts[name]["excess"] > 1:
-                self.wrong.append(f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows")
+                self.wrong.append(
+                    f"{name}, {words(cell)}: {facts[name]['excess']:.2f} of what rounding allows"
+                )
             else:
                 runs[name] = run
         if cell[0] == "forward" and {SEQUENTIAL, tile(128)} <= runs.keys():
-            entering, states = sequential(inputs)[1], parallel(inputs)[1]  # what is kept for the gradients
+            # what is kept for the gradients
+            entering, states = sequential(inputs)[1], parallel(inputs)[1]
             facts[SEQUENTIAL]["kept_bytes"] = entering.nbytes
             facts[tile(128)]["kept_bytes"] = 0 if states is None else states.nbytes
         del exact
@@ -224,7 +279,9 @@ class SelectiveScan(Study[Cell]):
                 refuse_if_lost(self.timer.device, PEER, error)
                 self.missing[f"{PEER}, {words(cell)}"] = first_line(error)
                 return runs, facts
-            errors = judge(layer.scan_inputs(torch.float64), None if dy is None else dy.double()).rms_errors(found)
+            errors = judge(
+                layer.scan_inputs(torch.float64), None if dy is None else dy.double()
+            ).rms_errors(found)
             facts[PEER]["rms_error"] = max(errors.values())
             if facts[PEER]["rms_error"] <= MOST_RMS_ERROR:
                 runs[PEER] = run
@@ -237,7 +294,8 @@ class SelectiveScan(Study[Cell]):
 
 
 def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
-    """(mean microseconds, number of calls): 100 calls, then 500 back to back between two events, caches warm.
+    """(mean microseconds, number of calls): 100 calls, then 500 back to back between two events,
+    caches warm.
 
     There are fewer of both if they would take longer than `seconds`.
     """
@@ -253,9 +311,14 @@ def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
 
 
 def kernel_us(run: Callable[[], Any], device: torch.device) -> float:
-    """Total microseconds of a call's kernels by torch's profiler, the mean of several calls; 0 if it sees none."""
+    """Total microseconds of a call's kernels by torch's profiler, the mean of several calls; 0 if
+    it sees none.
+    """
     run()
-    return sum(us for *_, us in work(traced(lambda: [run() for _ in range(TRACED_RUNS)], device))) / TRACED_RUNS
+    return (
+        sum(us for *_, us in work(traced(lambda: [run() for _ in range(TRACED_RUNS)], device)))
+        / TRACED_RUNS
+    )
 
 
 def loop_us(inputs: ScanInputs) -> float:
@@ -268,7 +331,9 @@ def loop_us(inputs: ScanInputs) -> float:
 
 
 def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, float]:
-    """Values by name: clock, quantity, length (l) or tile (t).  A value that was not measured is not included."""
+    """Values by name: clock, quantity, length (l) or tile (t).  A value that was not measured is
+    not included.
+    """
     of = {(r["pass"], r["seqlen"], r["contender"]): r for r in rows}
     values: dict[str, float] = {}
 
@@ -283,7 +348,9 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
                 values[f"{clock}_{name}"] = times[0] / times[1]
 
     for length in FORWARD_LENGTHS:
-        peer, seq, t64, t128 = (("forward", length, name) for name in (PEER, SEQUENTIAL, tile(64), tile(128)))
+        peer, seq, t64, t128 = (
+            ("forward", length, name) for name in (PEER, SEQUENTIAL, tile(64), tile(128))
+        )
         ratio(f"speedup_l{length}", peer, t64)
         ratio(f"speedup_t128_l{length}", peer, t128)
         ratio(f"sequential_by_parallel_l{length}", seq, t64)
@@ -294,13 +361,18 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
                 if copy_gb_per_s:
                     values[f"{clock}_copy_share_pct_l{length}"] = 100 * rate / copy_gb_per_s
     for length in BOTH_LENGTHS:
-        peer, seq, t128 = (("forward and backward", length, name) for name in (PEER, SEQUENTIAL, tile(128)))
+        peer, seq, t128 = (
+            ("forward and backward", length, name) for name in (PEER, SEQUENTIAL, tile(128))
+        )
         ratio(f"both_speedup_l{length}", peer, t128)
         ratio(f"both_sequential_by_parallel_l{length}", seq, t128)
-        for clock in CLOCKS:  # the backward pass alone: the time of both minus that of the forward pass
+        # the backward pass alone: the time of both minus that of the forward pass
+        for clock in CLOCKS:
             alone = {}
             for name, contender in (("parallel", tile(128)), ("peer", PEER)):
-                both, forward = (us(clock, one, length, contender) for one in ("forward and backward", "forward"))
+                both, forward = (
+                    us(clock, one, length, contender) for one in ("forward and backward", "forward")
+                )
                 if both and forward and both > forward:
                     alone[name] = both - forward
                     values[f"{clock}_{name}_backward_by_forward_l{length}"] = alone[name] / forward
@@ -308,7 +380,10 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
                 values[f"{clock}_backward_speedup_l{length}"] = alone["peer"] / alone["parallel"]
     for name, contender in (("peer", PEER), ("parallel", tile(64))):
         ratio(f"{name}_2048_by_512", ("forward", 2048, contender), ("forward", 512, contender))
-    ratio("both_8192_by_2048", *(("forward and backward", length, tile(128)) for length in (8192, 2048)))
+    ratio(
+        "both_8192_by_2048",
+        *(("forward and backward", length, tile(128)) for length in (8192, 2048)),
+    )
     for t in TILES:
         ratio(f"t{t}_by_t128", ("tiles", TILES_LENGTH, tile(t)), ("tiles", TILES_LENGTH, tile(128)))
         spills = of.get(("tiles", TILES_LENGTH, tile(t)), {}).get("spills")
@@ -317,7 +392,9 @@ def values_of(rows: Sequence[Row], copy_gb_per_s: float | None) -> dict[str, flo
     launches = of.get(("forward", 2048, PEER), {}).get("launches")
     if launches:
         values["peer_launches"] = float(launches)
-    kept = [of.get(("forward", 2048, name), {}).get("kept_bytes") for name in (SEQUENTIAL, tile(128))]
+    kept = [
+        of.get(("forward", 2048, name), {}).get("kept_bytes") for name in (SEQUENTIAL, tile(128))
+    ]
     if kept[0] and kept[1]:
         values["kept_by_sequential_of_parallel"] = kept[0] / kept[1]
     return values

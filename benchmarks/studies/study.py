@@ -1,4 +1,6 @@
-"""What both studies share: the command line, the budget, the result, and times of calls in turns."""
+"""What both studies share: the command line, the budget, the result, and times of calls in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ Times = dict[str, float]
 class Study(ABC, Generic[Cell]):
     """One run of all cells, written to `folder`/NAME.json after each cell.
 
-    budget: seconds.  rows: a record per cell and contender.  values: the numbers for claims.  wrong: our wrong outputs.
+    budget: seconds.  rows: a record per cell and contender.  values: the numbers for claims.
+    wrong: our wrong outputs.
     missing: missing measurement -> reason.  more: other content of the file.
     """
 
@@ -73,7 +76,9 @@ class Study(ABC, Generic[Cell]):
         content = {
             "study": self.name,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": f"python benchmarks/studies/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
+            "command": (
+                f"python benchmarks/studies/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}"
+            ),
             "ssdprof_version": __version__,
             "environment": machine.collect().model_dump(mode="json"),
             "seconds": round(self.seconds, 1),
@@ -83,8 +88,12 @@ class Study(ABC, Generic[Cell]):
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / f"{self.name}.json", json.dumps(content, indent=1) + "\n")
 
-    def measure_all(self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float) -> None:
-        """Measures the GPU's limits, then every cell while `seconds` of the budget are left; the others are named."""
+    def measure_all(
+        self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float
+    ) -> None:
+        """Measures the GPU's limits, then every cell while `seconds` of the budget are left; the
+        others are named.
+        """
         self.values["copy_gb_per_s"] = measure_ceilings(self.timer.device).copy_gb_per_s
         for cell in cells:
             if self.budget - self.seconds < seconds:
@@ -103,7 +112,9 @@ class Study(ABC, Generic[Cell]):
             return None
 
     def finish(self) -> int:
-        """Runs, and keeps the results so far if it is interrupted or fails.  Returns the exit code."""
+        """Runs, and keeps the results so far if it is interrupted or fails.  Returns the exit
+        code.
+        """
         why, code = "", int(ExitCode.OK)
         try:
             self.run()
@@ -126,10 +137,13 @@ class Study(ABC, Generic[Cell]):
 class Judge:
     """Measures the distance of tensors (b, l, h, ...) from the exact ones, head by head.
 
-    rounded: the same by formulas, with the roundings that a kernel may have; eps: of the dtype of the inputs.
+    rounded: the same by formulas, with the roundings that a kernel may have; eps: of the dtype of
+    the inputs.
     """
 
-    def __init__(self, exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], eps: float) -> None:
+    def __init__(
+        self, exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], eps: float
+    ) -> None:
         self._exact = exact
         self._allowed = {
             name: 2 * (_largest(tensor.double() - exact[name]) + eps * _largest(exact[name]))
@@ -137,14 +151,17 @@ class Judge:
         }
 
     def excess(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """For each tensor, the largest |found - exact| of any head, as a share of the allowed error: above 1 is wrong.
+        """For each tensor, the largest |found - exact| of any head, as a share of the allowed
+        error: above 1 is wrong.
 
-        Allowed, as in ssdprof's comparator: 2 * (max|rounded - exact| + eps * max|exact|), per head.
+        Allowed, as in ssdprof's comparator: 2 * (max|rounded - exact| + eps * max|exact|), per
+        head.
         """
         result = {}
         for name, tensor in found.items():
             off = _largest(tensor.double() - self._exact[name])
-            share = torch.where(off == 0, 0.0, off / self._allowed[name])  # a gradient of 0 has an allowed error of 0
+            # a gradient of 0 has an allowed error of 0
+            share = torch.where(off == 0, 0.0, off / self._allowed[name])
             result[name] = float(torch.where(share.isnan(), torch.inf, share).max())
         return result
 
@@ -162,21 +179,29 @@ def _largest(difference: torch.Tensor) -> torch.Tensor:
 
 
 def timed(
-    runs: Mapping[str, Callable[[], Any]], timer: CudaTimer, seconds: float, wrong: Callable[[str, Any], str]
+    runs: Mapping[str, Callable[[], Any]],
+    timer: CudaTimer,
+    seconds: float,
+    wrong: Callable[[str, Any], str],
 ) -> tuple[dict[str, Times], dict[str, str]]:
-    """Times of calls, sampled in turns for about `seconds` (see docs/measuring.md), and the reasons for missing ones.
+    """Times of calls, sampled in turns for about `seconds` (see docs/measuring.md), and the reasons
+    for missing ones.
 
     wrong(key, output): the defect, or "" if the output is right; called after the timed loop.
     """
-    every = time_in_turns(runs, timer, SamplingPlan(seconds=seconds), check=lambda key, run: wrong(key, run()))
+    every = time_in_turns(
+        runs, timer, SamplingPlan(seconds=seconds), check=lambda key, run: wrong(key, run())
+    )
     found, untimed = dict[str, Times](), dict[str, str]()
     for key, fields in every.items():
         if "samples" in fields:
             call, device = (statistics.median(one.us) for one in fields["samples"])
             found[key] = {
-                "device_us": device.value, "device_low_us": device.low, "device_high_us": device.high,
+                "device_us": device.value,
+                "device_low_us": device.low,
+                "device_high_us": device.high,
                 "call_us": call.value,
-            }  # fmt: skip
+            }
         else:
             untimed[key] = fields.get("later_fault") or fields["reason"]
     return found, untimed
@@ -185,8 +210,12 @@ def timed(
 def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
     """The options of every study.  about: its docstring.  seconds: its default budget."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the result")
-    parser.add_argument("--budget", type=float, default=seconds, help="seconds of wall clock, for everything")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", required=True, help="folder for the result"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=seconds, help="seconds of wall clock, for everything"
+    )
     return parser
 
 
@@ -194,7 +223,9 @@ def end(main: Callable[[], int]) -> NoReturn:
     """Ends the process with the exit code of `main` or of the error that it raises."""
     try:
         if not torch.cuda.is_available():
-            raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
+            raise MissingCapabilityError(
+                "The study needs an NVIDIA GPU.", "Run it on a machine that has one."
+            )
         sys.exit(main())
     except SsdprofError as error:
         print(f"Error: {error.message} {error.hint}", file=sys.stderr)

@@ -1,1 +1,3 @@
-"""Capture: run a model on a prompt, and take the inputs of its layers where they call their operator."""
+"""Capture: run a model on a prompt, and take the inputs of its layers where they call their
+operator.
+"""

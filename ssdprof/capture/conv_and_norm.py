@@ -1,8 +1,10 @@
-"""Computes the convolution before and the gated norm after a mixer's operator by the bundled kernels.
+"""Computes the convolution before and the gated norm after a mixer's operator by the bundled
+kernels.
 
-Without the package causal_conv1d, transformers uses torch's depthwise convolution, which transposes the
-layout, and its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced where the mixer calls them:
-the convolution as a global of the modeling file, as the operator is, the norm as the forward of its module.
+Without the package causal_conv1d, transformers uses torch's depthwise convolution, which transposes
+the layout, and its gated norms are half a dozen elementwise kernels in fp32.  Both are replaced
+where the mixer calls them: the convolution as a global of the modeling file, as the operator is,
+the norm as the forward of its module.
 """
 
 from __future__ import annotations
@@ -23,26 +25,40 @@ from ssdprof.kernels.registry import UnsupportedError
 CONVOLUTION = "causal_conv1d_fn"  # the global of a modeling file that a mixer calls for a prompt
 _SILU = ("silu", "swish")
 _PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
-_PROBED = (3, 2**-5)  # rows of a probe, and how far a norm may be from the bundled one, by RMS: 16 bit rounds to 2^-9
+# rows of a probe, and how far a norm may be from the bundled one, by RMS: 16 bit rounds to 2^-9
+_PROBED = (3, 2**-5)
 
 
 def gated_norms(mixer: Mixer) -> list[nn.Module]:
     """Modules of the mixer whose forward takes a gate."""
-    return [module for module in mixer.module.children() if "gate" in inspect.signature(module.forward).parameters]
+    return [
+        module
+        for module in mixer.module.children()
+        if "gate" in inspect.signature(module.forward).parameters
+    ]
 
 
 def norm_form(module: nn.Module) -> dict[str, Any] | None:
-    """Options of `gated_rms_norm` with which it gives the result of `module` on a probe; None if there are none."""
+    """Options of `gated_rms_norm` with which it gives the result of `module` on a probe; None if
+    there are none.
+    """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps is None:
         return None
     rows, tolerance = _PROBED
     generator = torch.Generator().manual_seed(0)
-    x, gate = (torch.randn(rows, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(2))
+    x, gate = (
+        torch.randn(rows, len(weight), generator=generator).to(weight.device, weight.dtype)
+        for _ in range(2)
+    )
     with torch.no_grad():
         expected = module(x, gate).float()
         width = len(weight)  # possible groups: from the module's attributes, and the whole width
-        sizes = (getattr(module, "group_size", width), width // getattr(module, "n_groups", 1), width)
+        sizes = (
+            getattr(module, "group_size", width),
+            width // getattr(module, "n_groups", 1),
+            width,
+        )
         for group_size in dict.fromkeys(sizes):
             for norm_first in (False, True):
                 form = {"group_size": group_size, "norm_first": norm_first, "eps": eps}
@@ -73,8 +89,8 @@ class ConvAndNorm:
     def installed(self) -> Iterator[None]:
         """Install the kernels.  The model is restored when the context closes.
 
-        While it is open, the model's forward raises UnsupportedError for a convolution that the kernel does not
-        support.
+        While it is open, the model's forward raises UnsupportedError for a convolution that the
+        kernel does not support.
         """
         with ExitStack() as restore:
             for namespace in self._namespaces:
@@ -94,7 +110,9 @@ def _convolve(
     activation: str | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's kernels read it."""
+    """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's
+    kernels read it.
+    """
     if activation not in (None, *_SILU):
         raise UnsupportedError(f"the bundled convolution has no {activation}, only silu")
     for name in _PACKED:
@@ -104,5 +122,7 @@ def _convolve(
     return out.transpose(1, 2)
 
 
-def _norm(module: Any, form: dict[str, Any], hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def _norm(
+    module: Any, form: dict[str, Any], hidden_states: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
     return gated_rms_norm(hidden_states, gate, module.weight, **form)

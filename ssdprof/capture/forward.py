@@ -1,4 +1,6 @@
-"""Runs a model on a prompt, in one piece or in segments that carry the cache, and computes logits."""
+"""Runs a model on a prompt, in one piece or in segments that carry the cache, and computes
+logits.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 @contextmanager
 def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
-    """While the context is open, `model` (a transformers model) attends by `attend`, with no mask built for it."""
+    """While the context is open, `model` (a transformers model) attends by `attend`, with no mask
+    built for it.
+    """
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
     before = model.config._attn_implementation
@@ -47,18 +51,25 @@ def _attend(
     scaling: float | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) -> (b, q, heads, d).
+    """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) ->
+    (b, q, heads, d).
 
-    With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds that mask as a tensor,
-    queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch knows the mask by name, so a
-    CUDA device needs no tensor.  Only for prompts without padding.
+    With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds
+    that mask as a tensor, queries x keys, which rules out flash attention and costs 2 GiB at 16K x
+    128K.  torch knows the mask by name, so a CUDA device needs no tensor.  Only for prompts without
+    padding.
     """
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
+    # imports torch's compiler, which takes seconds
+    from torch.nn.attention.bias import causal_lower_right
 
     for name in _NOT_CAUSAL_ALONE:
         if extra.get(name) is not None:
             raise BadInputError(
-                f"{type(module).__name__} attends with {name}: such a model takes its prompt in one piece only.",
+                (
+                    f"{type(module).__name__} attends with {name}: such a model takes its prompt "
+                    "in "
+                    "one piece only."
+                ),
                 "Use a shorter --seq.",
             )
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -72,25 +83,34 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24; before it, and with some models
+# since transformers 5.24; before it, and with some models
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
-    """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and makes a fitting one.
+    """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and
+    makes a fitting one.
 
-    transformers' own cache raises without an attention layer.  The number of tokens determines the shape of a mask,
-    which no layer of such a model reads.
+    transformers' own cache raises without an attention layer.  The number of tokens determines the
+    shape of a mask, which no layer of such a model reads.
     """
     cache = transformers.DynamicCache(config=model.config)
     if any(isinstance(layer, transformers.cache_utils.CacheLayerMixin) for layer in cache.layers):
         return None
-    cache.get_seq_length = lambda layer_idx=0: seen[0]  # noqa: ARG005  # the library's signatures
-    cache.get_mask_sizes = lambda query_length, layer_idx=0: (seen[0] + query_length, 0)  # noqa: ARG005
+
+    # the library's signatures
+    def mask_sizes(query_length: int, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG001
+        return seen[0] + query_length, 0
+
+    cache.get_seq_length = lambda layer_idx=0: seen[0]  # noqa: ARG005
+    cache.get_mask_sizes = mask_sizes
     return cache
 
 
 def cache_name(model: Any) -> str:
-    """The argument that takes the cache, and the field of the output that returns it, of a transformers `model`."""
+    """The argument that takes the cache, and the field of the output that returns it, of a
+    transformers `model`.
+    """
     accepted = inspect.signature(model.forward).parameters
     return next(name for name in _CACHE_NAMES if name in accepted)
 
@@ -98,17 +118,22 @@ def cache_name(model: Any) -> str:
 # --- feeding tokens
 
 
-Feed = Callable[[torch.Tensor], torch.Tensor]  # the next tokens (b, l) -> the last hidden state, or logits
+# the next tokens (b, l) -> the last hidden state, or logits
+Feed = Callable[[torch.Tensor], torch.Tensor]
 
 
 def feeding(model: Any, *, cached: bool) -> Feed:
-    """Feeds tokens to a model, and returns its first output.  cached: each call continues the previous one.
+    """Feeds tokens to a model, and returns its first output.  cached: each call continues the
+    previous one.
 
-    Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
+    Positions are passed explicitly, because some models start every segment at 0 otherwise.  No
+    attention mask is
     passed: an all-ones mask costs a synchronisation and has no effect.
     """
     accepted, name = inspect.signature(model.forward).parameters, cache_name(model)
-    fixed: dict[str, Any] = {"use_cache": cached} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
+    fixed: dict[str, Any] = {"use_cache": cached} | (
+        {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+    )
     seen = [0]
     cache = counting_cache(model, seen) if cached else None
 
@@ -116,7 +141,9 @@ def feeding(model: Any, *, cached: bool) -> Feed:
         nonlocal cache
         stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
         if "position_ids" in accepted:
-            arguments["position_ids"] = torch.arange(seen[0], stop, device=ids.device).expand(ids.shape[0], -1)
+            arguments["position_ids"] = torch.arange(seen[0], stop, device=ids.device).expand(
+                ids.shape[0], -1
+            )
         output = model(ids, **arguments)
         cache, seen[0] = output.get(name), stop
         last: torch.Tensor = output[0]
@@ -125,11 +152,15 @@ def feeding(model: Any, *, cached: bool) -> Feed:
     return feed
 
 
-def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False) -> torch.Tensor:
-    """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the last hidden state
-    of the last segment, or, of a model with a language-model head, the logits of its last position.
+def prefill(
+    model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False
+) -> torch.Tensor:
+    """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
+    last hidden state of the last segment, or, of a model with a language-model head, the logits of
+    its last position.
 
-    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens afterwards.
+    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens
+    afterwards.
     """
     with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
         return last
@@ -139,7 +170,9 @@ def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: 
 def prefilled(
     model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
 ) -> Iterator[tuple[torch.Tensor, Feed]]:
-    """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context if it `goes_on`."""
+    """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
+    if it `goes_on`.
+    """
     segments = split_prompt(ids.shape[1], segment_length)
     several = len(segments) > 1
     with torch.no_grad():
@@ -151,9 +184,11 @@ def prefilled(
 
 
 def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
-    """Feed `count` tokens, each the most probable one after those before it; returns them, (b, count).
+    """Feed `count` tokens, each the most probable one after those before it; returns them, (b,
+    count).
 
-    last: the output of `feed` for the prompt.  head: computes logits from it.  An end-of-text token does not stop it.
+    last: the output of `feed` for the prompt.  head: computes logits from it.  An end-of-text token
+    does not stop it.
     """
     tokens = []
     for _ in range(count):
@@ -164,7 +199,9 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
 
 
 def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
-    """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model in eval mode."""
+    """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
+    in eval mode.
+    """
     with prefilled(model, ids, segment_length, goes_on=True) as (last, feed):
         tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
     return tokens
@@ -198,7 +235,8 @@ class PromptRun:
             if found.get(layer.index) != layer.operator:
                 raise BadInputError(
                     f"Layer {layer.index} of this {self.model_type} model has "
-                    f"{found.get(layer.index, 'no operator')}, not {layer.operator}; operators are in "
+                    f"{found.get(layer.index, 'no operator')}, not {layer.operator}; operators "
+                    "are in "
                     f"{', '.join(map(str, found))}."
                 )
         return {layer.index: layer for layer in self.layers}
@@ -215,22 +253,29 @@ class PromptRun:
         if not self.serving.packed:
             return ""
         return (
-            f"The {len(self.serving.packed)} packed sequences went through the model one by one, and the inputs of its "
+            f"The {len(self.serving.packed)} packed sequences went through the model one by one, "
+            "and the inputs of its "
             "operators were concatenated, so that nothing passes from one to the next."
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
         """The captured calls of one layer's operator: decode steps, or the others."""
         found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
-        return tuple(call for call in found if (call is not None and call.kind == "decode") is decode)
+        return tuple(
+            call for call in found if (call is not None and call.kind == "decode") is decode
+        )
 
     def run(
-        self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
+        self,
+        handler: Callable[[OperatorCall], Result],
+        on_step: Callable[[OperatorCall], object] | None = None,
     ) -> int:
-        """Run the model once with `handler` as its operator.  Returns the number of calls, without steps.
+        """Run the model once with `handler` as its operator.  Returns the number of calls, without
+        steps.
 
-        Exceptions of the handler pass through.  Exceptions of the model's code become BadInputError, because a config
-        that transformers accepts may still describe a model that does not run.
+        Exceptions of the handler pass through.  Exceptions of the model's code become
+        BadInputError, because a config that transformers accepts may still describe a model that
+        does not run.
         """
         raised: list[BaseException] = []
 
@@ -249,7 +294,11 @@ class PromptRun:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
-                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
+                (
+                    f"{self.model.device} ran out of memory with segments of "
+                    f"{self.segment_length:,} "
+                    f"tokens: {error}"
+                ),
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
             ) from error
         except Exception as error:
@@ -257,7 +306,10 @@ class PromptRun:
                 raise
             raise BadInputError(
                 f"This {self.model_type} model does not run: {library_message(error)}.",
-                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
+                (
+                    "Its config is damaged, or the checkpoint is newer than the installed "
+                    "transformers."
+                ),
             ) from error
         self._check(count)
         return count["calls"]
@@ -265,7 +317,10 @@ class PromptRun:
     def _feed(self) -> None:
         for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
             decode = self.serving.decode
-            with prefilled(self.model, ids, self.segment_length, goes_on=decode > 0) as (last, feed):
+            with prefilled(self.model, ids, self.segment_length, goes_on=decode > 0) as (
+                last,
+                feed,
+            ):
                 if decode:
                     assert self.head is not None, "decode steps need a head"
                     generate(feed, last, self.head, decode)
@@ -275,34 +330,46 @@ class PromptRun:
         steps = len(self.mixers) * self.serving.decode
         if count["steps"] > steps:
             raise BadInputError(
-                f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
+                f"With segments of {self.segment_length} this {self.model_type} model got single "
+                "tokens, which it "
                 "computes by another function than its operator.",
                 "Use --segment 2 or longer segments.",
             )
         expected = len(self.mixers) * self.segments
         if count["calls"] != expected:
             raise BadInputError(
-                f"This {self.model_type} model made {count['calls']} operator calls where {len(self.mixers)} layers "
-                f"and {self.segments} segments make {expected}: part of it bypasses its operator, and a capture would "
+                f"This {self.model_type} model made {count['calls']} operator calls where "
+                f"{len(self.mixers)} layers "
+                f"and {self.segments} segments make {expected}: part of it bypasses its "
+                "operator, and a capture would "
                 "be incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
         if count["steps"] < steps:
             raise BadInputError(
-                f"This {self.model_type} model computed {count['steps']} steps where {len(self.mixers)} layers and "
-                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that cannot be captured.",
+                f"This {self.model_type} model computed {count['steps']} steps where "
+                f"{len(self.mixers)} layers and "
+                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that "
+                "cannot be captured.",
                 "Leave out --decode.",
             )
 
 
 def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
-    """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this size."""
+    """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this
+    size.
+    """
     if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
-        raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
+        raise BadInputError(
+            f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}."
+        )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise BadInputError(
-            f"The prompt has token id {high if high >= vocabulary else low}; the model's vocabulary has {vocabulary}.",
+            (
+                f"The prompt has token id {high if high >= vocabulary else low}; the model's "
+                f"vocabulary has {vocabulary}."
+            ),
             "The tokenizer is not this model's: name the right one with --tokenizer.",
         )
 
@@ -311,14 +378,18 @@ def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
 
 
 def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
-    """The last hidden states of `prompt.model`, a base model, with `handler` in place of the model's operators.
+    """The last hidden states of `prompt.model`, a base model, with `handler` in place of the
+    model's operators.
 
-    131,072 positions of 150,000 logits are 37 GiB in bf16; the hidden states before them are less than 1 GiB.
+    131,072 positions of 150,000 logits are 37 GiB in bf16; the hidden states before them are less
+    than 1 GiB.
 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
     pieces: list[torch.Tensor] = []  # one for each segment
-    hook = prompt.model.register_forward_hook(lambda _module, _args, output: pieces.append(output[0]))
+    hook = prompt.model.register_forward_hook(
+        lambda _module, _args, output: pieces.append(output[0])
+    )
     try:
         prompt.run(handler)
     finally:
@@ -327,9 +398,11 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
 
 
 def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n, hidden).
+    """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
+    hidden).
 
-    The model's own forward computes them, scaled, capped and cast as its family does; only its decoder is left out.
+    The model's own forward computes them, scaled, capped and cast as its family does; only its
+    decoder is left out.
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with torch.no_grad(), _decoded(model.base_model, hidden):
@@ -353,7 +426,8 @@ class _Output:
 @contextmanager
 def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
-    own = vars(base).get("forward")  # of a model whose weights are in several places; else its class has the only one
+    # of a model whose weights are in several places; else its class has the only one
+    own = vars(base).get("forward")
     base.forward = lambda *_args, **_kwargs: _Output(hidden)
     try:
         yield

@@ -1,8 +1,9 @@
 """Intercepts operators: every call that a mixer makes goes to our handler instead.
 
-Nothing in transformers is edited.  The mixer looks its operator up among the globals of the modeling file at each call,
-whatever was bound there at import (transformers' torch fallback, mamba_ssm, fla or a kernel of the hub), so replacing
-that global catches them all.  A hook before each mixer identifies the caller.
+Nothing in transformers is edited.  The mixer looks its operator up among the globals of the
+modeling file at each call, whatever was bound there at import (transformers' torch fallback,
+mamba_ssm, fla or a kernel of the hub), so replacing that global catches them all.  A hook before
+each mixer identifies the caller.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ CallCount = Counter[
 
 
 @contextmanager
-def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None) -> Iterator[CallCount]:
+def intercept(
+    mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None
+) -> Iterator[CallCount]:
     """While the context is open, `handler` computes every operator call of `mixers`.
 
-    on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
-    the state.
-    The model is restored when the context closes, also after an exception.  The handler's exceptions pass through the
-    model's forward unchanged.
+    on_step: sees the calls for one token with a cached state before the model computes them itself,
+    which may overwrite the state.  The model is restored when the context closes, also after an
+    exception.  The handler's exceptions pass through the model's forward unchanged.
     """
     count: CallCount = Counter()
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator
@@ -70,7 +72,9 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
     def call_handler(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replaces `original`, the function of a modeling file that computes the operator."""
         if not started:
-            raise BadInputError(f"{name} was called outside the mixers that were found, or twice by one.")
+            raise BadInputError(
+                f"{name} was called outside the mixers that were found, or twice by one."
+            )
         mixer = started.pop()
         count["calls"] += 1
         call = bind(mixer, original, args, kwargs)
@@ -85,7 +89,9 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
         count["steps"] += 1
         if on_step is not None:
             if mixer is None:
-                raise BadInputError("A decode step was computed outside the mixers that were found.")
+                raise BadInputError(
+                    "A decode step was computed outside the mixers that were found."
+                )
             on_step(bind(mixer, original, args, kwargs, step=True))
         return original(*args, **kwargs)
 
@@ -94,7 +100,9 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
             restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
         for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
             namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
-            found = {mixer.function: partial(call_handler, mixer.function, namespace[mixer.function])}
+            found = {
+                mixer.function: partial(call_handler, mixer.function, namespace[mixer.function])
+            }
             if step in namespace:
                 found[step] = partial(call_step, namespace[step])
             for name, wrapped in found.items():
@@ -104,23 +112,39 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
 
 
 def bind(
-    mixer: Mixer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
+    mixer: Mixer,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    step: bool = False,
 ) -> OperatorCall:
-    """The call of a mixer, with inputs of its operator, without a copy and with the model's strides.
+    """The call of a mixer, with inputs of its operator, without a copy and with the model's
+    strides.
 
-    Models pass the keyword arguments of their forward through to the operator (`use_cache`, `output_router_logits`,
-    ...).  Those have no effect on it and are dropped.  step: it is a call of the operator's `step`.
+    Models pass the keyword arguments of their forward through to the operator (`use_cache`,
+    `output_router_logits`, ...).  Those have no effect on it and are dropped.  step: it is a call
+    of the operator's `step`.
 
-    Raises BadInputError for a call that the operator's inputs cannot express; the message names the argument.
+    Raises BadInputError for a call that the operator's inputs cannot express; the message names the
+    argument.
     """
     binding, caller = operators.get(mixer.operator).binding, type(mixer.module).__name__
     binder = binding.bind_step if step else binding.bind
     if binder is None:
-        raise BadInputError(f"Decode steps of {mixer.operator} layers cannot be captured.", "Leave out --decode.")
+        raise BadInputError(
+            f"Decode steps of {mixer.operator} layers cannot be captured.", "Leave out --decode."
+        )
     for name in binding.refused:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise BadInputError(f"{caller} passes {name} to its operator, which a capture cannot hold.")
+            raise BadInputError(
+                f"{caller} passes {name} to its operator, which a capture cannot hold."
+            )
     try:
-        return OperatorCall(mixer, *binder(mixer.module, *args, **kwargs), lambda: original(*args, **kwargs))
+        return OperatorCall(
+            mixer, *binder(mixer.module, *args, **kwargs), lambda: original(*args, **kwargs)
+        )
     except (ValueError, TypeError) as error:
-        raise BadInputError(f"{caller} calls its {mixer.operator} operator in an unknown way: {error}.") from error
+        raise BadInputError(
+            f"{caller} calls its {mixer.operator} operator in an unknown way: {error}."
+        ) from error

@@ -1,8 +1,10 @@
-"""Runs a model on a prompt and passes on the operator inputs of the wanted layers, one layer at a time.
+"""Runs a model on a prompt and passes on the operator inputs of the wanted layers, one layer at a
+time.
 
-transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
-production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
-(`CallBinding.views`).  Captures are brought into that layout; the model's own strides are recorded too.
+transformers' torch path hands the operator transposed views, with neighbouring positions next to
+each other.  A production model's causal convolution writes one token-major buffer, (b, l,
+conv_dim), and passes views of it (`CallBinding.views`).  Captures are brought into that layout; the
+model's own strides are recorded too.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class CapturedLayer:
 
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
-    model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
+    model_strides: of each tensor as the model passed it; from the first segment if the prompt went
+    through in several
     remark: one sentence if the inputs differ from what the config says
     served: the output that a server recorded; final states in any dtype
     """
@@ -67,28 +70,34 @@ def capture_layers(
     serving: Serving = Serving(),  # noqa: B008
     head: Head | None = None,
 ) -> int:
-    """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls (`Serving.calls`).
+    """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls
+    (`Serving.calls`).
 
-    model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
-    segment_length: tokens per forward call.  With one segment, on_layer is called while that layer runs.  With several,
-        the layers' inputs are collected in main memory, and after the prompt each layer's are moved to the model's
-        device for on_layer.
-    host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If the layers need
-        more, they are captured in groups, each with its own prefill.  If a single layer needs more, the disk is used.
-    serving: the model runs packed sequences one by one, so that nothing passes from one to the next, and their inputs
-        are concatenated.  Chunks are segments that are passed on immediately, with their initial states.  The model
-        itself computes decode steps; their inputs are passed on immediately.
+    model: a transformers base model in eval mode; its operators are computed by ours, exact, with
+    fp32 states
+    segment_length: tokens per forward call.  With one segment, on_layer is called while that layer
+        runs.  With several, the layers' inputs are collected in main memory, and after the prompt
+        each layer's are moved to the model's device for on_layer.
+    host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If
+        the layers need more, they are captured in groups, each with its own prefill.  If a single
+        layer needs more, the disk is used.
+    serving: the model runs packed sequences one by one, so that nothing passes from one to the
+        next, and their inputs are concatenated.  Chunks are segments that are passed on
+        immediately, with their initial states.  The model itself computes decode steps; their
+        inputs are passed on immediately.
     head: computes logits of the next token, for decode steps.
 
-    Returns how often the operators were called.
-    Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
-    Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
-    is beyond the vocabulary, MissingCapabilityError if memory is too small.
+    Returns how often the operators were called.  Never more than one layer's inputs are on the
+    model's device.  Whatever ends the capture (an exception of on_layer, Ctrl-C), the model is left
+    as it was.  Raises BadInputError if part of the model bypasses its operator or a token id is
+    beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
     check_ids(model.get_input_embeddings().num_embeddings, ids)
     mixers = find_mixers(model)
     length = serving.chunk or segment_length
-    prompt = PromptRun(model, ids.to(model.device), length, mixers, ref.model_type, tuple(layers), serving, head)
+    prompt = PromptRun(
+        model, ids.to(model.device), length, mixers, ref.model_type, tuple(layers), serving, head
+    )
     if not (wanted := prompt.wanted):
         raise BadInputError("No layer was selected.")
     if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
@@ -98,9 +107,12 @@ def capture_layers(
             pass_on(call)
             return call.replacement()
 
-        return prompt.run(handler, _passing_on(prompt, wanted, on_layer, decode=True) if serving.decode else None)
+        return prompt.run(
+            handler, _passing_on(prompt, wanted, on_layer, decode=True) if serving.decode else None
+        )
     budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
-    kept = (mixer for mixer in mixers if mixer.layer_index in wanted)  # in the order in which they run
+    # in the order in which they run
+    kept = (mixer for mixer in mixers if mixer.layer_index in wanted)
     sizes = {mixer.layer_index: ids.numel() * capture_bytes_per_token(mixer) for mixer in kept}
     if on_disk := max(sizes.values()) > budget:
         budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
@@ -119,24 +131,36 @@ def _passing_on(
         which = next(upcoming[layer.index], None) if layer else None
         if layer is None or (decode and which is None):
             return
-        # A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU.
+        # A copy, where the model begins: what the model does next may overwrite it, and may be on
+        # another GPU.
         inputs, given = token_major(call.inputs, prompt.ids.device), strides(call.inputs)
-        on_layer(CapturedLayer(layer=layer, inputs=inputs, model_strides=given, remark=call.remark, call=which))
+        on_layer(
+            CapturedLayer(
+                layer=layer, inputs=inputs, model_strides=given, remark=call.remark, call=which
+            )
+        )
 
     return pass_on
 
 
-def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool) -> int:
-    """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the end."""
+def _capture_together(
+    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool
+) -> int:
+    """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the
+    end.
+    """
     buffers: dict[int, PromptBuffer] = {}
-    first: dict[int, tuple[dict[str, tuple[int, ...]], str]] = {}  # strides and remark of the first segment
+    # strides and remark of the first segment
+    first: dict[int, tuple[dict[str, tuple[int, ...]], str]] = {}
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
         index = call.mixer.layer_index
         if index in wanted:
             if index not in buffers:
-                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], torch.device("cpu"), on_disk=on_disk)
+                buffers[index] = PromptBuffer(
+                    call.inputs, prompt.ids.shape[1], torch.device("cpu"), on_disk=on_disk
+                )
                 first[index] = strides(call.inputs), call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
@@ -165,14 +189,18 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
 def _groups(
     prompt: PromptRun, wanted: dict[int, LayerRef], sizes: dict[int, int], budget: int
 ) -> Iterator[dict[int, LayerRef]]:
-    """`wanted` in groups whose inputs take at most `budget` bytes.  sizes: bytes of each layer's inputs."""
+    """`wanted` in groups whose inputs take at most `budget` bytes.  sizes: bytes of each layer's
+    inputs.
+    """
     group: dict[int, LayerRef] = {}
     used = 0
     for index, size in sizes.items():
         if size > budget:
             raise MissingCapabilityError(
-                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take {size_words(size)}, which "
-                f"does not fit in main memory, and the disk of the temporary folder has room for {size_words(budget)}.",
+                f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take "
+                f"{size_words(size)}, which "
+                "does not fit in main memory, and the disk of the temporary folder has room for "
+                f"{size_words(budget)}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             )
         if used + size > budget:
@@ -191,7 +219,9 @@ def capture_bytes_per_token(mixer: Mixer) -> int:
 
 
 def gates(mixer: nn.Module) -> int:
-    """Heads with a gate: the numbers in A_log, which of Kimi Delta Attention a module inside the mixer has."""
+    """Heads with a gate: the numbers in A_log, which of Kimi Delta Attention a module inside the
+    mixer has.
+    """
     return next(one.numel() for name, one in mixer.named_parameters() if name.endswith("A_log"))
 
 
@@ -217,14 +247,19 @@ def token_major(inputs: Any, device: torch.device | None = None) -> Any:
 
 
 class PromptBuffer:
-    """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
+    """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled
+    piece by piece.
 
-    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
-    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main memory.
-    BadInputError if it holds packed sequences and is not the whole: their boundaries are those of one call.
+    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A,
+    D, dt_bias and the
+    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main
+    memory.  BadInputError if it holds packed sequences and is not the whole: their boundaries are
+    those of one call.
     """
 
-    def __init__(self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False) -> None:
+    def __init__(
+        self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False
+    ) -> None:
         binding = operators.get(first.operator).binding
         given = tensors.tensors(first)
         if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
@@ -246,14 +281,19 @@ class PromptBuffer:
         }
         positioned = {*views, *self._per_position}
         self._static = {
-            # A copy: the state before the prompt may belong to the cache, which is written in place.
+            # A copy: the state before the prompt may belong to the cache, which is written in
+            # place.
             name: tensor.detach().to(device, copy=True)
             for name, tensor in given.items()
             if name not in positioned
         }
         # Only values: a reference to `first` would keep the model's own tensors alive.
         self._kind: type[Any] = type(first)
-        self._scalars = {field.name: getattr(first, field.name) for field in fields(first) if field.name not in given}
+        self._scalars = {
+            field.name: getattr(first, field.name)
+            for field in fields(first)
+            if field.name not in given
+        }
 
     def write(self, piece: Any, start: int) -> int:
         """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
@@ -265,8 +305,15 @@ class PromptBuffer:
 
     def inputs(self, device: torch.device) -> Any:
         """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
-        moved = {name: tensor.to(device) for name, tensor in {**self._per_position, **self._static}.items()}
-        arguments: dict[str, Any] = {**self._scalars, **moved, **self._views(self._buffer.to(device))}
+        moved = {
+            name: tensor.to(device)
+            for name, tensor in {**self._per_position, **self._static}.items()
+        }
+        arguments: dict[str, Any] = {
+            **self._scalars,
+            **moved,
+            **self._views(self._buffer.to(device)),
+        }
         return self._kind(**arguments)
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -279,17 +326,24 @@ class PromptBuffer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in an unlinked temporary file.  MissingCapabilityError if the disk is full, instead of SIGBUS later."""
+    """A tensor in an unlinked temporary file.  MissingCapabilityError if the disk is full, instead
+    of SIGBUS later.
+    """
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise MissingCapabilityError(
-                f"The temporary folder has no room for {size_words(size)} of captured inputs: {error.strerror}.",
+                (
+                    f"The temporary folder has no room for {size_words(size)} of captured inputs: "
+                    f"{error.strerror}."
+                ),
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             ) from error
-        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(
+            shape
+        )
 
 
 def packed(inputs: Any, lengths: Sequence[int]) -> Any:
@@ -299,7 +353,8 @@ def packed(inputs: Any, lengths: Sequence[int]) -> Any:
     """
     if "cu_seqlens" not in {field.name for field in fields(inputs)}:
         raise BadInputError(
-            f"Sequences of {operators.get(inputs.operator).layers} layers cannot be packed.", "Use --batch instead."
+            f"Sequences of {operators.get(inputs.operator).layers} layers cannot be packed.",
+            "Use --batch instead.",
         )
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=inputs.device)
     return replace(inputs, cu_seqlens=bounds)

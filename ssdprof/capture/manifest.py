@@ -1,4 +1,6 @@
-"""The manifest of a folder of captures.  Imports no torch: a folder that cannot be used is refused at once."""
+"""The manifest of a folder of captures.  Imports no torch: a folder that cannot be used is refused
+at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ssdprof.files import read_object
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."
-BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
+BROKEN_OFF = (
+    "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
+)
 
 
 def is_capture(path: Path) -> bool:
@@ -33,8 +37,8 @@ def is_foreign(folder: Path) -> bool:
 def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest in `folder`.
 
-    Raises BadInputError, naming the file, for one that is missing, damaged or of another schema version;
-    MissingCapabilityError for one that may not be read.
+    Raises BadInputError, naming the file, for one that is missing, damaged or of another schema
+    version; MissingCapabilityError for one that may not be read.
     """
     path = folder / MANIFEST
     content = read_object(path, str(path), AGAIN)

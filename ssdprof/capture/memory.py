@@ -1,7 +1,8 @@
-"""The memory that a model needs in addition to its weights while its operators' inputs are captured and replayed.
+"""The memory that a model needs in addition to its weights while its operators' inputs are captured
+and replayed.
 
-The model's own code runs on the meta device, where tensors have shapes and dtypes but no memory, and the bytes of live
-tensors are counted.
+The model's own code runs on the meta device, where tensors have shapes and dtypes but no memory,
+and the bytes of live tensors are counted.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.subject import Serving, split_prompt
 from ssdprof.operators import tensors
 
-# Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the unfused
-# one's states of every chunk.
+# Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the
+# unfused one's states of every chunk.
 REPLAY_PER_CAPTURE = 6
-# What must be free on a GPU, in units of the largest sum of live tensors, because torch's allocator has gaps between
+# What must be free on a GPU, in units of the largest sum of live tensors, because torch's allocator
+# has gaps between
 # them: 1.26 was measured with a mixture of experts.
 FRAGMENTED = 1.3
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # of a prompt that does not fit as a whole
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
-    """now, peak: bytes of the tensors that operations have made on a device since the context was entered."""
+    """now, peak: bytes of the tensors that operations have made on a device since the context was
+    entered.
+    """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +52,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to models that check whether masks are trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
-            return self._made(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))  # torch's own knows bf16 only
+            # torch's own knows bf16 only
+            return self._made(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
         given = {_storage(one) for one in _tensors((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))
         for one in _tensors(out):
@@ -80,13 +85,15 @@ def predict_memory(
     on_gpu: bool,
     serving: Serving = Serving(),  # noqa: B008
 ) -> tuple[int, int]:
-    """Peak bytes without the weights of `model`, on the meta device, while the decoder layers `wanted` are captured.
+    """Peak bytes without the weights of `model`, on the meta device, while the decoder layers
+    `wanted` are captured.
 
-    The first number is without replaying them.  The second is what must be free: with replaying and gaps, without what
-    main memory collects.
+    The first number is without replaying them.  The second is what must be free: with replaying and
+    gaps, without what main memory collects.
 
-    seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: kernels compute operators and attention
-    without memory besides their outputs.  Decode steps, which are single tokens, are not included.
+    seqlen: tokens of the prompt, or of all packed sequences.  on_gpu: kernels compute operators and
+    attention without memory besides their outputs.  Decode steps, which are single tokens, are not
+    included.
     """
     longest = max(serving.packed, default=seqlen)
     # tokens in the cache when the last segment runs, which takes most
@@ -119,7 +126,8 @@ def predict_memory(
     mixers = find_mixers(model)
     with ExitStack() as stack:
         for namespace in {id(mixer.namespace): mixer.namespace for mixer in mixers}.values():
-            if CONVOLUTION in namespace:  # torch's, because a package's kernel does not run on the meta device
+            # torch's, because a package's kernel does not run on the meta device
+            if CONVOLUTION in namespace:
                 stack.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
                 namespace[CONVOLUTION] = inspect.unwrap(namespace[CONVOLUTION])
         stack.enter_context(attention(model, "ssdprof_memory", _attend))
@@ -137,7 +145,11 @@ def predict_memory(
     needed = FRAGMENTED if on_gpu else 1
     if on_the_way:
         return peak, int(needed * max(peak, replaying))
-    layers = [batch * seqlen * capture_bytes_per_token(mixer) for mixer in mixers if mixer.layer_index in wanted]
+    layers = [
+        batch * seqlen * capture_bytes_per_token(mixer)
+        for mixer in mixers
+        if mixer.layer_index in wanted
+    ]
     # collected in main memory, and copied back after the prompt
     capturing = max(peak, *layers) if on_gpu else peak + sum(layers)
     return capturing, int(needed * max(peak, (1 + REPLAY_PER_CAPTURE) * max(layers)))
@@ -154,7 +166,9 @@ def _outputs(call: OperatorCall) -> Result:
 def _attend(
     _module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash attention."""
+    """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash
+    attention.
+    """
     batch, heads, length = query.shape[:3]
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 

@@ -1,10 +1,10 @@
 """Reads what a server wrote of its operators' calls as a capture, its outputs included.
 
-flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
-safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the operator's own names
+flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10) safetensors
+`recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the operator's own names
 
-Calls are in the order in which their process made them, and name no layer: a forward pass calls every layer once, on
-the same sequences.  docs/from-a-server.md describes both.
+Calls are in the order in which their process made them, and name no layer: a forward pass calls
+every layer once, on the same sequences.  docs/from-a-server.md describes both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ _METADATA_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of an operator.  shape: tokens and sequences.  load: inputs and output.  said: what else identifies it."""
+    """A call of an operator.  shape: tokens and sequences.  load: inputs and output.  said: what
+    else identifies it.
+    """
 
     operator: str
     process: str
@@ -73,71 +75,117 @@ class ServerCalls:
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """One for each number of tokens."""
-        digest = hashlib.sha256("".join(call.said for one in self.passes for call in one).encode()).hexdigest()
+        digest = hashlib.sha256(
+            "".join(call.said for one in self.passes for call in one).encode()
+        ).hexdigest()
         found = Counter(one[0].shape[0] for one in self.passes)
         return tuple(
             Prompt(
-                kind="recorded", source=f"{plural(count, 'call')} of each layer", tokenizer="the server's",
-                seqlen=tokens, token_sha256=digest,
+                kind="recorded",
+                source=f"{plural(count, 'call')} of each layer",
+                tokenizer="the server's",
+                seqlen=tokens,
+                token_sha256=digest,
             )
             for tokens, count in found.items()
-        )  # fmt: skip
+        )
 
     def layers(self, wanted: str = "all") -> Iterator[CapturedLayer]:
-        """Every call of the wanted layers, loaded one at a time.  Raises BadInputError, MissingCapabilityError."""
+        """Every call of the wanted layers, loaded one at a time.  Raises BadInputError,
+        MissingCapabilityError.
+        """
         chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
         for number, calls in enumerate(self.passes, 1):
-            for layer, call in zip(self.ref.layers, calls, strict=False):  # the last pass of a process may be cut off
+            # the last pass of a process may be cut off
+            for layer, call in zip(self.ref.layers, calls, strict=False):
                 if layer.index in chosen:
                     tokens, count = call.shape
-                    which = CallRef(kind="packed", number=number, count=len(self.passes), prompt_seqlen=tokens,
-                                    sequences=count)  # fmt: skip
+                    which = CallRef(
+                        kind="packed",
+                        number=number,
+                        count=len(self.passes),
+                        prompt_seqlen=tokens,
+                        sequences=count,
+                    )
                     inputs, served = call.load()
-                    remark = "" if served else f"No output of {layer.name} was recorded in pass {number}."
+                    remark = (
+                        ""
+                        if served
+                        else f"No output of {layer.name} was recorded in pass {number}."
+                    )
                     yield CapturedLayer(
-                        layer=layer, inputs=inputs, model_strides=strides(inputs), call=which, served=served,
+                        layer=layer,
+                        inputs=inputs,
+                        model_strides=strides(inputs),
+                        call=which,
+                        served=served,
                         remark=remark,
-                    )  # fmt: skip
+                    )
 
 
 def open_recording(folder: Path, kind: Format) -> ServerCalls:
     """Read the metadata of all calls, and no tensors.
 
-    Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no forward pass.
+    Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
+    forward pass.
     """
     calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
     passes, warm_up, partial_calls = _passes(calls)
-    out = [(number, what) for what, number in [*sorted(others.items()), *warm_up.items(), *partial_calls.items()]]
-    left_out = f"Left out: {words(f'{plural(number, CALL)} {what}' for number, what in out)}." if out else ""
+    out = [
+        (number, what)
+        for what, number in [*sorted(others.items()), *warm_up.items(), *partial_calls.items()]
+    ]
+    left_out = (
+        f"Left out: {words(f'{plural(number, CALL)} {what}' for number, what in out)}."
+        if out
+        else ""
+    )
     if not passes:
-        raise BadInputError(f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN)
+        raise BadInputError(
+            f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
+        )
     longest = max(passes, key=lambda calls: len(calls))
     layers = tuple(
         LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
         for index, call in enumerate(longest)
     )
     ref = CheckpointRef(
-        requested=str(folder), source="local", repo_id=folder.resolve().name or "recording", revision=None,
-        model_type=f"recorded by {source}", layers=layers, layer_count=len(layers),
-    )  # fmt: skip
+        requested=str(folder),
+        source="local",
+        repo_id=folder.resolve().name or "recording",
+        revision=None,
+        model_type=f"recorded by {source}",
+        layers=layers,
+        layer_count=len(layers),
+    )
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
-    """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and of no whole pass."""
+def _passes(
+    calls: Iterable[_Call],
+) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
+    """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
+    of no whole pass.
+    """
     runs = [
         [list(run) for _, run in groupby(own, key=lambda call: call.shape)]
         for _, own in groupby(calls, key=lambda call: call.process)
     ]
     inner = [len(run) for own in runs for run in own[1:-1]]
-    whole = inner or [len(run) for own in runs for run in own[:-1]] or [len(run) for own in runs for run in own]
+    whole = (
+        inner
+        or [len(run) for own in runs for run in own[:-1]]
+        or [len(run) for own in runs for run in own]
+    )
     layers = math.gcd(*whole) or 1
     found, warm_up, rest = [], 0, 0
     for own in runs:
         mine: list[tuple[_Call, ...]] = []
         for run in own:
             cut = len(run) % layers
-            mine += [tuple(run[start : start + layers]) for start in range(0, len(run) - cut, layers)]
+            mine += [
+                tuple(run[start : start + layers]) for start in range(0, len(run) - cut, layers)
+            ]
             if cut and run is own[-1]:
                 mine.append(tuple(run[-cut:]))
             elif cut:
@@ -145,11 +193,17 @@ def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], dict[str, 
         if len(mine) > 1 and mine[0][0].shape[0] <= WARM_UP and mine[0][0].shape[1] == 1:
             warm_up += len(mine.pop(0))
         found += mine
-    return found, {"of a warm-up": warm_up} if warm_up else {}, {"of incomplete passes": rest} if rest else {}
+    return (
+        found,
+        {"of a warm-up": warm_up} if warm_up else {},
+        {"of incomplete passes": rest} if rest else {},
+    )
 
 
 def _checked(inputs: Any, output: Output | None) -> tuple[Any, Output | None]:
-    """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not rise."""
+    """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
+    rise.
+    """
     sequences(1, inputs.length, inputs.cu_seqlens)
     forms = operators.get(inputs.operator).judged.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
@@ -161,28 +215,40 @@ def _checked(inputs: Any, output: Output | None) -> tuple[Any, Output | None]:
 
 
 def _reading(place: Path, load: Callable[[], T]) -> T:
-    """What `load` returns, with BadInputError that names the place for all that is wrong with its files."""
+    """What `load` returns, with BadInputError that names the place for all that is wrong with its
+    files.
+    """
     try:
         return load()
     except (SsdprofError, MemoryError):
         raise
     except Exception as error:  # of any class: torch's reader checks little of what it reads
-        raise BadInputError(f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN) from error
+        raise BadInputError(
+            f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN
+        ) from error
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room for it twice."""
+    """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room
+    for it twice.
+    """
     size, room = regular(file, math.inf).stat().st_size, host_memory()
     if 2 * size > room:
         raise MissingCapabilityError(
-            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold twice.",
+            (
+                f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot "
+                "hold "
+                "twice."
+            ),
             "Record with a smaller pool of states, or read it on a larger machine.",
         )
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     found = unpickled(file)
-    if not isinstance(found, dict) or not all(isinstance(one, torch.Tensor) for one in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(one, torch.Tensor) for one in found.values()
+    ):
         raise ValueError(f"{file.name} holds no table of tensors")
     return found
 
@@ -202,27 +268,44 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     versions: dict[str, None] = {}
     for file in sorted(folder.glob("*_call*/metadata.jsonl")):
         try:
-            text = regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
+            text = (
+                regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
+            )
             said = parse_json(text)
-            function, process, number = said["function_name"], int(said["process_id"]), int(said["call_sequence"])
+            function, process, number = (
+                said["function_name"],
+                int(said["process_id"]),
+                int(said["call_sequence"]),
+            )
             if function not in known or said.get("graph_capture"):
                 others[f"of {function}" if function not in known else "inside CUDA graphs"] += 1
                 continue
             names = _names(said["function_signature"])
-            details = {_argument(key, names): value["shape"] for key, value in said["tensor_details"].items()
-                       if not key.startswith("result")}  # fmt: skip
+            details = {
+                _argument(key, names): value["shape"]
+                for key, value in said["tensor_details"].items()
+                if not key.startswith("result")
+            }
             operator, read = known[function]
             shape = int(details["q"][0]), int(details["cu_seqlens"][0]) - 1
-            scalars = {_argument(key, names): value for key, value in said["input_metadata"].items()}
+            scalars = {
+                _argument(key, names): value for key, value in said["input_metadata"].items()
+            }
         except SsdprofError:
             raise
         except Exception as error:  # of any class: the file may hold anything
             why = library_message(error)
-            raise BadInputError(f"{file} is not what FlashInfer's recorder writes: {why}.", _AGAIN) from error
+            raise BadInputError(
+                f"{file} is not what FlashInfer's recorder writes: {why}.", _AGAIN
+            ) from error
         versions[str(said.get("versions", {}).get("flashinfer", "of unknown version"))] = None
         load = partial(_load_flashinfer, file.parent, read, names, scalars)
         call = _Call(
-            operator=operator, process=str(process), shape=shape, said=text, load=partial(_reading, file.parent, load)
+            operator=operator,
+            process=str(process),
+            shape=shape,
+            said=text,
+            load=partial(_reading, file.parent, load),
         )
         calls.append(((process, number), call))
     if not calls and not others:
@@ -235,7 +318,10 @@ def _names(signature: str) -> list[str]:
     """Parameters of a function in order: "(q: Tensor, k: Optional[Tensor] = None) -> Tensor"."""
     function = ast.parse(f"def function{signature}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
-    return [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return [
+        one.arg
+        for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    ]
 
 
 def _argument(key: str, names: list[str]) -> str:
@@ -251,7 +337,8 @@ def _load_flashinfer(
     if "inputs" not in files:
         raise ValueError("it has no inputs.pt")
     given = {_argument(key, names): tensor for key, tensor in _tensors(files["inputs"]).items()}
-    found = _tensors(files["outputs"]) if "outputs" in files else {}  # the server may have died in the call
+    # the server may have died in the call
+    found = _tensors(files["outputs"]) if "outputs" in files else {}
     returned = [found[key] for key in sorted(found) if key.startswith("result")]
     return _checked(*read(scalars | given, returned))
 
@@ -282,12 +369,21 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
                 return opened.get_slice(first).get_shape()[1], bounds
 
         load = partial(_load_safetensors, file, operator, arguments)
-        calls.append(_Call(operator=operator, process=file.stem.rpartition("_")[0], shape=_reading(file, shape),
-                           said=f"{file.name} {json.dumps(said)}", load=partial(_reading, file, load)))  # fmt: skip
+        calls.append(
+            _Call(
+                operator=operator,
+                process=file.stem.rpartition("_")[0],
+                shape=_reading(file, shape),
+                said=f"{file.name} {json.dumps(said)}",
+                load=partial(_reading, file, load),
+            )
+        )
     return calls, Counter(), source
 
 
-def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> tuple[Any, Output | None]:
+def _load_safetensors(
+    file: Path, operator: str, arguments: dict[str, Any]
+) -> tuple[Any, Output | None]:
     found = _tensors(file)
     output = tuple(found.pop(name) for name in _OUTPUT if name in found)
     given = {name: tuple(one) if isinstance(one, list) else one for name, one in arguments.items()}

@@ -1,8 +1,8 @@
 """Folders of captured operator inputs: a safetensors file per call, and a manifest.
 
-Files and the manifest are written atomically, a file before its entry.  The manifest has `complete: false` until the
-writer closes without an error, and all of its entries are valid at any time: an earlier complete capture is replaced
-with the last manifest, by files of other names.
+Files and the manifest are written atomically, a file before its entry.  The manifest has `complete:
+false` until the writer closes without an error, and all of its entries are valid at any time: an
+earlier complete capture is replaced with the last manifest, by files of other names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from safetensors.torch import save_file
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, token_major
-from ssdprof.capture.manifest import AGAIN, BROKEN_OFF, MANIFEST, is_capture, is_foreign, read_manifest
+from ssdprof.capture.manifest import (
+    AGAIN,
+    BROKEN_OFF,
+    MANIFEST,
+    is_capture,
+    is_foreign,
+    read_manifest,
+)
 from ssdprof.core.base import VERSION
 from ssdprof.core.subject import (
     CallRef,
@@ -44,25 +51,37 @@ from ssdprof.operators.tensors import dtype_named, scalars, stored_dtype_name, t
 _SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
 
 
-def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
-    """The folder of captures without --out: in the assets cache of huggingface_hub, by model, layers, prompt and
-    serving mode."""
-    served = [(prompt.token_sha256, prompt.batch, prompt.serving.model_dump(mode="json")) for prompt in prompts]
+def default_folder(
+    checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]
+) -> Path:
+    """The folder of captures without --out: in the assets cache of huggingface_hub, by model,
+    layers, prompt and serving mode.
+    """
+    served = [
+        (prompt.token_sha256, prompt.batch, prompt.serving.model_dump(mode="json"))
+        for prompt in prompts
+    ]
     key = [checkpoint.revision, served, [layer.index for layer in layers]]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     lengths = "-".join(str(prompt.seqlen) for prompt in prompts)
-    return cached_assets_path("ssdprof", namespace=checkpoint.repo_id, subfolder=f"{lengths}-{digest}")
+    return cached_assets_path(
+        "ssdprof", namespace=checkpoint.repo_id, subfolder=f"{lengths}-{digest}"
+    )
 
 
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
-    """Raise in advance if `CaptureWriter` would refuse the folder.  out: None for the default one."""
+    """Raise in advance if `CaptureWriter` would refuse the folder.  out: None for the default
+    one.
+    """
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
     if out is not None:
         _refuse(out, overwrite)
 
 
 def _refuse(folder: Path, overwrite: bool) -> None:
-    """Raise for a complete or unreadable capture that may not be replaced, and for the manifest of something else."""
+    """Raise for a complete or unreadable capture that may not be replaced, and for the manifest of
+    something else.
+    """
     if not is_capture(folder) or (overwrite and not is_foreign(folder)):
         return
     before = read_manifest(folder)
@@ -82,12 +101,13 @@ def _complete_files(folder: Path) -> set[str]:
 
 
 class CaptureWriter:
-    """Writes a folder of captures; a context manager.  The manifest is complete unless the context raises.
+    """Writes a folder of captures; a context manager.  The manifest is complete unless the context
+    raises.
 
     An earlier complete capture stays until then.
 
-    Raises BadInputError if another process writes there, or if the folder holds a complete capture and `overwrite` is
-    not set; MissingCapabilityError if the disk is full or not writable.
+    Raises BadInputError if another process writes there, or if the folder holds a complete capture
+    and `overwrite` is not set; MissingCapabilityError if the disk is full or not writable.
     """
 
     def __init__(
@@ -113,7 +133,9 @@ class CaptureWriter:
     def __enter__(self) -> CaptureWriter:
         with ExitStack() as held:
             hint = "Wait for it, or name another folder."
-            held.enter_context(locked(self.folder / LOCK, "Another capture is being written to", hint))
+            held.enter_context(
+                locked(self.folder / LOCK, "Another capture is being written to", hint)
+            )
             _refuse(self.folder, self._overwrite)
             self.kept = _complete_files(self.folder)
             self._write_manifest(self.manifest)
@@ -122,7 +144,10 @@ class CaptureWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         with self._held, uninterrupted():
             if kind is None:
@@ -132,7 +157,9 @@ class CaptureWriter:
                 self._remove_all_but(self.kept)
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
-        """Store one call of a layer, then name it in the manifest.  ValueError if it is in the manifest already."""
+        """Store one call of a layer, then name it in the manifest.  ValueError if it is in the
+        manifest already.
+        """
         served = dict(zip(_SERVED, captured.served or (), strict=False))
         given = tensors(captured.inputs) | served
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
@@ -163,28 +190,40 @@ class CaptureWriter:
             scalars_sha256=scalars_hash(others),
         )
         _put(self.folder / file, lambda temporary: save_file(stored, temporary))
-        self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
+        self._write_manifest(
+            self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)})
+        )
         return capture
 
     def _remove_all_but(self, kept: set[str]) -> None:
         """Remove the files of other captures, and what a killed process left."""
-        for pattern in ("layer_*_seqlen_*.safetensors", ".layer_*_seqlen_*.tmp", f".{MANIFEST}.*.tmp"):
+        for pattern in (
+            "layer_*_seqlen_*.safetensors",
+            ".layer_*_seqlen_*.tmp",
+            f".{MANIFEST}.*.tmp",
+        ):
             for file in self.folder.glob(pattern):
                 if file.name not in kept:
                     file.unlink(missing_ok=True)
 
     def _write_manifest(self, manifest: CaptureManifest) -> None:
-        """Into the folder unless an earlier complete capture is there and this one is not complete."""
+        """Into the folder unless an earlier complete capture is there and this one is not
+        complete.
+        """
         text = manifest.model_dump_json(indent=1) + "\n"
         if manifest.complete or not self.kept:
-            _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+            _put(
+                self.folder / MANIFEST,
+                lambda temporary: temporary.write_text(text, encoding="utf-8"),
+            )
         self.manifest = manifest
 
 
 def load(folder: Path) -> tuple[CaptureManifest, Callable[..., CapturedLayer]]:
     """The manifest of a folder of captures, and `read_layer` for this folder.
 
-    Raises BadInputError, naming the file, for a manifest that is missing, unreadable or of another schema version.
+    Raises BadInputError, naming the file, for a manifest that is missing, unreadable or of another
+    schema version.
     """
     return read_manifest(folder), partial(read_layer, folder)
 
@@ -197,18 +236,27 @@ def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture
         raise SsdprofError(BROKEN_OFF, AGAIN, ExitCode.GATE_FAILED)
 
 
-def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str = "cpu") -> CapturedLayer:
-    """One layer of the manifest in `folder`, on `device`.  Checks every byte; raises BadInputError."""
+def read_layer(
+    folder: Path, capture: LayerCapture, device: torch.device | str = "cpu"
+) -> CapturedLayer:
+    """One layer of the manifest in `folder`, on `device`.  Checks every byte; raises
+    BadInputError.
+    """
     device = torch.device(device)
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
-        raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.", AGAIN)
+        raise BadInputError(
+            f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.",
+            AGAIN,
+        )
     path, records = folder / capture.file, capture.tensors | capture.served
     if not os.path.isfile(path):
         raise BadInputError(f"{path} is missing.", AGAIN)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             if other := records.keys() ^ set(file.keys()):
-                raise BadInputError(f"{path} and the manifest differ in tensor {', '.join(sorted(other))}.", AGAIN)
+                raise BadInputError(
+                    f"{path} and the manifest differ in tensor {', '.join(sorted(other))}.", AGAIN
+                )
             found = {name: file.get_tensor(name) for name in records}
     except OSError as error:
         raise unreadable(str(path), error, AGAIN) from error
@@ -217,12 +265,20 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
     for name, record in records.items():
         tensor = found[name]
         if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
-            raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
+            raise BadInputError(
+                f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN
+            )
         if _sha256(tensor) != record.sha256:
-            raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
+            raise BadInputError(
+                f"{path}: the bytes of {name} are not those that were written.", AGAIN
+            )
     if capture.scalars_sha256 != scalars_hash(capture.scalars):
         raise BadInputError(
-            f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
+            (
+                f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were "
+                "written."
+            ),
+            AGAIN,
         )
     try:
         operator = operators.get(capture.layer.operator)
@@ -231,9 +287,12 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
         if next(iter(tensors(inputs).values())).shape[1] != capture.seqlen:
             raise ValueError(f"it does not have {capture.seqlen:,} tokens")
         if (bounds := found.get("cu_seqlens")) is not None:
-            sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
+            # kernels do not check the values, and would read out of bounds
+            sequences(1, capture.seqlen, bounds)
     except (TypeError, ValueError) as error:
-        raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
+        raise BadInputError(
+            f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN
+        ) from error
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(
         layer=capture.layer,
@@ -247,7 +306,11 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
     """ "seqlen_512", "seqlen_512_chunk_003": identifies the prompt and the call."""
-    return f"seqlen_{seqlen}" if call is None else f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
+    return (
+        f"seqlen_{seqlen}"
+        if call is None
+        else f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"
+    )
 
 
 def _sha256(tensor: torch.Tensor) -> str:
@@ -262,5 +325,8 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MissingCapabilityError(
             f"{path} cannot be written: {reason}.",
-            "Free some space or name a folder on another disk.  The layers that the manifest names are complete.",
+            (
+                "Free some space or name a folder on another disk.  The layers that the manifest "
+                "names are complete."
+            ),
         ) from error

@@ -32,17 +32,24 @@ _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokeniz
 
 
 def _load(folder: Path) -> Any:
-    """The tokenizer, without remote code; tokenizer.json if its class is unavailable.  BadInputError if damaged."""
+    """The tokenizer, without remote code; tokenizer.json if its class is unavailable.
+    BadInputError if damaged.
+    """
     if (folder / CONFIG).is_file():
         read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _AGAIN)
     with _refusals():
         try:
-            loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            loaded = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError, ImportError) as error:
             file = folder / VOCABULARY
             if not file.is_file():
                 raise BadInputError(
-                    f"The checkpoint has no tokenizer that can be loaded: {library_message(error)}.",
+                    (
+                        "The checkpoint has no tokenizer that can be loaded: "
+                        f"{library_message(error)}."
+                    ),
                     "Name a repository that has the right one with --tokenizer.",
                 ) from error
             loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -60,13 +67,17 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Turn all errors of the libraries on a tokenizer's files into BadInputError with their message."""
+    """Turn all errors of the libraries on a tokenizer's files into BadInputError with their
+    message.
+    """
     try:
         yield
     except BadInputError:
         raise
     except Exception as error:  # of every class: the tokenizers library raises Exception itself
-        raise BadInputError(f"transformers cannot use the tokenizer: {library_message(error)}.", _AGAIN) from error
+        raise BadInputError(
+            f"transformers cannot use the tokenizer: {library_message(error)}.", _AGAIN
+        ) from error
 
 
 # --- prompts
@@ -85,39 +96,53 @@ def build_prompt(
 ) -> tuple[torch.Tensor, Prompt]:
     """Token ids (batch, seqlen) int64 on the CPU, and the record that describes them.
 
-    tokenizer_folder: None if there is no tokenizer; then only kind "random" works, and draws from `vocab_size` ids.
-    kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random" draws uniformly from
-        the tokenizer's vocabulary, special tokens left out, with `seed`.
-    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` in all, packed
-        into one row, each from another place.
-    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here,
-    before every row and packed sequence.  One prompt is the first `seqlen` tokens.  Several prompts follow each other
-    in the text, and overlap if it is too short.  A text is never repeated.
+    tokenizer_folder: None if there is no tokenizer; then only kind "random" works, and draws from
+    `vocab_size` ids.
+    kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random"
+        draws uniformly from the tokenizer's vocabulary, special tokens left out, with `seed`.
+    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` in
+        all, packed into one row, each from another place.
+    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special
+    token does so here, before every row and packed sequence.  One prompt is the first `seqlen`
+    tokens.  Several prompts follow each other in the text, and overlap if it is too short.  A text
+    is never repeated.
 
-    Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short a text.
+    Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short
+    a text.
     MissingCapabilityError: a file that may not be read.
     """
     if (kind == "file") != (file is not None):
-        raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
+        raise BadInputError(
+            "--prompt-file and another kind of prompt cannot be combined.",
+            "Give --prompt-file alone.",
+        )
     tokenizer = None if tokenizer_folder is None else _load(tokenizer_folder)
     lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
         source = (
-            f"uniformly random token ids, seed {seed}: good for timing; the values inside the model, and so the "
+            f"uniformly random token ids, seed {seed}: good for timing; the values inside the "
+            "model, and so the "
             "accuracy, are not those of text"
         )
     elif tokenizer is None:
         raise BadInputError(
-            "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
+            "The checkpoint has no tokenizer.",
+            "Name one with --tokenizer, or take random tokens: --prompt random.",
         )
     else:
         name = "The default text" if file is None else f"The prompt file {file.name}"
         try:
-            with file.open(encoding="utf-8-sig") if file else io.StringIO(text.load().decode("utf-8")) as stream:
+            with (
+                file.open(encoding="utf-8-sig")
+                if file
+                else io.StringIO(text.load().decode("utf-8")) as stream
+            ):
                 found = _first_ids(tokenizer, stream, lengths, name)
         except UnicodeDecodeError as error:
-            raise BadInputError(f"{name} is not UTF-8 text: {error.reason}.", "Give a text file.") from error
+            raise BadInputError(
+                f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."
+            ) from error
         except OSError as error:
             raise unreadable(name, error, "Give the path of a text file.") from error
         cut, how = _pieces(tokenizer, found, lengths)
@@ -127,7 +152,9 @@ def build_prompt(
     if tokenizer_folder:  # identified by its content: the folder's name is specific to this machine
         described, size = type(tokenizer).__name__, len(tokenizer or ())
         if (vocabulary := tokenizer_folder / VOCABULARY).is_file():
-            described = f"{VOCABULARY} sha256 {hashlib.sha256(vocabulary.read_bytes()).hexdigest()[:12]}"
+            described = (
+                f"{VOCABULARY} sha256 {hashlib.sha256(vocabulary.read_bytes()).hexdigest()[:12]}"
+            )
     prompt = Prompt(
         kind=kind,
         source=source,
@@ -140,18 +167,29 @@ def build_prompt(
 
 
 def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
-    """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size` ids."""
+    """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size`
+    ids.
+    """
     vocabulary = torch.arange(vocab_size or 0)
     if tokenizer is not None:
         with _refusals():
-            vocabulary = torch.tensor(sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}))
+            vocabulary = torch.tensor(
+                sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
+            )
     if not len(vocabulary):
-        raise BadInputError("There is no vocabulary to draw random tokens from.", "Name a tokenizer with --tokenizer.")
-    return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
+        raise BadInputError(
+            "There is no vocabulary to draw random tokens from.",
+            "Name a tokenizer with --tokenizer.",
+        )
+    return vocabulary[
+        torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
+    ]
 
 
 def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
-    """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different pieces."""
+    """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different
+    pieces.
+    """
     content = ""
     seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1
     wanted = CHARACTERS_PER_TOKEN * seqlen
@@ -163,24 +201,37 @@ def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str
             break
         wanted *= 2
     if ended and not content.strip():
-        raise BadInputError(f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for.")
+        raise BadInputError(
+            f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for."
+        )
     if len(ids) < least:
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
         shorter = "fewer or shorter sequences" if several else f"at most --seq {len(ids)}"
         raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and "
+            f"{least:,} are "
             f"needed{several}.",
-            f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt random for times alone.",
+            (
+                f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt "
+                "random "
+                "for times alone."
+            ),
         )
     return ids[:seqlen]
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
-    """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase on the cuts."""
+    """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase
+    on the cuts.
+    """
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""
-    alone = _encode(tokenizer, "")  # special tokens, of which a tokenizer may put some behind a text
-    opening = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))]
+    # special tokens, of which a tokenizer may put some behind a text
+    alone = _encode(tokenizer, "")
+    opening = [
+        one
+        for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
+    ]
     body = ids[len(opening) :]
     inside = [max(length - len(opening), 0) for length in lengths]
     starts = [0, *accumulate(inside[:-1])]
@@ -193,5 +244,9 @@ def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple
         for start, length, whole in zip(starts, inside, lengths, strict=True)
         for token in (*opening[:whole], *body[start : start + length])
     ]
-    how = "that overlap, because the text is too short for all of them" if overlap else "one after the other"
+    how = (
+        "that overlap, because the text is too short for all of them"
+        if overlap
+        else "one after the other"
+    )
     return cut, f", {len(lengths)} pieces of it {how}"

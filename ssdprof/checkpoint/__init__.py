@@ -1,4 +1,6 @@
-"""Checkpoints: from a model id, a folder or a demo to local files, the layers with an operator, and the model."""
+"""Checkpoints: from a model id, a folder or a demo to local files, the layers with an operator, and
+the model.
+"""
 
 from ssdprof.operators.late import lazy
 

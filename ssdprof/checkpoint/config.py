@@ -1,7 +1,8 @@
-"""Reads and checks config.json, and cuts it to the first layers.  Imports neither torch nor transformers.
+"""Reads and checks config.json, and cuts it to the first layers.  Imports neither torch nor
+transformers.
 
-Layers and sizes come from the model that transformers builds (`meta`); here are only those checks that should not wait
-for its import.
+Layers and sizes come from the model that transformers builds (`meta`); here are only those checks
+that should not wait for its import.
 """
 
 from __future__ import annotations
@@ -18,46 +19,77 @@ from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 
 _AGAIN = "Fetch or copy the file again."
-MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
-RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
+# NVIDIA's tool writes it; config.json may not mention the quantisation
+MODELOPT_CONFIG = "hf_quant_config.json"
+# a config's key, as benchmarks/make_random_checkpoint.py writes it
+RANDOM_WEIGHTS = "ssdprof_random_weights"
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
-# Keys of what transformers builds one by one, and more of it than any model has: it would take forever
+# Keys of what transformers builds one by one, and more of it than any model has: it would take
+# forever
 _COUNTED = re.compile("(layers|experts|blocks|layer_types|block_type|pattern)$")
 _MOST = 4096
 _LARGEST_STEP = 1e38  # of fp32
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
-PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
+# one entry per layer
+PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
-# Remote code; a part that is not loaded; labels of a classifier, from which transformers makes tables of any length.
-# The kernels of attention, which need not be installed here.
+# Remote code; a part that is not loaded; labels of a classifier, from which transformers makes
+# tables of any length.  The kernels of attention, which need not be installed here.
 _DROPPED = (
-    "auto_map", "vision_config", "num_labels", "id2label", "label2id", "attn_implementation", "_attn_implementation",
+    "auto_map",
+    "vision_config",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "attn_implementation",
+    "_attn_implementation",
     "_attn_implementation_internal",
-)  # fmt: skip
+)
 
-# The original format of state-spaces/mamba2-*: a config with `ssm_cfg`, keys of the `mamba_ssm` package.
+# The original format of state-spaces/mamba2-*: a config with `ssm_cfg`, keys of the `mamba_ssm`
+# package.
 PICKLE = "pytorch_model.bin"
-DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"  # these models were trained with it; their repos have no tokenizer
+# these models were trained with it; their repos have no tokenizer
+DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"
 # Keys of `ssm_cfg` that do not change the structure of a layer, with the package's defaults.
-_SSM_SIZES = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1, "chunk_size": 256}
-# Keys that Mamba2Config has under another name, keys that it has only with the package's default, and keys of
-# initial weights and of the package's own kernels.
+_SSM_SIZES = {
+    "d_state": 128,
+    "d_conv": 4,
+    "expand": 2,
+    "headdim": 64,
+    "ngroups": 1,
+    "chunk_size": 256,
+}
+# Keys that Mamba2Config has under another name, keys that it has only with the package's default,
+# and keys of initial weights and of the package's own kernels.
 _SSM_OPTIONS = {"bias": "use_bias", "conv_bias": "use_conv_bias", "dt_limit": "time_step_limit"}
 _SSM_FIXED = {"rmsnorm": True, "D_has_hdim": False, "norm_before_gate": False, "d_ssm": None}
-_ORIGINAL_FIXED: dict[str, Any] = {"attn_layer_idx": [], "d_intermediate": 0, "rms_norm": True}  # beside `ssm_cfg`
+# beside `ssm_cfg`
+_ORIGINAL_FIXED: dict[str, Any] = {"attn_layer_idx": [], "d_intermediate": 0, "rms_norm": True}
 _SSM_WITHOUT_EFFECT = (
-    "layer", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "conv_init", "use_mem_eff_path", "sequence_parallel",
-)  # fmt: skip
+    "layer",
+    "A_init_range",
+    "dt_min",
+    "dt_max",
+    "dt_init_floor",
+    "conv_init",
+    "use_mem_eff_path",
+    "sequence_parallel",
+)
 
 
 def refuse(where: str, what: str) -> BadInputError:
     """The error for a config: "<where> <what>."."""
-    return BadInputError(f"{where} {what}.", "The checkpoint's config is damaged, or not of this model type.")
+    return BadInputError(
+        f"{where} {what}.", "The checkpoint's config is damaged, or not of this model type."
+    )
 
 
 def _check_counts(config: Mapping[str, Any], where: str) -> None:
-    """BadInputError for more layers or experts than any model has.  transformers says what else is wrong."""
+    """BadInputError for more layers or experts than any model has.  transformers says what else is
+    wrong.
+    """
     for key in filter(_COUNTED.search, config):
         count = len(config[key]) if isinstance(config[key], list | str) else config[key]
         if isinstance(count, int) and count > _MOST:
@@ -67,29 +99,47 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
 def _check_steps(config: Mapping[str, Any], where: str) -> None:
     """BadInputError for limits of time steps that only a run would refuse."""
     limits = config.get("time_step_limit", [0, 1])
-    numbers = [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []  # or a text
-    in_order = numbers == sorted(numbers) and all(abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers)
+    # or a text
+    numbers = (
+        [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []
+    )
+    in_order = numbers == sorted(numbers) and all(
+        abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers
+    )
     if limits is not None and not (isinstance(limits, list) and len(limits) == 2 and in_order):
-        raise refuse(where, f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order")
+        raise refuse(
+            where,
+            f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order",
+        )
     for key in config.keys() & {"time_step_min", "time_step_max", "time_step_floor"}:
         if not isinstance(config[key], int | float) or not 0 < config[key] < _LARGEST_STEP:
-            raise refuse(where, f"has {key} = {shown(config[key])}, which is not a positive number of fp32")
+            raise refuse(
+                where, f"has {key} = {shown(config[key])}, which is not a positive number of fp32"
+            )
 
 
 def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, Any]:
     """What config.json says of a model: fields of `model.Model`.  where: names it in messages.
 
-    modelopt: the `MODELOPT_CONFIG`, if there is one.
-    BadInputError if it is not a JSON object, of a model type whose recurrent layers are known to be another operator,
-    or with sizes that no model has or that contradict each other.
+    modelopt: the `MODELOPT_CONFIG`, if there is one.  BadInputError if it is not a JSON object, of
+    a model type whose recurrent layers are known to be another operator, or with sizes that no
+    model has or that contradict each other.
     """
     stored = read_object(file, where, _AGAIN)
     codes = stored.get("quantization") or stored.get("quantization_config")
-    if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys() and "quant_method" not in codes:
+    if (
+        isinstance(codes, dict)
+        and {"group_size", "bits"} <= codes.keys()
+        and "quant_method" not in codes
+    ):
         raise BadInputError(
-            f"{where} is of MLX's format, with {shown(codes['bits'])} bits in groups of {shown(codes['group_size'])}: "
+            f"{where} is of MLX's format, with {shown(codes['bits'])} bits in groups of "
+            f"{shown(codes['group_size'])}: "
             "ssdprof cannot load it.",
-            "Take the checkpoint that it was converted from: without mlx-community and without -4bit in its name.",
+            (
+                "Take the checkpoint that it was converted from: without mlx-community and without "
+                "-4bit in its name."
+            ),
         )
     original = "ssm_cfg" in stored and "model_type" not in stored
     outer = _convert_original(stored, where) if original else stored
@@ -107,8 +157,13 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     if isinstance(codes, dict) and codes.get("quant_method") == "modelopt":
         algorithm = codes.get("quant_algo")
         if algorithm != "FP8":  # one scale for each tensor
-            raise refuse_quantization("modelopt", where, f" as {shown(algorithm)}" if algorithm else "")
-        config = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+            raise refuse_quantization(
+                "modelopt", where, f" as {shown(algorithm)}" if algorithm else ""
+            )
+        config = {
+            **config,
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": None},
+        }
     return {
         "config": config,
         "model_type": model_type,
@@ -120,19 +175,26 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
 
 
 def _check_model_type(config: Mapping[str, Any], where: str) -> str:
-    """The model type; BadInputError if there is none, or if its recurrent layers are known to be another operator."""
+    """The model type; BadInputError if there is none, or if its recurrent layers are known to be
+    another operator.
+    """
     name = config.get("model_type")
     if name is None:
         raise BadInputError(f"{where} has no model_type.", SUPPORTED)
     if not isinstance(name, str):
-        raise BadInputError(f"{where} is of type {shown(name)}, which has no layer that ssdprof measures.", SUPPORTED)
+        raise BadInputError(
+            f"{where} is of type {shown(name)}, which has no layer that ssdprof measures.",
+            SUPPORTED,
+        )
     if name in OTHER_SCANS:
         raise BadInputError(f"{where} is of type {name}: {OTHER_SCANS[name]}.", SUPPORTED)
     return name
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The language model's config in that of a larger model, with its outer values; None: it describes only that."""
+    """The language model's config in that of a larger model, with its outer values; None: it
+    describes only that.
+    """
     keys = [key for key in config if key.endswith("_config") and not _OTHER_PARTS.search(key)]
     for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):
         nested = config[key]
@@ -140,16 +202,28 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             continue
         if deeper := _text_config(nested):
             nested = deeper
-        elif key not in _TEXT_CONFIGS and ("num_hidden_layers" not in nested or "num_hidden_layers" in config):
+        elif key not in _TEXT_CONFIGS and (
+            "num_hidden_layers" not in nested or "num_hidden_layers" in config
+        ):
             continue
-        outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
-        ties = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
+        outer = {
+            key: config[key]
+            for key in ("dtype", "torch_dtype", "quantization_config")
+            if key in config
+        }
+        ties = {
+            key: config[key]
+            for key in ("tie_word_embeddings",)
+            if isinstance(config.get(key), bool)
+        }
         return {"model_type": f"{config.get('model_type')}_text", **outer, **nested, **ties}
     return None
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
-    """The quantisation of the weights, as a config names it.  None: there is none, or it has no name."""
+    """The quantisation of the weights, as a config names it.  None: there is none, or it has no
+    name.
+    """
     found = config.get("quantization_config")
     found = found if isinstance(found, dict) else {}
     # Configs of bitsandbytes' first releases name no method.
@@ -167,11 +241,17 @@ def refuse_quantization(method: object, where: str, format: str = "") -> BadInpu
 
 
 def cut_config(
-    config: Mapping[str, Any], depth: int | None = None, *, dtype: str | None = None, quantization: str | None = None
+    config: Mapping[str, Any],
+    depth: int | None = None,
+    *,
+    dtype: str | None = None,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
-    """A language model's config with its first `depth` decoder layers only (all for None), as transformers reads it.
+    """A language model's config with its first `depth` decoder layers only (all for None), as
+    transformers reads it.
 
-    dtype: in which its weights are loaded, named as in torch; None: what the config says of it, if anything.
+    dtype: in which its weights are loaded, named as in torch; None: what the config says of it, if
+    anything.
     """
     config = {key: value for key, value in config.items() if key not in _DROPPED}
     if dtype is not None:
@@ -183,13 +263,17 @@ def cut_config(
                 config[key] = config[key][:depth]
         for key in _LAYER_INDICES:
             if isinstance(config.get(key), list):
-                config[key] = [index for index in config[key] if not isinstance(index, int) or index < depth]
+                config[key] = [
+                    index for index in config[key] if not isinstance(index, int) or index < depth
+                ]
     if "num_nextn_predict_layers" in config:
         config["num_nextn_predict_layers"] = 0  # their weights are not fetched
     if config.get("time_step_limit", ()) is None:
-        del config["time_step_limit"]  # some model definitions refuse null; a missing key means no limit
+        # some model definitions refuse null; a missing key means no limit
+        del config["time_step_limit"]
     if quantization in DECODED_ON_LOAD:
-        # Decode to 16 bit on load: the operator's inputs then do not depend on the fp8 matmul of this GPU.
+        # Decode to 16 bit on load: the operator's inputs then do not depend on the fp8 matmul of
+        # this GPU.
         config["quantization_config"] = {**config["quantization_config"], "dequantize": True}
     return config
 
@@ -198,24 +282,35 @@ def cut_config(
 
 
 def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config for Mamba2Config.  BadInputError for Mamba-1, other layers, and options that it has no key for."""
+    """The config for Mamba2Config.  BadInputError for Mamba-1, other layers, and options that it
+    has no key for.
+    """
     ssm = config["ssm_cfg"]
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
     if layer != "Mamba2":
         raise BadInputError(
-            f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof reads Mamba-2.",
+            (
+                f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; "
+                "ssdprof reads Mamba-2."
+            ),
             "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
         )
     for key, usual in _ORIGINAL_FIXED.items():
         if config.get(key) not in (None, usual):
             raise BadInputError(
-                f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model does not support.",
+                (
+                    f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model "
+                    "does not support."
+                ),
                 "Choose a checkpoint without: state-spaces/mamba2-2.7b.",
             )
     for key in sorted(set(ssm) - {*_SSM_SIZES, *_SSM_OPTIONS, *_SSM_WITHOUT_EFFECT}):
         if key not in _SSM_FIXED or ssm[key] is not _SSM_FIXED[key]:
             raise BadInputError(
-                f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' mamba2 lacks.",
+                (
+                    f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' "
+                    "mamba2 lacks."
+                ),
                 "ssdprof runs the model by transformers.",
             )
     try:

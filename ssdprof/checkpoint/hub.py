@@ -1,7 +1,7 @@
 """The files of a checkpoint: in a local folder, or on the hub through its own client.
 
-The client honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on stderr, and
-continues a broken download at the byte where it broke.
+The client honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on
+stderr, and continues a broken download at the byte where it broke.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from ssdprof.files import unwritable
 def _bad_settings(why: str) -> BadInputError:
     return BadInputError(
         f"The hub's client cannot use its settings: {why}.",
-        "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and HTTP_PROXY.",
+        (
+            "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and "
+            "HTTP_PROXY."
+        ),
     )
 
 
@@ -96,7 +99,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 class Source:
     """A flat set of files in a local folder.  Every method raises SsdprofError only.
 
-    label: repo id or folder name, for messages.  revision: commit hash on the hub; None for a folder.
+    label: repo id or folder name, for messages.  revision: commit hash on the hub; None for a
+    folder.
     """
 
     revision: str | None = None
@@ -104,11 +108,14 @@ class Source:
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.folder = folder
-        self._headers: dict[tuple[str, bool], Mapping[str, TensorInfo]] = {}  # by name, and whether it was cached
-        self.label = label or folder.absolute().name or folder.resolve().name  # a symlink keeps its name
+        # by name, and whether it was cached
+        self._headers: dict[tuple[str, bool], Mapping[str, TensorInfo]] = {}
+        # a symlink keeps its name
+        self.label = label or folder.absolute().name or folder.resolve().name
         if folder.is_file():
             raise BadInputError(
-                f"{folder} is a file; a checkpoint is a folder.", "Name the folder that holds config.json."
+                f"{folder} is a file; a checkpoint is a folder.",
+                "Name the folder that holds config.json.",
             )
         if not folder.is_dir():
             raise ModelUnavailableError(
@@ -119,10 +126,13 @@ class Source:
     def sizes(self) -> Mapping[str, int]:
         """The size in bytes of every file, by name; broken symlinks are left out."""
         try:
-            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
+            return {
+                path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()
+            }
         except OSError as error:
             raise ModelUnavailableError(
-                f"{self.folder} cannot be read: {error.strerror}.", "Check the folder's permissions."
+                f"{self.folder} cannot be read: {error.strerror}.",
+                "Check the folder's permissions.",
             ) from None
 
     def cached(self, name: str) -> bool:
@@ -132,14 +142,17 @@ class Source:
     def path(self, name: str) -> Path:
         """The path of `name` on this machine; downloads the file if necessary."""
         if not self.cached(name):
-            raise ModelUnavailableError(f"{self.label} has no {name}.", "The folder is an incomplete copy.")
+            raise ModelUnavailableError(
+                f"{self.label} has no {name}.", "The folder is an incomplete copy."
+            )
         return self.folder / name
 
     def header(self, name: str) -> Mapping[str, TensorInfo]:
         """The header of the safetensors file `name`, without downloading the file: name -> tensor.
 
-        ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
-        A header read on the hub does not check the copy that is downloaded later, whose header is read again.
+        ModelUnavailableError when the file is truncated or corrupt: its header and its length must
+        agree.  A header read on the hub does not check the copy that is downloaded later, whose
+        header is read again.
         """
         if (key := (name, self.cached(name))) not in self._headers:
             self._headers[key] = self._read_header(name)
@@ -148,7 +161,8 @@ class Source:
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
         path = self.path(name)
         try:
-            with safe_open(path, framework="np"):  # which checks that the length is that of the header
+            # which checks that the length is that of the header
+            with safe_open(path, framework="np"):
                 return parse_local_safetensors_file_metadata(path).tensors
         except (SafetensorError, errors.SafetensorsParsingError, OSError) as error:
             raise broken_file(path, name, error) from None
@@ -202,17 +216,21 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
         named = at or None
     if named is not None and revision not in (None, named):
         raise BadInputError(
-            f"{typed} names the revision {named}, and --revision another: {revision}.", "Give one of them."
+            f"{typed} names the revision {named}, and --revision another: {revision}.",
+            "Give one of them.",
         )
     checkpoint = KNOWN.get(repo_id.casefold())
     return (checkpoint.repo if checkpoint else repo_id), revision or named
 
 
 class HubRepo(Source):
-    """The files of one repo at one commit.  folder: the snapshot in the hub's cache, with the files so far."""
+    """The files of one repo at one commit.  folder: the snapshot in the hub's cache, with the files
+    so far.
+    """
 
     def __init__(self, repo_id: str, revision: str | None = None, *, first: str = CONFIG) -> None:
-        """Resolve `revision` (a branch, tag, commit or refs/pr/N; the main branch for None) to a commit, once.
+        """Resolve `revision` (a branch, tag, commit or refs/pr/N; the main branch for None) to a
+        commit, once.
 
         It is resolved by fetching `first`, a small file that any repo of this kind has.
 
@@ -223,10 +241,13 @@ class HubRepo(Source):
         with _hub_errors(repo_id, revision):
             try:
                 if not isinstance(try_to_load_from_cache(repo_id, first, revision=revision), str):
-                    # Ask once: without a network, the client tries for 24 s to get a file that is not cached.
+                    # Ask once: without a network, the client tries for 24 s to get a file that is
+                    # not cached.
                     url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
                     _resumed(lambda: self._api.get_hf_file_metadata(url=url))
-                path = Path(_resumed(lambda: self._api.hf_hub_download(repo_id, first, revision=revision)))
+                path = Path(
+                    _resumed(lambda: self._api.hf_hub_download(repo_id, first, revision=revision))
+                )
             except errors.RemoteEntryNotFoundError:
                 raise BadInputError(
                     f"{repo_id} has no {first}.",
@@ -236,7 +257,8 @@ class HubRepo(Source):
                 raise
             except TRANSPORT_ERROR as dropped:
                 raise errors.LocalEntryNotFoundError(str(dropped)) from dropped
-        # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the refs in the cache.
+        # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the
+        # refs in the cache.
         super().__init__(path.parent, repo_id)
         self.revision = path.parent.name
 
@@ -245,19 +267,27 @@ class HubRepo(Source):
         """If the hub is unreachable, only those of cached files are known."""
         with _hub_errors(self.label, self.revision):
             try:
-                info = _resumed(lambda: self._api.model_info(self.label, revision=self.revision, files_metadata=True))
+                info = _resumed(
+                    lambda: self._api.model_info(
+                        self.label, revision=self.revision, files_metadata=True
+                    )
+                )
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                     raise
                 self.complete = False
                 cached = (path for path in self.folder.rglob("*") if path.is_file())
-                return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached}
+                return {
+                    path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached
+                }
         return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def path(self, name: str) -> Path:
         if not self.cached(name):
             with _hub_errors(self.label, self.revision, name):
-                _resumed(lambda: self._api.hf_hub_download(self.label, name, revision=self.revision))
+                _resumed(
+                    lambda: self._api.hf_hub_download(self.label, name, revision=self.revision)
+                )
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
@@ -265,11 +295,17 @@ class HubRepo(Source):
             return super()._read_header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
-                ask = partial(self._api.parse_safetensors_file_metadata, self.label, name, revision=self.revision)
+                ask = partial(
+                    self._api.parse_safetensors_file_metadata,
+                    self.label,
+                    name,
+                    revision=self.revision,
+                )
                 return _resumed(ask).tensors
         except errors.SafetensorsParsingError as error:
             raise ModelUnavailableError(
-                f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.", "Choose another revision."
+                f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.",
+                "Choose another revision.",
             ) from None
 
     def check_space(self, need_bytes: int) -> None:
@@ -277,8 +313,14 @@ class HubRepo(Source):
         free = shutil.disk_usage(self.folder).free
         if need_bytes > free:
             raise MissingCapabilityError(
-                f"The download needs {size_words(need_bytes)}, but the hub cache's disk has {size_words(free)} left.",
-                "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer layers.",
+                (
+                    f"The download needs {size_words(need_bytes)}, but the hub cache's disk has "
+                    f"{size_words(free)} left."
+                ),
+                (
+                    "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer "
+                    "layers."
+                ),
             )
 
 
@@ -297,7 +339,9 @@ def _masked(record: logging.LogRecord) -> bool:
 
 
 def _resumed(ask: Callable[[], T]) -> T:
-    """The result of `ask`, repeated if the connection drops between two requests, which the client does not retry."""
+    """The result of `ask`, repeated if the connection drops between two requests, which the client
+    does not retry.
+    """
     for _ in range(ATTEMPTS - 1):
         try:
             return ask()
@@ -315,7 +359,9 @@ def _resumed(ask: Callable[[], T]) -> T:
 
 @contextmanager
 def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Turn the client's errors into ssdprof's, with theirs as the cause.  file: the requested file, if any."""
+    """Turn the client's errors into ssdprof's, with theirs as the cause.  file: the requested file,
+    if any.
+    """
     try:
         yield
     except SsdprofError:
@@ -334,14 +380,26 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
     kind: type[SsdprofError] = ModelUnavailableError
     match error:
         case errors.GatedRepoError():
-            state = "your token's account is not on the list." if token else "you are not logged in."
+            state = (
+                "your token's account is not on the list." if token else "you are not logged in."
+            )
             what = f"{repo_id} is gated: its owner must grant you access, and {state}"
-            hint = f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN."
+            hint = (
+                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or "
+                "set HF_TOKEN."
+            )
         case errors.RevisionNotFoundError():
-            what, hint = f"{repo_id} has no revision {shown(revision or 'main')}.", _revisions_hint(repo_id)
+            what, hint = (
+                f"{repo_id} has no revision {shown(revision or 'main')}.",
+                _revisions_hint(repo_id),
+            )
         case errors.RepositoryNotFoundError():
             what = f"There is no repo {repo_id} on the hub, or it is private."
-            do = "the token's account must be allowed to read it." if token else "run `hf auth login` or set HF_TOKEN."
+            do = (
+                "the token's account must be allowed to read it."
+                if token
+                else "run `hf auth login` or set HF_TOKEN."
+            )
             hint = f"If it is private, {do}"
         case errors.HFValidationError():
             kind, what = BadInputError, f"{shown(repo_id)} is neither a hub id nor a folder."
@@ -354,35 +412,60 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
         case ImportError():
             kind, what = MissingCapabilityError, f"The hub's client lacks a package: {text}."
-            hint = "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY."
+            hint = (
+                "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or "
+                "HTTP_PROXY."
+            )
         case ValueError():
             return _bad_settings(text)
-        case OSError() if error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+        case OSError() if error.filename is not None or error.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+        ):
             cannot = unwritable(Path(error.filename or constants.HF_HUB_CACHE), error)
-            cannot.hint = "The hub's cache is there: make room, check its permissions, or set HF_HOME to another disk."
+            cannot.hint = (
+                "The hub's cache is there: make room, check its permissions, or set "
+                "HF_HOME to another disk."
+            )
             return cannot
         case _:
             what = f"The connection to the hub broke while {repo_id} was fetched: {text}."
-            hint = "Check the network and SSL_CERT_FILE, and run the same command again: complete files are kept."
+            hint = (
+                "Check the network and SSL_CERT_FILE, and run the same command again: "
+                "complete files are kept."
+            )
     return kind(what, hint)
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
-    """The error for a file that is not cached while the hub is unreachable; it names at most 20 cached models."""
+    """The error for a file that is not cached while the hub is unreachable; it names at most 20
+    cached models.
+    """
     if is_offline_mode():
         why = "HF_HUB_OFFLINE is set"
     elif isinstance(cause, errors.HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
-        why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
+        why = f"the hub at {api().endpoint} cannot be reached" + (
+            f": {library_message(cause)}" if cause else ""
+        )
     try:
         found = scan_cache_dir(constants.HF_HUB_CACHE).repos
         cached = sorted(repo.repo_id for repo in found if repo.repo_type == "model")[:20]
     except errors.CacheNotFound:
         cached = []
-    what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
+    what = (
+        f"{repo_id} is only partly in the cache"
+        if repo_id in cached
+        else f"{repo_id} is not in the cache"
+    )
     remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
-    hint = f"In the cache: {', '.join(cached)}." if cached else f"The cache is empty: {remedy}, or use demo."
+    hint = (
+        f"In the cache: {', '.join(cached)}."
+        if cached
+        else f"The cache is empty: {remedy}, or use demo."
+    )
     return ModelUnavailableError(f"{what}, and {why}.", hint)
 
 
@@ -393,4 +476,6 @@ def _revisions_hint(repo_id: str) -> str:
     except (errors.HfHubHTTPError, TRANSPORT_ERROR):
         return f"See the branches and tags at {api().endpoint}/{repo_id}/tree/main."
     names = [ref.name for ref in (*refs.branches, *refs.tags)]
-    return f"Branches and tags: {', '.join(names[:20])}." if names else "It has no branches or tags."
+    return (
+        f"Branches and tags: {', '.join(names[:20])}." if names else "It has no branches or tags."
+    )

@@ -34,18 +34,21 @@ if TYPE_CHECKING:
 DType = torch.dtype | Literal["auto"]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
-_OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")  # of classifiers
+# of classifiers
+_OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
 _MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
+# keep their stored dtype: fp32 in checkpoints of 16-bit weights
+_OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
 @dataclass(eq=False)
 class LocalCheckpoint:
     """A checkpoint on this machine, cut to its first `depth` decoder layers.
 
-    folder: loads with stock transformers, except for the original format, which `load_model` reads.  Its config names
-    no remote code and no vision tower.  It is temporary and goes when this object does.
+    folder: loads with stock transformers, except for the original format, which `load_model` reads.
+    Its config names no remote code and no vision tower.  It is temporary and goes when this object
+    does.
     head: whether the language-model head is part of it.
     tensors: the needed weights as stored, by name; None for a pickle, which has no header.
     """
@@ -58,7 +61,8 @@ class LocalCheckpoint:
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
-    """Download the tokenizer, which is small, so that an invalid prompt is found before the weights are downloaded.
+    """Download the tokenizer, which is small, so that an invalid prompt is found before the weights
+    are downloaded.
 
     Its folder is for AutoTokenizer.  None if there is no tokenizer.  Raises what `fetch` raises.
     """
@@ -70,16 +74,21 @@ def fetch_tokenizer(model: Model) -> Source | None:
 
 
 def fetch(
-    model: Model, *, deepest_layer: int | None = None, head: bool = False, progress: Callable[[str], None] | None = None
+    model: Model,
+    *,
+    deepest_layer: int | None = None,
+    head: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> LocalCheckpoint:
     """Download and check the files that layers 0 to `deepest_layer` need (all layers for None).
 
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: transformers cannot use the config, which is raised before any large download; or the weights are
-    codes, and the config names no quantisation.
-    ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
+    BadInputError: transformers cannot use the config, which is raised before any large download; or
+    the weights are codes, and the config names no quantisation.
+    ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that
+    it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
     depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
@@ -111,7 +120,9 @@ def fetch(
     return local
 
 
-def check_space(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> tuple[int, int]:
+def check_space(
+    model: Model, deepest_layer: int | None = None, *, head: bool = False
+) -> tuple[int, int]:
     """The number of files that `fetch` would download, and their bytes.
 
     MissingCapabilityError unless the hub's cache has room for them.
@@ -124,7 +135,8 @@ def check_space(model: Model, deepest_layer: int | None = None, *, head: bool = 
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
-    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not fit the config.
+    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not
+    fit the config.
 
     What is here already is loaded, without its values.
     """
@@ -146,38 +158,55 @@ def load_model(
     dtype: DType = "auto",
     device_map: Mapping[str, int | str] | None = None,
 ) -> PreTrainedModel:
-    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`, in eval mode.
+    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`, in eval
+    mode.
 
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `meta.infer`; None: `device`.  Weights on the disk are read from
-        `local` as long as the model runs.
+    device_map: the place of every module, from `meta.infer`; None: `device`.  Weights on the disk
+        are read from `local` as long as the model runs.
 
-    BadInputError: a config that transformers refuses or that describes more than the weights hold, a pickle that
-    holds more than tensors.  ModelUnavailableError: weights are missing.  MissingCapabilityError: a package that
-    decodes the quantisation is not installed.
+    BadInputError: a config that transformers refuses or that describes more than the weights hold,
+    a pickle that holds more than tensors.  ModelUnavailableError: weights are missing.
+    MissingCapabilityError: a package that decodes the quantisation is not installed.
     """
     device = torch.device(device)
     with quiet_transformers():
-        empty = build(json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head)
+        empty = build(
+            json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head
+        )
         if local.tensors is not None:
             _check_fit(local.ref, local.tensors, empty)
         if device_map is not None:
             return _load(local, type(empty), dtype, device_map).eval()
-        # With a map, weights are moved to the GPU one by one, without a complete copy in host memory.
-        return _load(local, type(empty), dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
+        # With a map, weights are moved to the GPU one by one, without a complete copy in host
+        # memory.
+        return (
+            _load(local, type(empty), dtype, None if device.type == "cpu" else {"": device})
+            .to(device)
+            .eval()
+        )
 
 
-def _check_fit(ref: CheckpointRef, tensors: Mapping[str, TensorInfo], empty: PreTrainedModel) -> None:
-    """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
+def _check_fit(
+    ref: CheckpointRef, tensors: Mapping[str, TensorInfo], empty: PreTrainedModel
+) -> None:
+    """Refuse a config that describes more parameters than the weights hold, before they are
+    allocated.
+    """
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
     heads = {key for key in tensors if _OTHER_HEAD.search(key)}
-    if (out := empty.get_output_embeddings()) is not None and not any(key.endswith(_HEAD) for key in tensors):
+    if (out := empty.get_output_embeddings()) is not None and not any(
+        key.endswith(_HEAD) for key in tensors
+    ):
         if heads:
             raise BadInputError(
-                f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts no tokens.",
+                (
+                    f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it "
+                    "predicts no tokens."
+                ),
                 "Name a language model, or leave out what needs its predictions.",
             )
         if out.weight is not empty.get_input_embeddings().weight:
@@ -186,14 +215,19 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, TensorInfo], empty: Pre
     stored = sum(tensor.parameter_count for tensor in tensors.values())
     if described > stored:
         raise BadInputError(
-            f"The config of {ref.repo_id} describes {described} parameters in its first layers, but the weights hold "
+            f"The config of {ref.repo_id} describes {described} parameters in its first layers, "
+            "but the weights hold "
             f"{stored}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > _MOST_COMPUTED:
         raise BadInputError(
-            f"The config of {ref.repo_id} describes tables of {computed} elements in addition to the weights.",
+            (
+                f"The config of {ref.repo_id} describes tables of {computed} elements in "
+                "addition to "
+                "the weights."
+            ),
             "The config is damaged, most often in rope_parameters.",
         )
 
@@ -236,7 +270,8 @@ def _load(
     _refuse_missing(local, info["missing_keys"])
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise BadInputError(
-            f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in the file "
+            f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} is "
+            f"{tuple(stored)} in the file "
             f"and {tuple(expected)} by the config.",
             "Config and weights do not belong together.",
         )
@@ -245,7 +280,9 @@ def _load(
 
 
 def _foreign_prefix(local: LocalCheckpoint, model: PreTrainedModel) -> dict[str, str] | None:
-    """transformers' renaming of stored weights whose layers have another prefix; None if none have, or all lack one."""
+    """transformers' renaming of stored weights whose layers have another prefix; None if none have,
+    or all lack one.
+    """
     for name, _ in model.named_parameters():
         before, layers, rest = name.partition("layers.")
         for key in local.tensors or () if layers and rest.startswith("0.") else ():
@@ -257,12 +294,16 @@ def _foreign_prefix(local: LocalCheckpoint, model: PreTrainedModel) -> dict[str,
 
 @contextmanager
 def _whole_blocks() -> Iterator[None]:
-    """Fills up the last FP8 block, which may be cut off: transformers would take blocks of equal sizes instead."""
+    """Fills up the last FP8 block, which may be cut off: transformers would take blocks of equal
+    sizes instead.
+    """
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     decode = Fp8Dequantize._dequantize_one
 
-    def decode_blocks(self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    def decode_blocks(
+        self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: Any, **options: Any
+    ) -> Any:
         block = self.hf_quantizer.quantization_config.weight_block_size
         rows, columns = codes.shape[-2:]
         if block is None or scales.ndim < 2 or codes.dtype not in _FP8:
@@ -271,7 +312,10 @@ def _whole_blocks() -> Iterator[None]:
         padded = torch.nn.functional.pad(codes.float(), (0, missing[1], 0, missing[0]))
         expected = padded.shape[-2] // block[0], padded.shape[-1] // block[1]
         if any(missing) and tuple(scales.shape[-2:]) != expected:
-            raise ValueError(f"weight {rows, columns} is not a multiple of its scale grid {tuple(scales.shape[-2:])}")
+            raise ValueError(
+                f"weight {rows, columns} is not a multiple of its scale grid "
+                f"{tuple(scales.shape[-2:])}"
+            )
         decoded = decode(self, padded if any(missing) else codes, scales, *rest, **options)
         return decoded[..., :rows, :columns].contiguous()
 
@@ -282,12 +326,18 @@ def _whole_blocks() -> Iterator[None]:
         Fp8Dequantize._dequantize_one = decode
 
 
-def _restore_parameters(local: LocalCheckpoint, model: PreTrainedModel, pickled: Mapping[str, torch.Tensor]) -> None:
-    """Give the operators their parameters as they are stored in fp32: transformers rounds them like the weights."""
+def _restore_parameters(
+    local: LocalCheckpoint, model: PreTrainedModel, pickled: Mapping[str, torch.Tensor]
+) -> None:
+    """Give the operators their parameters as they are stored in fp32: transformers rounds them like
+    the weights.
+    """
     wanted = {
         name[name.index("layers.") :]: parameter
         for name, parameter in model.named_parameters()
-        if name.rpartition(".")[2] in _OPERATOR_PARAMETERS and "layers." in name and not parameter.is_meta
+        if name.rpartition(".")[2] in _OPERATOR_PARAMETERS
+        and "layers." in name
+        and not parameter.is_meta
     }
 
     def restore(key: str, read: Callable[[str], torch.Tensor]) -> None:
@@ -310,7 +360,8 @@ def unpickled(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:  # torch checks no checksums
         if damaged := archive.testzip():
             raise ValueError(f"the checksum of {damaged} differs")
-    return torch.load(path, map_location="cpu", weights_only=True)  # memory-mapped, it would check no sizes
+    # memory-mapped, it would check no sizes
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
@@ -321,7 +372,10 @@ def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
-            "Do not trust this checkpoint; take its safetensors revision, often --revision refs/pr/1.",
+            (
+                "Do not trust this checkpoint; take its safetensors revision, often --revision "
+                "refs/pr/1."
+            ),
         ) from None
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
@@ -330,7 +384,10 @@ def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         dense = isinstance(one, torch.Tensor) and one.layout == torch.strided and not one.is_meta
         if not dense or not one.is_floating_point():
             raise BadInputError(
-                f"{PICKLE} of {local.ref.repo_id} holds {shown(name)}, which is no table of floats.",
+                (
+                    f"{PICKLE} of {local.ref.repo_id} holds {shown(name)}, which is no table of "
+                    "floats."
+                ),
                 "The checkpoint is damaged; fetch it again or take another revision.",
             )
     return found
@@ -344,7 +401,11 @@ def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
         end = name[name.find("layers.") :] if "layers." in name else name
         for key in local.tensors or ():
             if key.replace(".base_layer.", ".").endswith(end):
-                wrapper = "an adapter was not merged" if ".base_layer." in key else "it was saved in a wrapper"
+                wrapper = (
+                    "an adapter was not merged"
+                    if ".base_layer." in key
+                    else "it was saved in a wrapper"
+                )
                 raise BadInputError(
                     f"{local.ref.repo_id} has {shown(key)}, not {name}: {wrapper}.",
                     "Save the model itself: merge the adapter, or save what the wrapper holds.",
@@ -353,4 +414,6 @@ def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
 
 
 def _incomplete(message: str) -> ModelUnavailableError:
-    return ModelUnavailableError(message, "The checkpoint is incomplete; fetch it again or take another revision.")
+    return ModelUnavailableError(
+        message, "The checkpoint is incomplete; fetch it again or take another revision."
+    )

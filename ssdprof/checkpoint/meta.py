@@ -1,4 +1,6 @@
-"""The model without its weights, as transformers builds it from a config: its mixers, and a place for each part."""
+"""The model without its weights, as transformers builds it from a config: its mixers, and a place
+for each part.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,15 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-SEARCH_S = 3.0  # to find the invalid field; building a large model takes a while, even without weights
+# to find the invalid field; building a large model takes a while, even without weights
+SEARCH_S = 3.0
 
 
 def meta_model(
     model: Model, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
 ) -> PreTrainedModel:
-    """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.  Downloads nothing.
+    """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.
+    Downloads nothing.
 
     dtype: of the weights, named as in torch; None: the checkpoint's own.
 
@@ -53,13 +57,14 @@ def meta_model(
 
 
 def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
-    """The base model that `config` describes, on the meta device, in eval mode: shapes, and no memory.
+    """The base model that `config` describes, on the meta device, in eval mode: shapes, and no
+    memory.
 
     head: the model with its language-model head.
 
-    BadInputError if transformers refuses the config or cannot build the model: a float where an integer belongs, an
-    unknown activation, sizes that contradict each other.  The hint names the field if leaving it out helps.
-    MissingCapabilityError if it cannot load the quantisation here.
+    BadInputError if transformers refuses the config or cannot build the model: a float where an
+    integer belongs, an unknown activation, sizes that contradict each other.  The hint names the
+    field if leaving it out helps.  MissingCapabilityError if it cannot load the quantisation here.
     """
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
@@ -69,9 +74,13 @@ def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> Pre
         if field := _refused_field(config):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
-    if model is None:  # a larger model's config, which transformers would complete with parts of its own choice
+    # a larger model's config, which transformers would complete with parts of its own choice
+    if model is None:
         raise BadInputError(
-            f"{CONFIG} of {repo_id} has no text_config, where a {found.model_type} config describes its layers.",
+            (
+                f"{CONFIG} of {repo_id} has no text_config, where a {found.model_type} config "
+                "describes its layers."
+            ),
             "The checkpoint's config is damaged, or not of this model type.",
         )
     if quantization := getattr(found, "quantization_config", None):
@@ -90,7 +99,8 @@ def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def check_known(config: Mapping[str, Any], where: str) -> None:
-    """BadInputError for a model type or a quantisation that the installed transformers does not have.
+    """BadInputError for a model type or a quantisation that the installed transformers does not
+    have.
 
     It would ignore the quantisation with a warning.
     """
@@ -105,20 +115,27 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
         if quantization and not (
             method and transformers.quantizers.AutoHfQuantizer.supports_quant_method(quantization)
         ):
-            raise refuse_quantization(quantization.get("quant_method") if method else quantization, where)
+            raise refuse_quantization(
+                quantization.get("quant_method") if method else quantization, where
+            )
 
 
 def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
-    """MissingCapabilityError if transformers cannot load the quantisation here, which it says only with the weights."""
+    """MissingCapabilityError if transformers cannot load the quantisation here, which it says only
+    with the weights.
+    """
     with quiet_transformers():
         with refusals(f"the quantization_config of {repo_id}"):
-            quantizer = transformers.quantizers.AutoHfQuantizer.from_config(found, pre_quantized=True)
+            quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
+                found, pre_quantized=True
+            )
         try:
             quantizer.validate_environment(device_map=None, weights_only=True)
         except Exception as error:  # of every class: each method has its own
             method = quantizer.quantization_config.quant_method
             raise MissingCapabilityError(
-                f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers cannot load that "
+                f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers "
+                "cannot load that "
                 f"here: {library_message(error)}.",
                 "Install what is missing, or take the unquantised checkpoint.",
             ) from error
@@ -126,17 +143,25 @@ def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
     with torch.device("meta"):
-        return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(config)
+        return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(
+            config
+        )
 
 
 def _refused_field(config: Mapping[str, Any]) -> str | None:
-    """A field without which transformers accepts a refused config; None if none is found in time."""
+    """A field without which transformers accepts a refused config; None if none is found in
+    time.
+    """
     deadline = time.monotonic() + SEARCH_S
     for field in sorted(config.keys() - {"model_type"}):
         if time.monotonic() > deadline:
             break
         with quiet_transformers(), suppress(Exception):  # still refused
-            _build(transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != field}))
+            _build(
+                transformers.AutoConfig.for_model(
+                    **{key: value for key, value in config.items() if key != field}
+                )
+            )
             return f"{field} = {shown(config[field])}"
     return None
 
@@ -149,7 +174,9 @@ def accepts(config: Mapping[str, Any]) -> bool:
 
 
 def _dtype_by_size(model: Model) -> str:
-    """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or 2."""
+    """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or
+    2.
+    """
     parameters = sum(one.numel() for one in model.on_meta.parameters())
     return "float32" if model.weight_bytes() > 3 * parameters else "bfloat16"
 
@@ -158,7 +185,8 @@ def _dtype_by_size(model: Model) -> str:
 def refusals(what: str) -> Iterator[None]:
     """Turn all errors of transformers on a user's file into BadInputError with its message.
 
-    what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their own messages.
+    what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their
+    own messages.
     """
     try:
         yield
@@ -166,11 +194,15 @@ def refusals(what: str) -> Iterator[None]:
         raise
     except ImportError as error:
         raise MissingCapabilityError(
-            f"transformers needs a missing package for {what}: {library_message(error)}.", "Install the package."
+            f"transformers needs a missing package for {what}: {library_message(error)}.",
+            "Install the package.",
         ) from error
     except Exception as error:  # the library may raise any class of error on the user's data
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is PyTorch's
-            raise MissingCapabilityError(f"Main memory is too small for {what}.", "Take fewer layers.") from error
+        # the second is PyTorch's
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise MissingCapabilityError(
+                f"Main memory is too small for {what}.", "Take fewer layers."
+            ) from error
         raise BadInputError(
             f"transformers cannot use {what}: {library_message(error)}.",
             "The file is damaged, or the checkpoint is newer than the installed transformers.",
@@ -179,7 +211,9 @@ def refusals(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress its bars, and warnings on unused weights of a cut model and unusual configs, which ssdprof checks."""
+    """Suppress its bars, and warnings on unused weights of a cut model and unusual configs, which
+    ssdprof checks.
+    """
     logging: Any = transformers.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.ERROR)
@@ -199,7 +233,8 @@ def quiet_transformers() -> Iterator[None]:
 class Mixer:
     """A module that calls an operator, and the function that it calls.
 
-    From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global function of the
+    From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global
+    function of the
     modeling file: a mixer is a module whose forward names that function in its bytecode.
     """
 
@@ -212,17 +247,22 @@ class Mixer:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the operator by name.  BadInputError if the module does not have them as attributes."""
+        """Sizes of the operator by name.  BadInputError if the module does not have them as
+        attributes.
+        """
         wanted = operators.get(self.operator).mixer_sizes
         found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
         for name, size in found.items():
             if not isinstance(size, int) or not 1 <= size <= LONGEST_SEQLEN:
-                raise refuse(f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}")
+                raise refuse(
+                    f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}"
+                )
         return found  # type: ignore[return-value]  # checked
 
 
 def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
-    """Every mixer of `model`, in the order of its decoder layers.  what: names the model in messages.
+    """Every mixer of `model`, in the order of its decoder layers.  what: names the model in
+    messages.
 
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
@@ -238,13 +278,24 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
             if index is None:
                 raise BadInputError(f"The mixer {name!r} is in no numbered decoder layer.")
             if index in mixers:
-                raise BadInputError(f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}.")
-            mixers[index] = Mixer(name, index, functions[function], module, function, forward.__globals__)
+                raise BadInputError(
+                    f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}."
+                )
+            mixers[index] = Mixer(
+                name, index, functions[function], module, function, forward.__globals__
+            )
     if not mixers:
-        parts = (part for name, part in model.named_modules() if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name))
-        kinds = dict.fromkeys(type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters()))
+        parts = (
+            part
+            for name, part in model.named_modules()
+            if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
+        )
+        kinds = dict.fromkeys(
+            type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters())
+        )
         raise BadInputError(
-            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers are of "
+            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers "
+            "are of "
             f"{words(kinds or ['nothing with weights'])}.",
             SUPPORTED,
         )
@@ -252,13 +303,17 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether `module` computes attention by one of transformers' functions: its class's forward names their table."""
+    """Whether `module` computes attention by one of transformers' functions: its class's forward
+    names their table.
+    """
     forward = _forward(module)
     return forward is not None and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
 
 
 def _forward(module: nn.Module) -> FunctionType | None:
-    """The forward that the model's author wrote: transformers wraps some in decorators.  None if it is not Python."""
+    """The forward that the model's author wrote: transformers wraps some in decorators.  None if it
+    is not Python.
+    """
     forward = inspect.unwrap(type(module).forward)
     return forward if isinstance(forward, FunctionType) else None
 
@@ -272,12 +327,13 @@ DeviceMap = Mapping[str, Place]  # of each module and its submodules, by path
 def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
     """A map of `model`, on the meta device, that fills the places of `room` in order.
 
-    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings the weights of a
-    module that lies elsewhere to the device of the first layers just before the module runs there.
+    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
+    the weights of a module that lies elsewhere to the device of the first layers just before the
+    module runs there.
 
-    room: bytes for weights.  The first is where the model begins; what finds no room goes to the disk if "disk" is a
-    key, whose number is not read.
-    None if there is too little room, or if the token embedding does not lie in the first place.
+    room: bytes for weights.  The first is where the model begins; what finds no room goes to the
+    disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
+    token embedding does not lie in the first place.
     """
     most = {place: size for place, size in room.items() if place != "disk"}
     if min(most.values()) < 0:
@@ -290,7 +346,9 @@ def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None
         )
     if "disk" in found.values() and "disk" not in room:
         return None
-    embedding = next(name for name, one in model.named_modules() if one is model.get_input_embeddings())
+    embedding = next(
+        name for name, one in model.named_modules() if one is model.get_input_embeddings()
+    )
     return found if place_of(f"{embedding}.weight", found) == next(iter(room)) else None
 
 
@@ -315,7 +373,8 @@ def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, H
 
 
 def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:
-    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in memory at once.
+    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
+    memory at once.
 
     accelerate brings a module's own weights, not those of the modules in it.
     main: the device of the first layers, which also computes the modules that are not on a GPU.
@@ -323,7 +382,8 @@ def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> 
     layers: Counter[object] = Counter()
     modules: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        if place_of(name, places) in {"cpu", "disk"} - {main}:  # brought to `main` for each forward call
+        # brought to `main` for each forward call
+        if place_of(name, places) in {"cpu", "disk"} - {main}:
             index = layer_index(name)
             layers[name if index is None else index] += parameter.nbytes
             modules[name.rpartition(".")[0]] += parameter.nbytes

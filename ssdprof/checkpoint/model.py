@@ -1,4 +1,6 @@
-"""Opens the checkpoint that the user named: its files, its config, and the layers with an operator."""
+"""Opens the checkpoint that the user named: its files, its config, and the layers with an
+operator.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,23 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
 from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, parse_repo
-from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, shown
-from ssdprof.checkpoint.weights import CODES, INDEX, INTEGERS, Weights, find_weights, layer_index, usual_dtype
+from ssdprof.checkpoint.names import (
+    DEMO_FOLDERS,
+    KNOWN,
+    close_names,
+    family_named,
+    is_folder,
+    shown,
+)
+from ssdprof.checkpoint.weights import (
+    CODES,
+    INDEX,
+    INTEGERS,
+    Weights,
+    find_weights,
+    layer_index,
+    usual_dtype,
+)
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object
@@ -24,7 +41,8 @@ if TYPE_CHECKING:
 
     from ssdprof.checkpoint import meta
 else:
-    meta = lazy("ssdprof.checkpoint.meta")  # imports transformers: a wrong name or layer is refused before that
+    # imports transformers: a wrong name or layer is refused before that
+    meta = lazy("ssdprof.checkpoint.meta")
 
 _ADAPTER = "adapter_config.json"
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
@@ -32,13 +50,16 @@ _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kd
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A checkpoint that is available.  Its layers are read from the model that transformers builds without weights.
+    """A checkpoint that is available.  Its layers are read from the model that transformers builds
+    without weights.
 
-    config: the language model's own config in transformers' format: flat, and converted from the original format.
+    config: the language model's own config in transformers' format: flat, and converted from the
+    original format.
     model_type: as config.json says; "mamba2" for the original format.
     nested: the language model is part of a larger model.
     tokenizer: hub id or folder that the user named.
-    notes: sentences for the user before the run, such as which repo a family name stands for.  caveats: for the report.
+    notes: sentences for the user before the run, such as which repo a family name stands for.
+    caveats: for the report.
     """
 
     requested: str
@@ -63,7 +84,9 @@ class Model:
     def on_meta(self) -> PreTrainedModel:
         """The whole base model on the meta device; raises what `meta.build` raises."""
         meta.check_known(self.config, self.where)
-        plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
+        plain = {
+            key: value for key, value in self.cut_config().items() if key != "quantization_config"
+        }
         return meta.build(plain, self.source.label)
 
     @cached_property
@@ -76,7 +99,9 @@ class Model:
         """Those with an operator, named by their path in the full model."""
         prefix = "model.language_model" if self.nested else self.on_meta.base_model_prefix
         return tuple(
-            LayerRef(index=mixer.layer_index, name=f"{prefix}.{mixer.name}", operator=mixer.operator)
+            LayerRef(
+                index=mixer.layer_index, name=f"{prefix}.{mixer.name}", operator=mixer.operator
+            )
             for mixer in self.mixers
         )
 
@@ -90,12 +115,22 @@ class Model:
         checkpoint = KNOWN.get(self.source.label.casefold())
         return CheckpointRef(
             requested=self.requested,
-            source="demo" if self.requested in DEMO_FOLDERS else "local" if self.source.revision is None else "hub",
-            repo_id=self.source.label, revision=self.source.revision, model_type=self.model_type, layers=self.layers,
-            layer_count=self.layer_count, siblings=self.siblings, quantization=self.quantization,
-            trained_context=(checkpoint and checkpoint.trained_context) or self._number("max_position_embeddings"),
+            source="demo"
+            if self.requested in DEMO_FOLDERS
+            else "local"
+            if self.source.revision is None
+            else "hub",
+            repo_id=self.source.label,
+            revision=self.source.revision,
+            model_type=self.model_type,
+            layers=self.layers,
+            layer_count=self.layer_count,
+            siblings=self.siblings,
+            quantization=self.quantization,
+            trained_context=(checkpoint and checkpoint.trained_context)
+            or self._number("max_position_embeddings"),
             random_weights=self.random_weights,
-        )  # fmt: skip
+        )
 
     @property
     def vocab_size(self) -> int | None:
@@ -108,14 +143,20 @@ class Model:
 
     def sizes(self, layer: LayerRef) -> dict[str, int]:
         """Sizes of `layer`'s operator by name; BadInputError when the model has no such layer."""
-        mixer = next((one for one, its in zip(self.mixers, self.layers, strict=True) if its == layer), None)
+        mixer = next(
+            (one for one, its in zip(self.mixers, self.layers, strict=True) if its == layer), None
+        )
         if mixer is None:
-            raise self._refuse_layer(f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}.")
+            raise self._refuse_layer(
+                f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}."
+            )
         return mixer.sizes
 
     def _refuse_layer(self, what: str) -> BadInputError:
         """The error for a layer that is not there."""
-        return BadInputError(what, f"Layers with the operator: {', '.join(str(one.index) for one in self.layers)}.")
+        return BadInputError(
+            what, f"Layers with the operator: {', '.join(str(one.index) for one in self.layers)}."
+        )
 
     def size_words(self, layer: LayerRef) -> str:
         """Those sizes for people: "128x64, N 128, G 1, chunk 256"."""
@@ -131,7 +172,9 @@ class Model:
             return self.layer_count
         if not 0 <= deepest_layer < self.layer_count:
             last = self.layer_count - 1
-            raise self._refuse_layer(f"There is no layer {deepest_layer}: the model's layers are 0 to {last}.")
+            raise self._refuse_layer(
+                f"There is no layer {deepest_layer}: the model's layers are 0 to {last}."
+            )
         wanted, kinds = deepest_layer + 1, getattr(self.on_meta.config, "layer_types", None) or []
         if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
             return int(kinds.index("full_attention")) + 1
@@ -140,7 +183,8 @@ class Model:
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> dict[str, Any]:
         """The config of the first `depth` decoder layers (all for None), as transformers reads it.
 
-        dtype: in which the weights are loaded, named as in torch; None: what the config says of it, if anything.
+        dtype: in which the weights are loaded, named as in torch; None: what the config says of it,
+        if anything.
         """
         config = dict(self.config)
         if depth is not None and not any(config.get(key) for key in configs.PER_LAYER):
@@ -155,38 +199,67 @@ class Model:
         return find_weights(self.source, is_original=self.original)
 
     def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
-        """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a quantisation."""
+        """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
+        quantisation.
+        """
         if self.weights.pickled or self.quantization not in (None, *DECODED_ON_LOAD):
             return
-        stored, why = self.weights.tensors(self.depth(deepest_layer), head=head), "its config names no quantisation"
+        stored, why = (
+            self.weights.tensors(self.depth(deepest_layer), head=head),
+            "its config names no quantisation",
+        )
         for name, tensor in stored.items():
             if self.quantization:
                 layer = name.removesuffix("weight")
-                scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-                fit = any(stored[one].shape in ([], [1]) or stored[one].shape[1:] for one in scales & stored.keys())
+                scales = {
+                    f"{name}_scale",
+                    f"{name}_scale_inv",
+                    f"{layer}scale",
+                    f"{layer}qscale_weight",
+                }
+                fit = any(
+                    stored[one].shape in ([], [1]) or stored[one].shape[1:]
+                    for one in scales & stored.keys()
+                )
                 if "scale" in name or (fit and tensor.dtype != "U8"):
                     continue
                 why = f"has no {self.quantization} scale for it"
             is_weight = name.endswith((".weight", ".bias", ".A_log", ".D", ".dt_bias"))
             if tensor.dtype in CODES or (is_weight and tensor.dtype in INTEGERS):
                 raise BadInputError(
-                    f"{self.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and {why}.",
-                    "Take the config.json that came with these weights, or the unquantised checkpoint.",
+                    (
+                        f"{self.source.label} stores codes, such as {shown(name)} in "
+                        f"{tensor.dtype}, "
+                        f"and {why}."
+                    ),
+                    (
+                        "Take the config.json that came with these weights, or the unquantised "
+                        "checkpoint."
+                    ),
                 )
 
     @cached_property
     def dtype(self) -> str | None:
-        """The dtype in which the weights are loaded, named as in torch: that of the config, or else of most weights.
+        """The dtype in which the weights are loaded, named as in torch: that of the config, or else
+        of most weights.
 
         None if neither is known: a pickle has no header.
         """
         for key in ("dtype", "torch_dtype"):
             if (named := self.config.get(key)) is not None:
-                return named if isinstance(named, str) else None  # transformers will say what is wrong with it
-        return None if self.weights.pickled else usual_dtype(self.weights.tensors(self.depth(0)).values())
+                # transformers will say what is wrong with it
+                return named if isinstance(named, str) else None
+        return (
+            None
+            if self.weights.pickled
+            else usual_dtype(self.weights.tensors(self.depth(0)).values())
+        )
 
-    def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None) -> int:
-        """Bytes, once loaded, of the weights of layers 0 to `deepest_layer` and of those outside of layers.
+    def weight_bytes(
+        self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None
+    ) -> int:
+        """Bytes, once loaded, of the weights of layers 0 to `deepest_layer` and of those outside of
+        layers.
 
         head: also of the language-model head, where it has weights of its own.
         dtype: in which they are loaded; None: their own.
@@ -207,18 +280,24 @@ class Model:
                 return self.source
             if not self.original:
                 if not self.source.complete:
-                    self.source.path(TOKENIZER_FILES[0])  # raises: the hub may have it, but the cache does not
+                    # raises: the hub may have it, but the cache does not
+                    self.source.path(TOKENIZER_FILES[0])
                 return None
             named = configs.DEFAULT_TOKENIZER
         if not named.strip():
             raise BadInputError("The tokenizer's name is empty.", _NO_TOKENIZER)
         found = _local(named) or HubRepo(*parse_repo(named, None), first="tokenizer_config.json")
         if not found.tokenizer_files():
-            raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
+            raise BadInputError(
+                f"{found.label} holds no tokenizer.", "Name another one with --tokenizer."
+            )
         return found
 
-    def files(self, deepest_layer: int | None = None, *, head: bool = False) -> tuple[PlannedFile, ...]:
-        """Every file that running layers 0 to `deepest_layer` needs (all layers for None), tokenizer included.
+    def files(
+        self, deepest_layer: int | None = None, *, head: bool = False
+    ) -> tuple[PlannedFile, ...]:
+        """Every file that running layers 0 to `deepest_layer` needs (all layers for None),
+        tokenizer included.
 
         head: include the language-model head.
 
@@ -235,50 +314,73 @@ class Model:
 
 
 def open_model(named: str, *, revision: str | None = None, tokenizer: str | None = None) -> Model:
-    """The checkpoint that `named` means: a demo, a local folder, a family name or a hub id, in this order.
+    """The checkpoint that `named` means: a demo, a local folder, a family name or a hub id, in this
+    order.
 
     Downloads config.json only, and imports no torch.
 
     revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
     tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
 
-    ModelUnavailableError when it is not available; BadInputError if its config shows that ssdprof cannot measure it.
+    ModelUnavailableError when it is not available; BadInputError if its config shows that ssdprof
+    cannot measure it.
     """
     if not named.strip():
         raise BadInputError("The model's name is empty.", _NO_TOKENIZER)
     if revision is not None and not revision.strip():
-        raise BadInputError("The revision is empty.", "Name a branch, a tag or a commit, or leave out --revision.")
+        raise BadInputError(
+            "The revision is empty.", "Name a branch, a tag or a commit, or leave out --revision."
+        )
     family = None
     source: Source | None = _local(named)
     if source is not None:
         if revision is not None:
-            raise BadInputError(f"{named} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
+            raise BadInputError(
+                f"{named} is local and has no revisions.",
+                "Leave out --revision, or name a hub repo.",
+            )
     else:
         repo_id, revision = parse_repo(named, revision)
         if (demo := repo_id.casefold()) in DEMO_FOLDERS:
             raise BadInputError(
-                f"There is no model {named}; a model that ships with ssdprof is {demo}.", f"Name {demo}."
+                f"There is no model {named}; a model that ships with ssdprof is {demo}.",
+                f"Name {demo}.",
             )
         family = family_named(repo_id)
         source = _open_repo(family.flagship if family and family.flagship else repo_id, revision)
     adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
     if adapter and not any(name.startswith(("model", "pytorch_model")) for name in source.sizes):
         raise BadInputError(
-            f"{source.label} is a LoRA adapter for {_base_of(source)}.", "Merge it into its base model first."
+            f"{source.label} is a LoRA adapter for {_base_of(source)}.",
+            "Merge it into its base model first.",
         )
     if CONFIG not in source.sizes:
         raise BadInputError(
-            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
+            f"{source.label} has no {CONFIG}.",
+            "Name a folder that holds a checkpoint in transformers' format.",
         )
-    modelopt = source.path(configs.MODELOPT_CONFIG) if configs.MODELOPT_CONFIG in source.sizes else None
+    modelopt = (
+        source.path(configs.MODELOPT_CONFIG) if configs.MODELOPT_CONFIG in source.sizes else None
+    )
     found = configs.describe(source.path(CONFIG), f"{CONFIG} of {source.label}", modelopt)
     others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
-    notes = f"{named} is a family of models, not a repo: taking {source.label}. Others: {', '.join(others)}."
-    caveat = f"{adapter} of {source.label} is not applied: these are the layers of the model without its adapter."
+    notes = (
+        f"{named} is a family of models, not a repo: taking {source.label}. Others: "
+        f"{', '.join(others)}."
+    )
+    caveat = (
+        f"{adapter} of {source.label} is not applied: these are the layers of the model "
+        "without its adapter."
+    )
     return Model(
-        requested=named, source=source, tokenizer=tokenizer, siblings=others, notes=(notes,) if family else (),
-        caveats=(caveat,) if adapter else (), **found,
-    )  # fmt: skip
+        requested=named,
+        source=source,
+        tokenizer=tokenizer,
+        siblings=others,
+        notes=(notes,) if family else (),
+        caveats=(caveat,) if adapter else (),
+        **found,
+    )
 
 
 def _base_of(source: Source) -> str:

@@ -1,4 +1,6 @@
-"""Names that users type for models and layers, and the table of published checkpoints.  Imports no torch."""
+"""Names that users type for models and layers, and the table of published checkpoints.  Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ _AT_MOST = 4  # suggestions
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheckpoint:
-    """One repo.  None: unknown.  dims: sizes of its operator by name, as the operator's outline lists them."""
+    """One repo.  None: unknown.  dims: sizes of its operator by name, as the operator's outline
+    lists them.
+    """
 
     repo: str
     parameters: int  # of the whole model
     operator_layers: int | None = None
     layers: int | None = None
     dims: dict[str, int] | None = None
-    trained_context: int | None = None  # tokens, if it differs from the config's max_position_embeddings
+    # tokens, if it differs from the config's max_position_embeddings
+    trained_context: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,9 @@ class Family:
     flagship: str | None = None
 
 
-def _family(organisation: str, checkpoints: list[dict[str, Any]], typed: Sequence[str] = (), **row: Any) -> Family:
+def _family(
+    organisation: str, checkpoints: list[dict[str, Any]], typed: Sequence[str] = (), **row: Any
+) -> Family:
     names = operators.get(row["operator"]).mixer_sizes
     known = (
         KnownCheckpoint(
@@ -68,7 +75,8 @@ def _family(organisation: str, checkpoints: list[dict[str, Any]], typed: Sequenc
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 OTHER_SCANS: dict[str, str] = _TABLE["other_scans"]  # model type -> why it is refused
 FAMILIES = tuple(_family(**row) for row in _TABLE["family"])
-KNOWN_TYPES = tuple(dict.fromkeys(row.model_type for row in FAMILIES))  # any other works if it calls an operator
+# any other works if it calls an operator
+KNOWN_TYPES = tuple(dict.fromkeys(row.model_type for row in FAMILIES))
 
 
 def family_named(typed: str) -> Family | None:
@@ -80,8 +88,12 @@ KNOWN = {one.repo.casefold(): one for row in FAMILIES for one in row.checkpoints
 
 
 def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint, ...]:
-    """Other members of `repo_id`'s family whose 16-bit weights take at most `budget_bytes`, largest first."""
-    members = next((row.checkpoints for row in FAMILIES if any(c.repo == repo_id for c in row.checkpoints)), ())
+    """Other members of `repo_id`'s family whose 16-bit weights take at most `budget_bytes`, largest
+    first.
+    """
+    members = next(
+        (row.checkpoints for row in FAMILIES if any(c.repo == repo_id for c in row.checkpoints)), ()
+    )
     fitting = [c for c in members if c.repo != repo_id and 2 * c.parameters <= budget_bytes]
     return tuple(sorted(fitting, key=lambda checkpoint: -checkpoint.parameters))
 
@@ -90,7 +102,9 @@ def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint,
 
 
 def is_folder(name: str) -> bool:
-    """Whether the user means a local folder: an existing one, or a name that only a path can have."""
+    """Whether the user means a local folder: an existing one, or a name that only a path can
+    have.
+    """
     separators = (os.sep, os.altsep or os.sep)
     return (
         os.path.exists(os.path.expanduser(name))
@@ -100,9 +114,12 @@ def is_folder(name: str) -> bool:
 
 
 def close_names(typed: str) -> list[str]:
-    """Known names of which `typed` may be a typo, or the beginning or a word, the likeliest first."""
+    """Known names of which `typed` may be a typo, or the beginning or a word, the likeliest
+    first.
+    """
     end = typed.rpartition("/")[2].casefold()
-    begins = not any(one.isdigit() for one in end)  # else the end of a name decides: granite-9 is no granite-4.0
+    # else the end of a name decides: granite-9 is no granite-4.0
+    begins = not any(one.isdigit() for one in end)
 
     def likeness(name: str) -> float:
         last = name.rpartition("/")[2].casefold()
@@ -111,7 +128,10 @@ def close_names(typed: str) -> list[str]:
         pairs = [(typed.casefold(), name.casefold()), *((end, part) for part in parts)]
         return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    names = {*DEMO_FOLDERS, *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints)))}
+    names = {
+        *DEMO_FOLDERS,
+        *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints))),
+    }
     scored = sorted((-likeness(name), name) for name in names)
     return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
 
@@ -119,7 +139,8 @@ def close_names(typed: str) -> list[str]:
 # --- names of layers
 
 _GRAMMAR = (
-    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers and ranges: 3,7 or 0-3."
+    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer "
+    "numbers and ranges: 3,7 or 0-3."
 )
 _NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
 
@@ -134,13 +155,15 @@ def check_layers(spec: str) -> None:
 
 
 def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
-    """Those of `indices`, the decoder layers with an operator, that `spec` names, each once, in their order.
+    """Those of `indices`, the decoder layers with an operator, that `spec` names, each once, in
+    their order.
 
-    `all`, `first:N` and `every:K` count them: with 0, 1, 3, 4, `first:3` is 0, 1 and 3.  Numbers and ranges, such as
-    `3,7` and `0-3,7`, are decoder layer indices; a range includes both ends, and selects its layers with an operator.
+    `all`, `first:N` and `every:K` count them: with 0, 1, 3, 4, `first:3` is 0, 1 and 3.  Numbers
+    and ranges, such as `3,7` and `0-3,7`, are decoder layer indices; a range includes both ends,
+    and selects its layers with an operator.
 
-    Raises BadInputError for a spec that cannot be read and for a layer that does not exist; the message lists the
-    existing ones.
+    Raises BadInputError for a spec that cannot be read and for a layer that does not exist; the
+    message lists the existing ones.
     """
     check_layers(spec)
     word, _, number = spec.strip().lower().partition(":")
@@ -153,14 +176,20 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         if int(number) > len(indices):
             raise BadInputError(f"--layers {spec}: {listed}", "Use --layers all for every one.")
         return tuple(indices[: int(number)])
-    ranges = [(int(first), int(last or first), f"{first}-{last}" if last else first)
-              for first, last in re.findall(_NUMBERS, word)]  # fmt: skip
-    if missing := [words for first, last, words in sorted(ranges) if not {*indices} & {*range(first, last + 1)}]:
+    ranges = [
+        (int(first), int(last or first), f"{first}-{last}" if last else first)
+        for first, last in re.findall(_NUMBERS, word)
+    ]
+    if missing := [
+        words for first, last, words in sorted(ranges) if not {*indices} & {*range(first, last + 1)}
+    ]:
         raise BadInputError(
             f"Layer {', '.join(missing)} has no SSD or GDN operator; {listed}",
             "Numbers are decoder layer indices, counted from 0.",
         )
-    return tuple(index for index in indices if any(first <= index <= last for first, last, _ in ranges))
+    return tuple(
+        index for index in indices if any(first <= index <= last for first, last, _ in ranges)
+    )
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,6 @@
-"""The files and tensors of the weights, checked before they are read, and those that the first layers need."""
+"""The files and tensors of the weights, checked before they are read, and those that the first
+layers need.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,44 @@ from ssdprof.checkpoint.names import shown
 from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
 from ssdprof.files import read_json
 
-SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of torch's dtypes that a model is loaded in
-_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": None, "F8_E5M2": None}
+# of torch's dtypes that a model is loaded in
+SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_FLOATS = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": None,
+    "F8_E5M2": None,
+}
 CODES = frozenset(
     {"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
 )  # no model computes in them
-INTEGERS = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})  # nor in these: indexes are no weights
+# nor in these: indexes are no weights
+INTEGERS = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HEAD = "lm_head."
 # Parts that are never run: image and audio towers, multi-token prediction.
-_UNUSED = re.compile(r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
+_UNUSED = re.compile(
+    r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\."
+)
 
 
 def layer_index(name: str) -> int | None:
-    """The decoder layer that a parameter or module belongs to ("model.layers.3.mamba.norm": 3); None: to none."""
+    """The decoder layer that a parameter or module belongs to ("model.layers.3.mamba.norm": 3);
+    None: to none.
+    """
     found = _LAYER.search(name)
     return int(found[1]) if found else None
 
 
 def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
-    """Whether the base model with its first `depth` layers has the weight `key`.  head: include the head."""
+    """Whether the base model with its first `depth` layers has the weight `key`.  head: include the
+    head.
+    """
     if key.startswith(_HEAD):
         return head
     if _UNUSED.match(key):
@@ -49,7 +66,8 @@ def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
 class Weights:
     """The weights of one checkpoint.
 
-    shards: the file of each tensor, from the index; None for a single file, whose tensors its own header names.
+    shards: the file of each tensor, from the index; None for a single file, whose tensors its own
+    header names.
     single: that file; a pickle only in the original format.
     """
 
@@ -62,7 +80,9 @@ class Weights:
         return self.single == PICKLE
 
     def files(self, depth: int, *, head: bool = False) -> tuple[str, ...]:
-        """The files of the first `depth` layers and of weights outside of layers, in order.  head: see `is_needed`."""
+        """The files of the first `depth` layers and of weights outside of layers, in order.  head:
+        see `is_needed`.
+        """
         if self.shards is None:
             assert self.single is not None
             return (self.single,)
@@ -70,12 +90,18 @@ class Weights:
 
     def needed_shards(self, depth: int, *, head: bool = False) -> dict[str, str]:
         """The part of the index that the first `depth` layers need."""
-        return {key: file for key, file in (self.shards or {}).items() if is_needed(key, depth, head=head)}
+        return {
+            key: file
+            for key, file in (self.shards or {}).items()
+            if is_needed(key, depth, head=head)
+        }
 
     def tensors(self, depth: int, *, head: bool = False) -> dict[str, TensorInfo]:
-        """The needed tensors with their shapes, from the files' headers (on the hub: a few requests, no download).
+        """The needed tensors with their shapes, from the files' headers (on the hub: a few
+        requests, no download).
 
-        ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index places in it.
+        ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index
+        places in it.
         """
         assert not self.pickled, "a pickle has no header"
         found: dict[str, TensorInfo] = {}
@@ -84,22 +110,27 @@ class Weights:
             header = self.source.header(file)
             if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
                 raise ModelUnavailableError(
-                    f"{file} lacks {len(missing)} of the weights that the index places in it, such as "
+                    f"{file} lacks {len(missing)} of the weights that the index places in it, "
+                    "such as "
                     f"{shown(missing[0])}.",
                     "The file and the index are of different revisions; fetch both again.",
                 )
-            found.update({key: tensor for key, tensor in header.items() if is_needed(key, depth, head=head)})
+            found.update(
+                {key: tensor for key, tensor in header.items() if is_needed(key, depth, head=head)}
+            )
         return found
 
     def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
-        """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit decoded to it; other
-        tensors are as stored.  For a pickle the size of the whole file.
+        """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
+        decoded to it; other tensors are as stored.  For a pickle the size of the whole file.
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
         size, tensors = SIZES.get(dtype or ""), self.tensors(depth, head=head).values()
         stored = ((t, t.data_offsets[1] - t.data_offsets[0]) for t in tensors)
-        return sum(t.parameter_count * size if size and t.dtype in _FLOATS else own for t, own in stored)
+        return sum(
+            t.parameter_count * size if size and t.dtype in _FLOATS else own for t, own in stored
+        )
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
@@ -115,10 +146,19 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
         return Weights(source, None, PICKLE)
     if not source.complete:
         source.path(INDEX)  # raises: it may be there, but is not in the cache
-    found = sorted(name for name in source.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
+    found = sorted(
+        name
+        for name in source.sizes
+        if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
+    )
     raise BadInputError(
-        f"{source.label} has no {SINGLE} and no {INDEX}" + (f", only {', '.join(found[:3])}." if found else "."),
-        "Take a revision with safetensors (refs/pr/1 is often one), or save the model again with save_pretrained.",
+        f"{source.label} has no {SINGLE} and no {INDEX}"
+        + (f", only {', '.join(found[:3])}." if found else "."),
+        (
+            "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
+            "with "
+            "save_pretrained."
+        ),
     )
 
 
@@ -132,22 +172,30 @@ def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> file name.  BadInputError for a file outside the folder, ModelUnavailableError if unreadable."""
+    """Tensor name -> file name.  BadInputError for a file outside the folder, ModelUnavailableError
+    if unreadable.
+    """
     try:
         content = read_json(path)
         if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
             raise ValueError("it has no weight_map")
     except (ValueError, OSError) as error:
         raise ModelUnavailableError(
-            f"{INDEX} is truncated or corrupt: {library_message(error)}.", f"Delete it and fetch it again: {path}"
+            f"{INDEX} is truncated or corrupt: {library_message(error)}.",
+            f"Delete it and fetch it again: {path}",
         ) from None
     pairs = [(key, file) for key, file in content["weight_map"].items() if isinstance(file, str)]
     if not pairs or len(pairs) != len(content["weight_map"]):
-        raise BadInputError(f"{INDEX} does not say which file holds each weight.", "Fetch the index again.")
+        raise BadInputError(
+            f"{INDEX} does not say which file holds each weight.", "Fetch the index again."
+        )
     for file in sorted({file for _, file in pairs}):
         if not (stays_inside(file) and file.endswith(".safetensors")):
             raise BadInputError(
-                f"{INDEX} names {shown(file)}, which is no safetensors file inside the checkpoint's folder.",
+                (
+                    f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
+                    "checkpoint's folder."
+                ),
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
     return dict(pairs)
@@ -156,4 +204,10 @@ def _read_index(path: Path) -> dict[str, str]:
 def stays_inside(name: str) -> bool:
     """Whether a relative file name cannot leave its folder, on any system."""
     posix, windows = PurePosixPath(name), PureWindowsPath(name)
-    return not (posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in name or not posix.parts)
+    return not (
+        posix.is_absolute()
+        or windows.anchor
+        or ".." in windows.parts
+        or "\0" in name
+        or not posix.parts
+    )

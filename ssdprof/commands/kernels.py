@@ -1,4 +1,6 @@
-"""`ssdprof bench`, `tune` and `stalls`: they run the kernels alone.  Their options were checked before."""
+"""`ssdprof bench`, `tune` and `stalls`: they run the kernels alone.  Their options were checked
+before.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
     with terminal.only_data_on_stdout():
         folder, report = bench_job.bench(request, operator, watcher, ranks)
     if reports:
-        output.finish(report, render(compose(report)), as_json=options.json, note=output.kept(folder))
+        output.finish(
+            report, render(compose(report)), as_json=options.json, note=output.kept(folder)
+        )
 
 
 def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...] | None) -> None:
     if options.clear:
-        gone = [f"Removed {file}." for file in tuned.clear()] or [f"There is nothing in {tuned.folder()}."]
+        gone = [f"Removed {file}." for file in tuned.clear()] or [
+            f"There is nothing in {tuned.folder()}."
+        ]
         terminal.say("\n".join(gone))
         return
     device = tune_job.gpu_to_tune()
@@ -80,7 +86,9 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         write(report)
 
     header = {"subject": options.where or operator.name, "command": options.command}
-    report = tune_job.tune(operator, sources, wanted, device, watcher, keep, budget=options.budget, **header)
+    report = tune_job.tune(
+        operator, sources, wanted, device, watcher, keep, budget=options.budget, **header
+    )
     write(report)
     if any(found) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
@@ -102,7 +110,11 @@ def stalls(options: StallsOptions) -> None:
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:
-        files.write_text(options.html, html.of_document(stall_report.compose(report), report), replace=options.force)
+        files.write_text(
+            options.html,
+            html.of_document(stall_report.compose(report), report),
+            replace=options.force,
+        )
     if options.json:
         print(stall_files.dump(report))
     else:

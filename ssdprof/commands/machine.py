@@ -22,5 +22,9 @@ def doctor(*, as_json: bool) -> None:
     table.add_column(overflow="fold")
     for check in checks:
         hint = f"  {check.hint}" if check.hint else ""
-        table.add_row(Text(check.status, style=STYLES[check.status]), check.name, Text(f"{check.detail}{hint}"))
+        table.add_row(
+            Text(check.status, style=STYLES[check.status]),
+            check.name,
+            Text(f"{check.detail}{hint}"),
+        )
     terminal.out().print(table)

@@ -1,4 +1,6 @@
-"""`ssdprof run`, `capture`, `answers` and `prefill`: they load a model.  Their options were checked before."""
+"""`ssdprof run`, `capture`, `answers` and `prefill`: they load a model.  Their options were checked
+before.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs import stall_files
-from ssdprof.jobs.options import AnswersOptions, CaptureOptions, ModelOptions, PrefillOptions, RunOptions
+from ssdprof.jobs.options import (
+    AnswersOptions,
+    CaptureOptions,
+    ModelOptions,
+    PrefillOptions,
+    RunOptions,
+)
 from ssdprof.jobs.plan import check_start, plan
 from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.subject import Stored, Subject
@@ -61,7 +69,9 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
         folder, report = run_job.run(found, options, watcher, ranks)
     if not reports:
         return
-    shown = tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
+    shown = (
+        tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
+    )
     output.show(report, shown, as_json=options.json, note=output.kept(folder))
     codes = []
     if options.prefill:
@@ -73,7 +83,9 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
         raise typer.Exit(code)
 
 
-def _plan(found: Subject | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool) -> None:
+def _plan(
+    found: Subject | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
+) -> None:
     """Show the plan of a dry run, and raise what would keep the model from running."""
     planned = plan(found, tensor_parallel=tensor_parallel)
     output.show_plan(planned, as_json=as_json)
@@ -82,11 +94,17 @@ def _plan(found: Subject | Stored, check: Callable[[], object], *, tensor_parall
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
-    """Time and show prefills in the run's folder, or print why not.  Returns the exit code of `ssdprof prefill`."""
+    """Time and show prefills in the run's folder, or print why not.  Returns the exit code of
+    `ssdprof prefill`.
+    """
     try:
         require_gpu(*prefill_job.NEEDS_GPU)
         wanted = PrefillOptions(
-            **{one.name: getattr(options, one.name) for one in fields(ModelOptions) if one.name != "conditions"},
+            **{
+                one.name: getattr(options, one.name)
+                for one in fields(ModelOptions)
+                if one.name != "conditions"
+            },
             smallest_difference=options.smallest_difference,
             out=folder / "prefill",
         )
@@ -103,7 +121,9 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
 
 
 def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | None) -> ExitCode:
-    """Profile, show and store stalls, or print why not.  Returns the exit code of `ssdprof stalls`."""
+    """Profile, show and store stalls, or print why not.  Returns the exit code of `ssdprof
+    stalls`.
+    """
     try:
         found = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
@@ -125,7 +145,9 @@ def capture(options: CaptureOptions, subject: Subject | None) -> None:
     if subject is None:
         folder, manifest = run_job.capture_recording(options, watcher)
     else:
-        folder, manifest = run_job.capture(subject, options.out, overwrite=options.force, watcher=watcher)
+        folder, manifest = run_job.capture(
+            subject, options.out, overwrite=options.force, watcher=watcher
+        )
     if options.json:
         print(StoredCapture(folder=str(folder), manifest=manifest).model_dump_json(indent=2))
     else:
@@ -152,4 +174,6 @@ def prefill(options: PrefillOptions) -> None:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = prefill_job.time_prefills(options, subject, TerminalWatcher())
-    output.finish(report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder))
+    output.finish(
+        report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder)
+    )

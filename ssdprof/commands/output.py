@@ -9,7 +9,14 @@ from typing import NoReturn
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from ssdprof.commands import terminal
@@ -27,7 +34,9 @@ _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take 
 
 
 class TerminalWatcher(Watcher):
-    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to time."""
+    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to
+    time.
+    """
 
     def __init__(self) -> None:
         self._console = terminal.err()
@@ -65,13 +74,23 @@ class TerminalWatcher(Watcher):
 
     @contextmanager
     def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """A bar below those of outer steps, drawn at progress: a thread would share the interpreter with timed work."""
+        """A bar below those of outer steps, drawn at progress: a thread would share the interpreter
+        with timed work.
+        """
         outermost = self._bars is None
         bars = self._bars = self._bars or Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-            console=self._console, transient=True, auto_refresh=False, speed_estimate_period=_ETA_FROM,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            auto_refresh=False,
+            speed_estimate_period=_ETA_FROM,
+        )
 
         def advance(amount: int) -> None:
             bars.advance(task, amount)
@@ -88,7 +107,9 @@ class TerminalWatcher(Watcher):
 
 
 def finish(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report, and end with exit code 1 unless it passed.  note: a sentence on stderr, without --json."""
+    """Print a report, and end with exit code 1 unless it passed.  note: a sentence on stderr,
+    without --json.
+    """
     show(report, shown, as_json=as_json, note=note)
     end(report)
 
@@ -106,14 +127,19 @@ def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = ""
 
 
 def end(report: Report) -> None:
-    """End with exit code 1 unless all requested cases were compared and passed, and all conditions hold.
+    """End with exit code 1 unless all requested cases were compared and passed, and all conditions
+    hold.
 
     The reasons are named on stderr; of the failed cases of a run its report tells.
     """
     found = Outcome(report)
     if not found.passed and not sampler():
         of_cases = report.kind in ("bench", "prefill")
-        fail(statements.errors(report) if of_cases else (f"GATE FAILED: {one}" for one in found.broken))
+        fail(
+            statements.errors(report)
+            if of_cases
+            else (f"GATE FAILED: {one}" for one in found.broken)
+        )
 
 
 def fail(lines: Iterable[str]) -> NoReturn:
@@ -140,11 +166,19 @@ def show_plan(plan: DryRun, *, as_json: bool) -> None:
     indices = ", ".join(str(layer.index) for layer in plan.layers)
     prompt = ", ".join(f"{seqlen:,}" for seqlen in plan.seqlens)
     rows = {
-        "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
+        "layers": (
+            f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of "
+            f"{checkpoint.layer_count}"
+        ),
         "prompt": f"{prompt} {'token' if plan.seqlens == (1,) else 'tokens'}",
-        "served": serving_words(plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel),
+        "served": serving_words(
+            plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel
+        ),
         "download": size_words(plan.download_bytes),
-        "weights": f"{size_words(plan.weight_bytes)} loaded; {size_words(plan.free_bytes)} are free on {plan.device}",
+        "weights": (
+            f"{size_words(plan.weight_bytes)} loaded; {size_words(plan.free_bytes)} are "
+            f"free on {plan.device}"
+        ),
         "placement": placement_words(plan.placement) if plan.placement else "",
     }
     for name, value in rows.items():

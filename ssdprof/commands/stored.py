@@ -1,4 +1,6 @@
-"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models` and `schemas`: they read what is stored, without torch."""
+"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models` and `schemas`: they read what is
+stored, without torch.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     if folder is not None and not folder.is_dir():
-        raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
+        raise BadInputError(
+            f"{folder} is not a folder.",
+            "Name a folder that holds runs, or leave it out for runs/.",
+        )
     found = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in found]
     if as_json:
@@ -54,14 +59,18 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         for table in tables:
             terminal.out().print(SplitTable(table, rest="--json"))
     else:
-        terminal.say(f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'.")
+        terminal.say(
+            f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
+        )
 
 
 # --- after a process that did not come to its end
 
 
 def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None:
-    """End as a child process did that ran users' kernels; if it could not say how, report what it left."""
+    """End as a child process did that ran users' kernels; if it could not say how, report what it
+    left.
+    """
     if not ended.fault and (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
     why = f"The process that ran {' and '.join(names)} {ended.how}"
@@ -70,7 +79,9 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
     if ended.stopped:
         raise KeyboardInterrupt(f"{why}.")
     if report is None:
-        raise BadInputError(f"{why}.", "Nothing had been compared yet.  Leave it out, or correct it.")
+        raise BadInputError(
+            f"{why}.", "Nothing had been compared yet.  Leave it out, or correct it."
+        )
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
@@ -94,12 +105,16 @@ def accuracy(options: options.AccuracyOptions) -> None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)
         for name in (name for name in names if name not in known):
-            raise BadInputError(f"Run {report.id} has no implementation {name!r}.", nearest(name, known))
+            raise BadInputError(
+                f"Run {report.id} has no implementation {name!r}.", nearest(name, known)
+            )
         report = report.restricted(implementations=names)
     kept = (*given, *settings.besides(report.conditions, given))
     report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
     states = parse_states(options.states)
-    table = brief.accuracy_table(report, options.intermediates, states, every_state=options.states != "all")
+    table = brief.accuracy_table(
+        report, options.intermediates, states, every_state=options.states != "all"
+    )
     shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
     output.finish(shown, table, as_json=options.json, note=f"From {folder}.")
 
@@ -114,11 +129,15 @@ def export(options: options.ExportOptions) -> None:
     if chosen == "github":
         if options.output is not None:
             raise BadInputError(
-                f"--format github writes to the files that {SUMMARY} and {OUTPUT} name.", "Leave -o out."
+                f"--format github writes to the files that {SUMMARY} and {OUTPUT} name.",
+                "Leave -o out.",
             )
         if not (os.environ.get(SUMMARY) and os.environ.get(OUTPUT)):
             raise BadInputError(
-                f"--format github is for a step of GitHub Actions, which sets {SUMMARY} and {OUTPUT}.",
+                (
+                    f"--format github is for a step of GitHub Actions, which sets {SUMMARY} and "
+                    f"{OUTPUT}."
+                ),
                 "Elsewhere take --format markdown, or name files with these variables.",
             )
     folder, report = reports.load(options.run, *_REPORTS)
@@ -126,12 +145,19 @@ def export(options: options.ExportOptions) -> None:
         _to_github(report)
     else:
         target = _target(options.output, force=options.force)
-        _write(exported(chosen, folder, report, target), target, force=options.force, source=f" from {folder}")
+        _write(
+            exported(chosen, folder, report, target),
+            target,
+            force=options.force,
+            source=f" from {folder}",
+        )
     output.end(report)
 
 
 def _to_github(report: Report) -> None:
-    """Append the summary and the outputs to the files that GitHub names, and print the annotations on stdout."""
+    """Append the summary and the outputs to the files that GitHub names, and print the annotations
+    on stdout.
+    """
     summary = Path(os.environ[SUMMARY])
     files.append_text(summary, exports.step_summary(report))
     lines = (f"{name}={value}\n" for name, value in exports.outputs(report).items())
@@ -168,7 +194,8 @@ report = ssdprof.{kind}(
 case = next(one for one in report.cases if one.id == "{id}")
 print(case.name, case.result, case.why, sep="\\n")
 for tensor in case.accuracy:
-    print(tensor.tensor, "rms error against fp64", tensor.vs_oracle.rms_ratio, "floor", tensor.floor.rms_ratio)
+    rms, floor = tensor.vs_oracle.rms_ratio, tensor.floor.rms_ratio
+    print(tensor.tensor, "rms error against fp64", rms, "floor", floor)
 print("device time [us]", case.device_us)
 """
 
@@ -178,7 +205,9 @@ def case(options: options.CaseOptions) -> None:
     known = {case.id: case for case in report.cases}
     found = known.get(options.case) or {case.name: case for case in report.cases}.get(options.case)
     if found is None:
-        raise BadInputError(f"Report {report.id} has no case {options.case!r}.", nearest(options.case, known))
+        raise BadInputError(
+            f"Report {report.id} has no case {options.case!r}.", nearest(options.case, known)
+        )
     words = report.again(found)
     if options.json:
         print(found.model_dump_json(exclude_defaults=True, indent=1))
@@ -186,11 +215,14 @@ def case(options: options.CaseOptions) -> None:
         raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
     elif options.script:
         given = _arguments(words[2:])
-        shown = "\n".join(f"    {f'{name}=' * bool(name)}{value!r}," for name, value in given.items())
+        shown = "\n".join(
+            f"    {f'{name}=' * bool(name)}{value!r}," for name, value in given.items()
+        )
         title = repr(f"{found.name}, of report {report.id}.")
         print(_SCRIPT.format(title=title, kind=words[1], arguments=shown, id=found.id), end="")
     else:
-        print(f"{found.id}  {found.name}\n{': '.join(filter(None, (found.result, found.why)))}\n{shlex.join(words)}")
+        result = ": ".join(filter(None, (found.result, found.why)))
+        print(f"{found.id}  {found.name}\n{result}\n{shlex.join(words)}")
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -199,15 +231,23 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         if word.startswith("--"):
             last, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-            found[last] = [*found[last], value] if last in _REPEATED and last in found else value or True
+            found[last] = (
+                [*found[last], value] if last in _REPEATED and last in found else value or True
+            )
         elif not found:
             found[""] = word
         elif isinstance(found[last], list):
             found[last][-1] = word
         else:
-            found[last] = [*([] if found[last] is True else [found[last]]), word] if last in _REPEATED else word
+            found[last] = (
+                [*([] if found[last] is True else [found[last]]), word]
+                if last in _REPEATED
+                else word
+            )
     return {
-        name: value for name, value in found.items() if name not in ("json", "full", "dry_run", "prefill", "stalls")
+        name: value
+        for name, value in found.items()
+        if name not in ("json", "full", "dry_run", "prefill", "stalls")
     }
 
 
@@ -218,8 +258,13 @@ def compare(options: options.CompareOptions) -> None:
     if options.json and options.format not in (None, "json"):
         raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
-    conditions = [parse("--fail-if", text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
-    smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")
+    conditions = [
+        parse("--fail-if", text)
+        for text in (stored.fail_if if options.fail_if is None else options.fail_if)
+    ]
+    smallest = parse_percent(
+        "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
+    )
     target = _target(options.output, force=options.force)
     (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
     sides = (options.base, base), (options.new, new)
@@ -258,7 +303,9 @@ def models(*, as_json: bool) -> None:
                 (
                     known.repo,
                     f"{known.parameters / 1e9:g} B",
-                    f"{known.operator_layers} of {known.layers}" if known.operator_layers else "not known",
+                    f"{known.operator_layers} of {known.layers}"
+                    if known.operator_layers
+                    else "not known",
                     f"{known.trained_context:,}" if known.trained_context else MISSING,
                     outline.words.format(**known.dims) if known.dims else "not known",
                 )
@@ -276,7 +323,10 @@ def models(*, as_json: bool) -> None:
 # A version in a name is also a field of the document.
 _DRY = "run --dry-run, capture --dry-run, answers --dry-run"
 SCHEMAS = {
-    "report-v3": ("run, accuracy, answers, prefill, bench, tune, export", "ssdprof.core.report:Report"),
+    "report-v3": (
+        "run, accuracy, answers, prefill, bench, tune, export",
+        "ssdprof.core.report:Report",
+    ),
     "case": ("case", "ssdprof.core.case:Case"),
     "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
@@ -298,7 +348,11 @@ def schema(name: str) -> dict[str, Any]:
     kind: Any = resolve_name(path.removesuffix("[]"))
     adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if path.endswith("[]") else kind)
     title = f"ssdprof {name.partition('-v')[0].replace('-', ' ')}"
-    return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode="serialization"), "title": title}
+    return {
+        "$schema": GenerateJsonSchema.schema_dialect,
+        **adapter.json_schema(mode="serialization"),
+        "title": title,
+    }
 
 
 def schemas(name: str | None) -> None:

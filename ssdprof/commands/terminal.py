@@ -28,23 +28,31 @@ def reader_is_gone() -> NoReturn:
 
 
 def drop_output() -> None:
-    """Discard the remaining output: the interpreter's last flush would fail and change the exit code."""
+    """Discard the remaining output: the interpreter's last flush would fail and change the exit
+    code.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def check_working_directory() -> None:
-    """BadInputError if another process has removed it, because libraries would end the process without a message."""
+    """BadInputError if another process has removed it, because libraries would end the process
+    without a message.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise BadInputError("The working directory does not exist any more.", "Change to a folder that does.") from None
+        raise BadInputError(
+            "The working directory does not exist any more.", "Change to a folder that does."
+        ) from None
 
 
 def prepare() -> None:
-    """Make stdout and stderr accept any text, and keep the profiler of torch 2.13 from writing there.
+    """Make stdout and stderr accept any text, and keep the profiler of torch 2.13 from writing
+    there.
 
-    Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads back.
-    MissingCapabilityError if stdout is closed, so that a long job does not end without output.
+    Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads
+    back.  MissingCapabilityError if stdout is closed, so that a long job does not end without
+    output.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
     closed = sys.stdout is None
@@ -55,14 +63,18 @@ def prepare() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="json-escape")
     if closed:
-        raise MissingCapabilityError("Standard output is closed.", "Redirect it to a file or to /dev/null.")
+        raise MissingCapabilityError(
+            "Standard output is closed.", "Redirect it to a file or to /dev/null."
+        )
 
 
 def _json_escape(error: UnicodeError) -> tuple[str, int]:
     """An error handler for codecs: writes each UTF-16 unit that cannot be encoded as \\uXXXX."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)), error.end
+    return "".join(
+        f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True)
+    ), error.end
 
 
 def out() -> Console:
@@ -75,7 +87,9 @@ def out() -> Console:
 
 
 def err() -> Console:
-    """stderr, for progress, warnings and errors.  Text is printed without markup, because a path may look like it."""
+    """stderr, for progress, warnings and errors.  Text is printed without markup, because a path
+    may look like it.
+    """
     return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
@@ -86,18 +100,22 @@ def say(text: str) -> None:
 
 @contextmanager
 def only_data_on_stdout() -> Iterator[None]:
-    """While the context is open, output of users' kernels and of libraries, from Python or C, goes to stderr."""
+    """While the context is open, output of users' kernels and of libraries, from Python or C, goes
+    to stderr.
+    """
     sys.stdout.flush()
     with (
         os.fdopen(os.dup(1), "wb") as stdout,
-        os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace") as theirs,  # a kernel may close it
+        # a kernel may close it
+        os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace") as theirs,
         redirect_stdout(theirs),
     ):
         os.dup2(2, 1)
         try:
             yield
         finally:
-            ctypes.CDLL(None).fflush(None)  # the buffers of the C library, which are separate from Python's
+            # the buffers of the C library, which are separate from Python's
+            ctypes.CDLL(None).fflush(None)
             os.dup2(stdout.fileno(), 1)
 
 

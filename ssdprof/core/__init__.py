@@ -1,1 +1,3 @@
-"""What all stages share: records, statistics, conditions and words.  Imports no torch; of ssdprof only `errors`."""
+"""What all stages share: records, statistics, conditions and words.  Imports no torch; of ssdprof
+only `errors`.
+"""

@@ -27,9 +27,10 @@ class Deviation(Record):
 
     matches: percent of the elements, at each of `TOLERANCES`.
     matches_rms: the same at `TOLERANCES[1:]` times the RMS of the tensor; None in old records.
-    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in old records.
-    along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty for a tensor
-        without a position axis, and in a bench.
+    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in
+    old records.
+    along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty
+        for a tensor without a position axis, and in a bench.
     """
 
     against: Text  # "fp64 oracle", "unfused exact, fp16 states", ...
@@ -50,8 +51,12 @@ class Deviation(Record):
         for position in filter(None, (self.worst_position, self.first_nonfinite)):
             if math.prod(index + 1 for index in position) > self.elements:
                 raise ValueError(f"{position} is not within {self.elements} elements")
-        if self.nonfinite > self.elements or (self.nonfinite > 0) != (self.first_nonfinite is not None):
-            raise ValueError("first_nonfinite is the first of the nonfinite ones among the elements")
+        if self.nonfinite > self.elements or (self.nonfinite > 0) != (
+            self.first_nonfinite is not None
+        ):
+            raise ValueError(
+                "first_nonfinite is the first of the nonfinite ones among the elements"
+            )
         return self
 
     def match_pct(self, tolerance: float) -> float:
@@ -59,12 +64,16 @@ class Deviation(Record):
         return self.matches[TOLERANCES.index(tolerance)]
 
     def match_rms_pct(self, tolerance: float) -> float | None:
-        """The share with |a - b| <= tolerance (rms + |b|), which depends on no unit of the tensor."""
+        """The share with |a - b| <= tolerance (rms + |b|), which depends on no unit of the
+        tensor.
+        """
         return self.matches_rms[TOLERANCES.index(tolerance) - 1] if self.matches_rms else None
 
 
 class BudgetUse(Record):
-    """An error of the head that uses most of its budget, in one norm.  position: of the head's largest difference."""
+    """An error of the head that uses most of its budget, in one norm.  position: of the head's
+    largest difference.
+    """
 
     norm: Literal["max", "rms"]
     head: Count
@@ -77,10 +86,11 @@ TestName = Literal["gain", "rms", "column", "slice", "period"]
 
 
 class ErrorTest(Record):
-    """The place of an output tensor where its error uses most of what rounding can explain (measure/evidence.py).
+    """The place of an output tensor where its error uses most of what rounding can explain
+    (measure/evidence.py).
 
-    value: of gains the relative deviation, with its sign; else the relative RMS error.  place: a column, a slice (see
-    `SLICES`), or a position modulo `period`; None for a whole head.
+    value: of gains the relative deviation, with its sign; else the relative RMS error.  place: a
+    column, a slice (see `SLICES`), or a position modulo `period`; None for a whole head.
     """
 
     test: TestName
@@ -104,8 +114,14 @@ class ErrorTest(Record):
             "period": f", position {self.place} of each {self.period}",
         }.get(self.test, "")
         if self.test == "gain":
-            return f"head {self.head}: gain {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"
-        return f"head {self.head}{where}: relative RMS error {self.value:.3g}, where rounding explains {self.limit:.3g}"
+            return (
+                f"head {self.head}: gain {1 + self.value:.5f}, where rounding explains 1 ± "
+                f"{self.limit:.2g}"
+            )
+        return (
+            f"head {self.head}{where}: relative RMS error {self.value:.3g}, where rounding "
+            f"explains {self.limit:.3g}"
+        )
 
 
 class Accuracy(Record):
@@ -113,7 +129,8 @@ class Accuracy(Record):
 
     budget: an entry for each norm.
     checks: of outputs with 16-bit inputs, what each test of the errors found.
-    coarser: the dtype in which all states of a head can be stored, although a finer one is claimed; else None.
+    coarser: the dtype in which all states of a head can be stored, although a finer one is claimed;
+    else None.
     dtype: of the tensor.
     """
 
@@ -132,25 +149,36 @@ class Accuracy(Record):
         """Why it does not pass, in a sentence; empty if it does."""
         ours, floor = self.vs_oracle, self.floor
         if ours.nonfinite:
-            where = f"{self.tensor}: {ours.nonfinite} elements are not finite, the first at {ours.first_nonfinite}"
+            where = (
+                f"{self.tensor}: {ours.nonfinite} elements are not finite, the first at "
+                f"{ours.first_nonfinite}"
+            )
             if not floor.nonfinite:
                 return f"{where}; the exact answer is finite everywhere"
             return (
-                f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in {floor.nonfinite} "
+                f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in "
+                f"{floor.nonfinite} "
                 f"elements, the first at {floor.first_nonfinite}"
             )
         for one in self.budget:
             if one.error > one.budget:
                 return (
-                    f"{self.tensor}, head {one.head}: {one.norm}|ours - oracle| is {one.error:.3g}, its budget "
+                    f"{self.tensor}, head {one.head}: {one.norm}|ours - oracle| is "
+                    f"{one.error:.3g}, its budget "
                     f"{one.budget:.3g}; the largest difference is at {one.position}"
                 )
         if failed := [one for one in self.checks if one.used > 1]:
             # a gain explains all the rest, and a head its places, unless one is far worse
-            worst = max(failed, key=lambda one: (one.test == "gain", one.used * (2 if one.test == "rms" else 1)))
+            worst = max(
+                failed,
+                key=lambda one: (one.test == "gain", one.used * (2 if one.test == "rms" else 1)),
+            )
             return f"{self.tensor}, {worst.words}"
         if self.coarser:
-            return f"{self.tensor}: {self.claimed} states are claimed, but a head has only {self.coarser} numbers"
+            return (
+                f"{self.tensor}: {self.claimed} states are claimed, but a head has only "
+                f"{self.coarser} numbers"
+            )
         return ""
 
     @property

@@ -1,8 +1,8 @@
 """The base class of records, and the types of their fields.
 
-Records are immutable, refuse unknown fields, NaN and numbers out of range, and import no torch.  They hold what was
-measured; ratios, intervals and verdicts are properties, computed when they are read.  Shapes use the letters of
-`docs/glossary.md`; units are in the names.
+Records are immutable, refuse unknown fields, NaN and numbers out of range, and import no torch.
+They hold what was measured; ratios, intervals and verdicts are properties, computed when they are
+read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from ssdprof.errors import HARMFUL, escaped
 VERSION: Final = 3  # of reports
 SMALLEST_DIFFERENCE: Final = 0.01
 TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)
-SLICES: Final = 32  # of a prompt: slice i holds positions p with p * SLICES // seqlen == i; one each if fewer
+# of a prompt: slice i holds positions p with p * SLICES // seqlen == i; one each if fewer
+SLICES: Final = 32
 
 MEMORIES: Final[tuple[int, ...]] = (64, 1024, 16384)  # tokens within which a head may forget
 
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
 Intermediates = Literal["exact", "relaxed"]
-Status = Literal["ran", "refused", "out of memory", "failed"]  # what happened; whether it is right is `Case.result`
+# what happened; whether it is right is `Case.result`
+Status = Literal["ran", "refused", "out of memory", "failed"]
 Fault = Literal["refused", "out of memory", "failed"]
 Result = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 Clock = Literal["call", "device"]  # a Python call on an idle device; replay of a recorded graph
 CLOCKS: Final[tuple[Clock, ...]] = ("device", "call")
 TensorName = Literal["out", "final_states"]
 PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
-KernelOrigin = Literal["model", "bundled"]  # the origin of the convolution and the gated norm around an operator
+# the origin of the convolution and the gated norm around an operator
+KernelOrigin = Literal["model", "bundled"]
 PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
 
 LONGEST_SEQLEN: Final = 1 << 24  # tokens of a call, and elements along any other axis
@@ -44,7 +47,8 @@ Size = Annotated[int, Field(gt=0, le=_MOST)]
 Length = Annotated[int, Field(gt=0, le=LONGEST_SEQLEN)]
 Processes = Annotated[int, Field(gt=0, le=MOST_STEPS)]
 Position = Annotated[tuple[Count, ...], Field(min_length=1)]  # an index for each axis
-Microseconds = Annotated[float, Field(ge=1e-3, le=1e12)]  # so that ratios of ratios and their intervals are finite
+# so that ratios of ratios and their intervals are finite
+Microseconds = Annotated[float, Field(ge=1e-3, le=1e12)]
 NotNegative = Annotated[float, Field(ge=0)]
 Percent = Annotated[float, Field(ge=0, le=100)]
 
@@ -62,13 +66,17 @@ def _time(text: str) -> str:
 
 Time = Annotated[str, AfterValidator(_time)]
 # a text from anywhere, which is harmless in every output; pydantic itself refuses lone surrogates
-Text = Annotated[str, BeforeValidator(lambda text: HARMFUL.sub(escaped, text) if isinstance(text, str) else text)]
+Text = Annotated[
+    str, BeforeValidator(lambda text: HARMFUL.sub(escaped, text) if isinstance(text, str) else text)
+]
 
 
 class Record(BaseModel):
     """Base of every stored record.  Its texts are `Text`, never `str`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings")
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings"
+    )
 
     def changed(self, **fields: Any) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
@@ -83,7 +91,9 @@ class Record(BaseModel):
 def unique(what: str, names: Sequence[object]) -> None:
     """ValueError if one of the names occurs twice."""
     if len(set(names)) < len(names):
-        raise ValueError(f"{what} occurs twice: {next(name for name in names if names.count(name) > 1)}")
+        raise ValueError(
+            f"{what} occurs twice: {next(name for name in names if names.count(name) > 1)}"
+        )
 
 
 class PrecisionRecord(Record):
@@ -114,7 +124,9 @@ def precisions_for(
 
     dtype: of the inputs.  states: None: fp32 with exact, the inputs' dtype with relaxed.
     """
-    kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+    kinds: tuple[Intermediates, ...] = (
+        ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+    )
     return tuple(
         PrecisionRecord(intermediates=kind, state_dtype=state)
         for kind in kinds
@@ -129,7 +141,8 @@ Holds = Literal["yes", "no", "not applicable"]
 class Probe(Record):
     """Whether a law holds that every correct kernel obeys, as measure/probes.py tests it.
 
-    detail: the first place that broke it, why the law is not applicable, or in which limits it holds.
+    detail: the first place that broke it, why the law is not applicable, or in which limits it
+    holds.
     """
 
     name: Text

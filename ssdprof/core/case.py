@@ -31,7 +31,7 @@ from ssdprof.core.base import (
     TensorName,
     Text,
     unique,
-)  # fmt: skip
+)
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import CallRef, Ceilings, Dims, LayerRef, tokens
 
@@ -41,7 +41,8 @@ CLOSE: Final = 0.01  # RMS error up to which another library's output outside of
 class Drawn(Record):
     """The inputs of a bench's case, drawn for the sizes of a model.
 
-    shape: name of the sizes.  shape_words: "80x64, N 128, G 1".  tokens: "8 x 4,096", "64 packed x 1k-4k".
+    shape: name of the sizes.  shape_words: "80x64, N 128, G 1".  tokens: "8 x 4,096", "64 packed x
+    1k-4k".
     ways: words of --draw; empty for the default inputs.
     checked: tokens of the sequence on which the outputs were compared; None: on all.
     """
@@ -67,12 +68,15 @@ def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
 class Samples(Record):
     """Times of one process.
 
-    us: microseconds of each round of each recording; implementations of one process have their turns in common.
+    us: microseconds of each round of each recording; implementations of one process have their
+    turns in common.
     """
 
     process: Text
     clock: Clock
-    us: Annotated[tuple[Annotated[tuple[Microseconds, ...], Field(min_length=1)], ...], Field(min_length=2)]
+    us: Annotated[
+        tuple[Annotated[tuple[Microseconds, ...], Field(min_length=1)], ...], Field(min_length=2)
+    ]
 
 
 class Summary(Record):
@@ -111,7 +115,9 @@ class Launch(Record):
 
 
 class FirstCall(Record):
-    """Seconds from a call to the end of the GPU's work, and of compiling each kernel that was not in Triton's cache."""
+    """Seconds from a call to the end of the GPU's work, and of compiling each kernel that was not
+    in Triton's cache.
+    """
 
     seconds: NotNegative
     compiled: dict[Text, NotNegative]
@@ -123,16 +129,19 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     return interval
 
 
-Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]  # of 95 %, where no samples are stored
+# of 95 %, where no samples are stored
+Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
 
 
 class AnswerBand(Record):
     """Positions start..stop of the prompt.
 
-    flips: positions at which the two have different most likely tokens; margin: the reference's log-probability of its
-    own token minus that of the other one, in nats; flip_position: that of the largest.
-    perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the differences at each position,
-    resampled in blocks.  The perplexities are None if no next token is known.
+    flips: positions at which the two have different most likely tokens; margin: the reference's
+    log-probability of its own token minus that of the other one, in nats; flip_position: that of
+    the largest.
+    perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the
+    differences at each position, resampled in blocks.  The perplexities are None if no next token
+    is known.
     """
 
     start: Count
@@ -153,9 +162,11 @@ class AnswerBand(Record):
 
 
 class Answers(Record):
-    """The model's next-token distributions with its operators replaced, compared with those of a reference.
+    """The model's next-token distributions with its operators replaced, compared with those of a
+    reference.
 
-    The divergence is KL(reference || candidate), in nats.  Position t is that of the distribution of token t + 1.
+    The divergence is KL(reference || candidate), in nats.  Position t is that of the distribution
+    of token t + 1.
 
     reference: computed the operators in the reference model.  remark: the reason of this choice.
     weights: the dtype of the model outside of its operators; own_weights: it is the checkpoint's.
@@ -164,7 +175,8 @@ class Answers(Record):
     alone: the only decoder layer that the implementation computed; None: all of `layers`.
     bands: of all positions, then of parts of a long prompt.  Empty unless it ran.
     nonfinite: the first position whose distribution is not finite.
-    generated: number of greedy tokens after the prompt.  first_difference: the first that differs from the reference's.
+    generated: number of greedy tokens after the prompt.  first_difference: the first that differs
+    from the reference's.
     """
 
     reference: Text
@@ -185,17 +197,21 @@ class Prefill(Record):
     """A prefill of the whole model, first token included; its samples are of the call clock.
 
     conv_and_norm: the origin of the convolution and the gated norm around the operators.
-    layers: decoder layers that were loaded, of layer_count.  operator_layers: those with an operator.
-    operator_calls: in one prefill: layers times segments.  alone: the layer whose operator was timed alone.
+    layers: decoder layers that were loaded, of layer_count.  operator_layers: those with an
+    operator.
+    operator_calls: in one prefill: layers times segments.  alone: the layer whose operator was
+    timed alone.
     attention, convolution: the model's own, in words.
     alone_us: device time of that layer's operator, on its inputs in this model.
-    parts: microseconds of the kernels with the longest times, and of all "others", in one profiled prefill.  "mixer": a
-        mixer without its operator, convolution and gated norm: its projections.  "rest": embedding, norms, residual
-        sums, language-model head, and everything else.
+    parts: microseconds of the kernels with the longest times, and of all "others", in one profiled
+        prefill.  "mixer": a mixer without its operator, convolution and gated norm: its
+        projections.  "rest": embedding, norms, residual sums, language-model head, and everything
+        else.
     peak_bytes: GPU memory allocated during the profiled prefill, weights included.
-    logits_rms: RMS of the difference of the first token's logits to the baseline's with the same convolution and norm,
-        over RMS of the baseline's.
-    left_to_model: parts that the model computed itself although the bundled kernels were requested, in words.
+    logits_rms: RMS of the difference of the first token's logits to the baseline's with the same
+        convolution and norm, over RMS of the baseline's.
+    left_to_model: parts that the model computed itself although the bundled kernels were requested,
+    in words.
     """
 
     conv_and_norm: KernelOrigin
@@ -223,8 +239,8 @@ class Prefill(Record):
 class Case(Record):
     """One implementation at one precision: on one call of a layer, or in the whole model.
 
-    Exactly one of layer, drawn, answers and prefill says what ran: a captured call, drawn inputs, the model's answers,
-    a prefill of the model.
+    Exactly one of layer, drawn, answers and prefill says what ran: a captured call, drawn inputs,
+    the model's answers, a prefill of the model.
 
     call: which of the layer's calls; None: the whole of a prompt.
     inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
@@ -232,16 +248,18 @@ class Case(Record):
         What a server computed is not timed.
     version: of a library; module:function of an own kernel.
     variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
-    baseline: the implementation that it is compared with; empty for the baseline itself, whose other precisions are
-        compared with its exact one.
+    baseline: the implementation that it is compared with; empty for the baseline itself, whose
+        other precisions are compared with its exact one.
     reason: why it did not run, or a remark.  plan: the reason for this kernel and configuration.
     later_fault: an error after the first call, while it was timed; then there is no time.
     nonfinite: an element of an output that was not compared is not finite.
     summary: the times, if there are no samples of them.
-    bytes_moved, flops: the least that the call must do: every input read once, every output written once.
+    bytes_moved, flops: the least that the call must do: every input read once, every output written
+    once.
     workspace_bytes: the peak that the call allocates beyond its outputs.
     chunk_size: the fastest of `trials`; None if the implementation chooses its own.
-    trials: device time of a few replays at each chunk size; None if it did not pass, or was the only one.
+    trials: device time of a few replays at each chunk size; None if it did not pass, or was the
+    only one.
     first_call: at this chunk size; what was compiled for any of them.
     probes: laws that were tested with this call; empty if they were tested with another one.
     """
@@ -280,11 +298,18 @@ class Case(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Case:
-        if sum(one is not None for one in (self.layer, self.drawn, self.answers, self.prefill)) != 1:
-            raise ValueError("a case is of one layer, one draw, one comparison of answers, or one prefill")
+        if (
+            sum(one is not None for one in (self.layer, self.drawn, self.answers, self.prefill))
+            != 1
+        ):
+            raise ValueError(
+                "a case is of one layer, one draw, one comparison of answers, or one prefill"
+            )
         if (self.layer or self.drawn) and self.dims is None:
             raise ValueError("a case of a call has the sizes of the call")
-        if (self.samples or self.summary) and (self.status != "ran" or self.later_fault or self.nonfinite):
+        if (self.samples or self.summary) and (
+            self.status != "ran" or self.later_fault or self.nonfinite
+        ):
             raise ValueError("times belong only to a case that ran")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
@@ -298,7 +323,9 @@ class Case(Record):
 
     @property
     def where(self) -> str:
-        """ "layer 3"; "mamba2-2.7b, bf16" of a bench; "answers"; "prefill, bundled convolution and norm"."""
+        """ "layer 3"; "mamba2-2.7b, bf16" of a bench; "answers"; "prefill, bundled convolution and
+        norm".
+        """
         if self.layer:
             return f"layer {self.layer.index}"
         if self.drawn:
@@ -313,7 +340,9 @@ class Case(Record):
 
     @property
     def size(self) -> str:
-        """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other one of its layer."""
+        """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other
+        one of its layer.
+        """
         return self.drawn.tokens if self.drawn else call_size(self.seqlen, self.batch, self.call)
 
     @property
@@ -323,12 +352,16 @@ class Case(Record):
 
     @property
     def name(self) -> str:
-        """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in every report."""
+        """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in
+        every report.
+        """
         return f"{self.place}, {self.label}"
 
     @property
     def id(self) -> str:
-        """Six characters that `ssdprof case` takes: the same case has the same ones in every report."""
+        """Six characters that `ssdprof case` takes: the same case has the same ones in every
+        report.
+        """
         return sha256(self.name.encode()).hexdigest()[:6]
 
     @property
@@ -351,7 +384,9 @@ class Case(Record):
 
     @property
     def calls(self) -> str:
-        """The calls that add up: "decode steps after 512 tokens", "chunks of 8 tokens of 40 tokens"; else the size."""
+        """The calls that add up: "decode steps after 512 tokens", "chunks of 8 tokens of 40
+        tokens"; else the size.
+        """
         if self.call and self.call.kind == "decode":
             return f"decode steps after {self.prompt}"
         if self.call and self.call.kind == "chunk":
@@ -360,7 +395,9 @@ class Case(Record):
 
     @property
     def kernels(self) -> int | None:
-        """Number of launched Triton kernels; None if none was recorded (`launches` has the planned number)."""
+        """Number of launched Triton kernels; None if none was recorded (`launches` has the planned
+        number).
+        """
         return sum(launch.registers is not None for launch in self.launches) or None
 
     # --- accuracy
@@ -392,7 +429,11 @@ class Case(Record):
             return "nonfinite"
         if any(one.vs_oracle.nonfinite for one in self.accuracy):
             return "nonfinite"
-        return "inaccurate" if self.later_fault or (self.outside_budget and not self.tolerated) else "passed"
+        return (
+            "inaccurate"
+            if self.later_fault or (self.outside_budget and not self.tolerated)
+            else "passed"
+        )
 
     @property
     def failed(self) -> bool:
@@ -400,21 +441,33 @@ class Case(Record):
 
     @property
     def outside_budget(self) -> str:
-        """The reasons, and the laws that it breaks, of which those of libraries are only told; empty if all is well."""
-        broken = [one for one in self.probes if one.holds == "no" and one.name != REPEATS and self.kind != "library"]
+        """The reasons, and the laws that it breaks, of which those of libraries are only told;
+        empty if all is well.
+        """
+        broken = [
+            one
+            for one in self.probes
+            if one.holds == "no" and one.name != REPEATS and self.kind != "library"
+        ]
         reasons = [one.reason for one in self.accuracy if one.reason]
         return "; ".join([*reasons, *(f"law '{one.name}': {one.detail}" for one in broken)])
 
     @property
     def only_outside(self) -> bool:
-        """Whether nothing is wrong with it but an error outside the budget, found before it was timed."""
+        """Whether nothing is wrong with it but an error outside the budget, found before it was
+        timed.
+        """
         return self.result == "inaccurate" and not self.later_fault
 
     @property
     def tolerated(self) -> bool:
-        """Whether it is timed although it is outside the budget: another library's, close enough to be the operator."""
+        """Whether it is timed although it is outside the budget: another library's, close enough to
+        be the operator.
+        """
         rms = [one.vs_oracle.rms_ratio for one in self.accuracy]
-        return self.kind in ("library", "served") and all(one is not None and one <= CLOSE for one in rms)
+        return self.kind in ("library", "served") and all(
+            one is not None and one <= CLOSE for one in rms
+        )
 
     @property
     def why(self) -> str:
@@ -428,7 +481,9 @@ class Case(Record):
 
     @property
     def judged(self) -> bool:
-        """Whether gates apply: not to the baseline, other libraries, what was served, noise, and single layers."""
+        """Whether gates apply: not to the baseline, other libraries, what was served, noise, and
+        single layers.
+        """
         if self.answers:
             return not self.answers.change and self.answers.alone is None
         return self.rated_against is not None and self.kind not in ("library", "served")
@@ -468,7 +523,8 @@ class Case(Record):
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:
         """How many times as fast it is as `other`; None if one of them was not timed.
 
-        By the rounds that both were timed in; without those the recorded speedup, or the quotient of the two times.
+        By the rounds that both were timed in; without those the recorded speedup, or the quotient
+        of the two times.
         """
         own, others = self.by_clock(clock), other.by_clock(clock) if other else None
         if other is None or other is self or not own or not others:

@@ -1,12 +1,15 @@
-"""The grammar of conditions, `metric[@where]:limit`, for every gate and every comparison of two reports.
+"""The grammar of conditions, `metric[@where]:limit`, for every gate and every comparison of two
+reports.
 
-limit is a number, `N%`, or a change from the base report: `base+N%`, or `base+N` in the metric's own unit, with a minus
-where more is better.  The metric says in which direction.  An absolute limit judges the value; a change of a measured
-value is broken only if its whole interval lies beyond the limit.
+limit is a number, `N%`, or a change from the base report: `base+N%`, or `base+N` in the metric's
+own unit, with a minus where more is better.  The metric says in which direction.  An absolute limit
+judges the value; a change of a measured value is broken only if its whole interval lies beyond the
+limit.
 
-Older options are spellings of it: `--min-speedup 1.5` is `speedup:1.5`, `--min-match 1e-3:99` is `match@1e-3:99%`,
-`--max-rms-ratio X` is `rms:X`, `--max-kl X` is `kl:X`.  In `--fail-if`, `match:-0.1` is `match:base-0.1`, `kl:X` is
-`kl:base+X`, and `slower:3%` is `time:base+3%`, or `speedup:base-3%` where the machines differ.
+Older options are spellings of it: `--min-speedup 1.5` is `speedup:1.5`, `--min-match 1e-3:99` is
+`match@1e-3:99%`, `--max-rms-ratio X` is `rms:X`, `--max-kl X` is `kl:X`.  In `--fail-if`,
+`match:-0.1` is `match:base-0.1`, `kl:X` is `kl:base+X`, and `slower:3%` is `time:base+3%`, or
+`speedup:base-3%` where the machines differ.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ _EXAMPLE = "Give TOLERANCE:PERCENT, such as 1e-3:99."
 class Condition(Record):
     """What a case must satisfy: `core.conditions`.  The metric says in which direction.
 
-    at: a tolerance, clock, tensor or implementation, as the metric wants.  limit: in the metric's unit, or percent.
+    at: a tolerance, clock, tensor or implementation, as the metric wants.  limit: in the metric's
+    unit, or percent.
     to_base: the limit is a change from the base report: relative if percent.
     spelling: the option as the user gave it, "min-speedup 1.5"; it is what reports show.
     """
@@ -64,7 +68,9 @@ class Condition(Record):
 
 
 class Verdict(Record):
-    """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.  found: in words."""
+    """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.
+    found: in words.
+    """
 
     condition: Condition
     case: Text
@@ -79,10 +85,12 @@ class Verdict(Record):
 class Metric:
     """of: (case, where, report) -> its value; None: there is none.
 
-    lacks: why not, in words.  says: (case, value, limit) -> the value that breaks a limit, in words.
+    lacks: why not, in words.  says: (case, value, limit) -> the value that breaks a limit, in
+    words.
     applies: whether it is of a case.  places: what @ may name; None: any implementation.
     more: more is better.  percent: an absolute limit is in percent.  unit: of values.
-    relative: a change without "base" is in percent.  changes: the value that changes are of; None: that of `of`.
+    relative: a change without "base" is in percent.  changes: the value that changes are of; None:
+    that of `of`.
     """
 
     of: Callable[[Case, str, Report], Value | None]
@@ -115,59 +123,99 @@ def _rms(case: Case, _where: str, _report: Report) -> float | None:
 
 METRICS: dict[str, Metric] = {
     "speedup": Metric(
-        of=lambda case, where, report: report.speedup(case, over=where), applies=lambda case: not case.answers,
+        of=lambda case, where, report: report.speedup(case, over=where),
+        applies=lambda case: not case.answers,
         lacks=lambda case: "its baseline was not timed" if case.time_us else "not timed",
-        says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}", places=None, more=True,
+        says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}",
+        places=None,
+        more=True,
         relative=True,
     ),
     "time": Metric(
-        of=lambda case, where, _: {"call": case.call_us, "device": case.device_us}.get(where, case.time_us),
-        lacks=lambda _: "not timed", says=lambda _case, value, _: f"{value:,.5g} us",
-        applies=lambda case: not case.answers, places=("call", "device"), unit=" us", relative=True,
+        of=lambda case, where, _: {"call": case.call_us, "device": case.device_us}.get(
+            where, case.time_us
+        ),
+        lacks=lambda _: "not timed",
+        says=lambda _case, value, _: f"{value:,.5g} us",
+        applies=lambda case: not case.answers,
+        places=("call", "device"),
+        unit=" us",
+        relative=True,
     ),
     "match": Metric(
-        of=lambda case, where, _: case.match_pct(TOLERANCE_NAMES[where or "1e-3"]), applies=_call,
-        lacks=lambda _: "not compared with a baseline", says=lambda _case, value, _: f"{value:.6g}%",
-        places=tuple(TOLERANCE_NAMES), more=True, percent=True, unit="%",
+        of=lambda case, where, _: case.match_pct(TOLERANCE_NAMES[where or "1e-3"]),
+        applies=_call,
+        lacks=lambda _: "not compared with a baseline",
+        says=lambda _case, value, _: f"{value:.6g}%",
+        places=tuple(TOLERANCE_NAMES),
+        more=True,
+        percent=True,
+        unit="%",
     ),
     "rms": Metric(
-        of=_rms, lacks=lambda _: "not compared with the fp64 oracle", applies=_call, relative=True,
-        says=lambda _case, value, _: "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor",
+        of=_rms,
+        lacks=lambda _: "not compared with the fp64 oracle",
+        applies=_call,
+        relative=True,
+        says=lambda _case, value, _: (
+            "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor"
+        ),
         changes=lambda case, _where, _report: case.error.rms_ratio if case.error else None,
     ),
     "memory": Metric(
-        of=lambda case, _where, _report: case.workspace_bytes, applies=_call,
-        says=lambda _case, value, _: f"{value:,.0f} bytes", unit=" bytes", relative=True,
+        of=lambda case, _where, _report: case.workspace_bytes,
+        applies=_call,
+        says=lambda _case, value, _: f"{value:,.0f} bytes",
+        unit=" bytes",
+        relative=True,
     ),
     "launches": Metric(
-        of=lambda case, _where, _report: case.kernels, says=lambda _case, value, _: f"{value:.0f}", applies=_call
+        of=lambda case, _where, _report: case.kernels,
+        says=lambda _case, value, _: f"{value:.0f}",
+        applies=_call,
     ),
     "kl": Metric(
-        of=lambda case, _where, _report: case.band.kl_mean if case.band else None, applies=_answers, unit=" nats",
+        of=lambda case, _where, _report: case.band.kl_mean if case.band else None,
+        applies=_answers,
+        unit=" nats",
         says=lambda _case, value, at: f"mean KL {value:.3g} is above {at.limit:g}",
     ),
     "top1": Metric(
-        of=lambda case, _where, _report: case.band.top1_pct if case.band else None, applies=_answers, more=True,
-        says=lambda _case, value, at: f"the same top token at {value:.4g}% of positions, below {at.limit:g}%",
-        percent=True, unit="%",
+        of=lambda case, _where, _report: case.band.top1_pct if case.band else None,
+        applies=_answers,
+        more=True,
+        says=lambda _case, value, at: (
+            f"the same top token at {value:.4g}% of positions, below {at.limit:g}%"
+        ),
+        percent=True,
+        unit="%",
     ),
     "perplexity": Metric(
-        of=lambda case, _where, _report: case.band.perplexity if case.band else None, applies=_answers, relative=True,
+        of=lambda case, _where, _report: case.band.perplexity if case.band else None,
+        applies=_answers,
+        relative=True,
         says=lambda _case, value, at: f"perplexity {value:.6g} is above {at.limit:g}",
     ),
     "perplexity-increase": Metric(
-        of=lambda case, _where, _report: case.band.perplexity_increase_pct if case.band else None, applies=_answers,
+        of=lambda case, _where, _report: case.band.perplexity_increase_pct if case.band else None,
+        applies=_answers,
         says=lambda _case, value, at: f"perplexity rises by {value:.3g}%, more than {at.limit:g}%",
-        percent=True, unit="%",
+        percent=True,
+        unit="%",
     ),
-}  # fmt: skip
+}
 # of --fail-if: the time, or the speedup where the machines differ; and the places of a condition
 SLOWER: dict[str, tuple[str, ...]] = {"slower": (), "slower-call": ("call",)}
-_CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")  # whose limit in --fail-if is a change
+# whose limit in --fail-if is a change
+_CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")
 LIMITS = {  # options -> the metrics that they limit
-    "min_speedup": "speedup", "min_match": "match", "max_rms_ratio": "rms", "max_kl": "kl", "min_top1": "top1",
+    "min_speedup": "speedup",
+    "min_match": "match",
+    "max_rms_ratio": "rms",
+    "max_kl": "kl",
+    "min_top1": "top1",
     "max_perplexity_increase": "perplexity-increase",
-}  # fmt: skip
+}
 
 
 def metric_of(name: str) -> Metric:
@@ -185,12 +233,14 @@ def parse(option: str, text: str) -> Condition:
     if name not in known:
         raise BadInputError(f"{option} does not know {name!r}.", nearest(name, known))
     metric, found = metric_of(name), _GRAMMAR.fullmatch(text)
-    change = old and (name in SLOWER or (name in _CHANGES and ":base" not in text))  # from BASE, without saying it
+    # from BASE, without saying it
+    change = old and (name in SLOWER or (name in _CHANGES and ":base" not in text))
     more = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
     hint = f"Write {name}:2{'%' if metric.percent else ''}{f' or {more}' if old else ''}."
     if found and found["base"] and not old:
         raise BadInputError(
-            f"{option} has no report to compare with: {text!r}.", "Give it to 'ssdprof compare --fail-if'."
+            f"{option} has no report to compare with: {text!r}.",
+            "Give it to 'ssdprof compare --fail-if'.",
         )
     if change:
         hint = f"Write {name}:{'3%' if metric.relative else '-0.1' if metric.more else '0'}."
@@ -200,7 +250,10 @@ def parse(option: str, text: str) -> Condition:
     places = TOLERANCE_NAMES if change and name == "match" else () if change else metric.places
     if places is not None and at and at not in places:
         if change or places:
-            hint = f"{'match' if change else name} has a place: {', '.join(places or TOLERANCE_NAMES)}."
+            hint = (
+                f"{'match' if change else name} has a place: "
+                f"{', '.join(places or TOLERANCE_NAMES)}."
+            )
         raise BadInputError(f"{option} knows no {name} at {at}.", hint)
     limit = float(word) if word.count(".") < 2 else math.inf
     if math.isinf(limit):
@@ -213,13 +266,18 @@ def parse(option: str, text: str) -> Condition:
     if not fits:
         raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", hint)
     return Condition(
-        metric=name, at="call" if name == "slower-call" else at, limit=abs(limit), percent=bool(unit),
-        to_base=change or bool(base), spelling=text,
-    )  # fmt: skip
+        metric=name,
+        at="call" if name == "slower-call" else at,
+        limit=abs(limit),
+        percent=bool(unit),
+        to_base=change or bool(base),
+        spelling=text,
+    )
 
 
 def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...]:
-    """The conditions of the options in `LIMITS`, in its order, and of --gate.  None: one that was not given.
+    """The conditions of the options in `LIMITS`, in its order, and of --gate.  None: one that was
+    not given.
 
     Raises BadInputError for an invalid one.
     """
@@ -233,11 +291,20 @@ def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...
             places = [] if given is None else [("", given)]
         for at, limit in places:
             try:
-                one = parse("", f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}")
+                one = parse(
+                    "",
+                    f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}",
+                )
             except BadInputError as error:
-                example = "Give a number from 0 to 100, such as 1.5%." if unit else "Give it as 1.5."
-                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(metric, example)
-                raise BadInputError(f"--{option} is no limit: {at}{colon}{limit}.", example) from error
+                example = (
+                    "Give a number from 0 to 100, such as 1.5%." if unit else "Give it as 1.5."
+                )
+                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(
+                    metric, example
+                )
+                raise BadInputError(
+                    f"--{option} is no limit: {at}{colon}{limit}.", example
+                ) from error
             shown = f"{at}{colon}{one.limit:g}{unit * (not colon)}"
             found.append(one.changed(spelling=f"{option} {shown}"))
     return (*found, *(parse("--gate", text) for text in gates))
@@ -251,7 +318,8 @@ def parse_percent(option: str, text: str) -> float:
         value = math.nan
     if not 0 <= value < 100:
         raise BadInputError(
-            f"{option} is not a percentage: {text!r}.", "Give a number from 0% to below 100%, such as 1%."
+            f"{option} is not a percentage: {text!r}.",
+            "Give a number from 0% to below 100%, such as 1%.",
         )
     return value / 100
 
@@ -272,14 +340,19 @@ def judged(report: Report) -> tuple[Case, ...]:
 def verdicts(report: Report) -> Iterator[Verdict]:
     """A verdict for each condition of the report and each case that it applies to.
 
-    Cases that did not pass are not judged: they fail a report anyway, except that a requested case without a time
-    breaks a speedup.  A condition that judged no case is broken.
+    Cases that did not pass are not judged: they fail a report anyway, except that a requested case
+    without a time breaks a speedup.  A condition that judged no case is broken.
     """
     for condition in report.conditions:
         found = list(_of(condition, report))
         yield from found
         if all(one.holds is None for one in found):
-            yield Verdict(condition=condition, case="", holds=False, found="no case passed that it could judge")
+            yield Verdict(
+                condition=condition,
+                case="",
+                holds=False,
+                found="no case passed that it could judge",
+            )
 
 
 def broken(report: Report) -> tuple[Verdict, ...]:
@@ -294,7 +367,9 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
         if case.result == "passed":
             holds, words = judge(condition, case, report)
             # an answer without a next token has no perplexity
-            found.append((case.name, bool(holds) if holds is not None or not case.answers else None, words))
+            found.append(
+                (case.name, bool(holds) if holds is not None or not case.answers else None, words)
+            )
     if condition.metric in ("speedup", "time"):
         untimed = [case for case in cases if case.prefill and case.result != "passed"]
         found += [(case.name, False, f"{case.result}: {case.why}") for case in untimed]
@@ -307,7 +382,9 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
 
 
 def judge(condition: Condition, case: Case, report: Report) -> tuple[bool | None, str]:
-    """Whether a case is within an absolute limit, and what is wrong if not; None if it has no such value."""
+    """Whether a case is within an absolute limit, and what is wrong if not; None if it has no such
+    value.
+    """
     metric = METRICS[condition.metric]
     value = number(metric.of(case, condition.at, report))
     if value is None:
@@ -324,37 +401,51 @@ def number(value: Value | None) -> float | None:
 
 
 class Outcome:
-    """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a bench.
+    """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a
+    bench.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-    judged: number of cases that were compared or failed, without those of other libraries and those of answers.
+    judged: number of cases that were compared or failed, without those of other libraries and those
+    of answers.
     failed: the judged cases that did not pass.
     outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
     missing: number of requested cases that are neither in the report nor left out by name.
     broken: conditions that do not hold, each with its case.
-    answers: the judged cases of the model's answers.  answers_failed: those that did not pass, or break a condition.
-    passed: all requested cases were compared and passed, and all conditions hold; False if nothing was compared.
+    answers: the judged cases of the model's answers.  answers_failed: those that did not pass, or
+    break a condition.
+    passed: all requested cases were compared and passed, and all conditions hold; False if nothing
+    was compared.
     """
 
     def __init__(self, report: Report) -> None:
         bench = report.kind == "bench"
-        own = [case for case in report.cases if case.kind != "library" or not (case.baseline or bench)]
+        own = [
+            case for case in report.cases if case.kind != "library" or not (case.baseline or bench)
+        ]
         calls = [case for case in own if not case.answers]
         refused = [case for case in calls if case.result == "refused"]
         rivals = {case.rated_against for case in report.cases}
-        self.outside = [one for one in report.cases if one.outside_budget and (one.place, one.implementation) in rivals]
+        self.outside = [
+            one
+            for one in report.cases
+            if one.outside_budget and (one.place, one.implementation) in rivals
+        ]
         excused = [case for case in self.outside if case.only_outside]
         requested = {", ".join(one) for one in report.requested}
         self.ended_early = _ended_early(report)
         self.judged = len([case for case in calls if case not in (*refused, *excused)])
         self.failed = tuple(case for case in calls if case.failed and case not in excused)
-        self.refused = tuple(one for one in refused if not one.prefill and (not requested or one.name in requested))
+        self.refused = tuple(
+            one for one in refused if not one.prefill and (not requested or one.name in requested)
+        )
         self.missing = len(report.missing)
         self.broken = broken(report)
         self.answers = tuple(case for case in own if case.answers and case.judged)
         limits = {one.case for one in self.broken}
-        self.answers_failed = tuple(case for case in self.answers if case.result != "passed" or case.name in limits)
+        self.answers_failed = tuple(
+            case for case in self.answers if case.result != "passed" or case.name in limits
+        )
         failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
         self.passed = self.judged + len(self.answers) > 0 and not (self.ended_early or failed)
 
@@ -369,7 +460,9 @@ class Outcome:
 
 
 def exact_answer_is_finite(case: Case) -> bool:
-    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's output can be."""
+    """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's
+    output can be.
+    """
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)
 
 

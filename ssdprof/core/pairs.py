@@ -1,4 +1,5 @@
-"""Two reports of a kind, case by case: which values can be compared, the changes, and the conditions on them.
+"""Two reports of a kind, case by case: which values can be compared, the changes, and the
+conditions on them.
 
 Ratios are BASE's time over NEW's, so a ratio above 1 means that NEW is faster.
 """
@@ -32,7 +33,9 @@ def subject(report: Report) -> str:
 def unfinished(report: Report) -> str:
     """Why it is incomplete; empty if it is complete."""
     found = Outcome(report)
-    return found.ended_early or (f"{found.missing} of the requested cases are missing" if found.missing else "")
+    return found.ended_early or (
+        f"{found.missing} of the requested cases are missing" if found.missing else ""
+    )
 
 
 # a report, after its name as the user gave it
@@ -40,15 +43,20 @@ Side = Annotated[
     tuple[str, Report],
     PlainSerializer(
         lambda side: {
-            "name": side[0], "unfinished": unfinished(side[1]), "id": side[1].id, "subject": subject(side[1]),
+            "name": side[0],
+            "unfinished": unfinished(side[1]),
+            "id": side[1].id,
+            "subject": subject(side[1]),
         },
         return_type=dict[Literal["name", "unfinished", "id", "subject"], str],
     ),
-]  # fmt: skip
+]
 
 
 def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
-    """What the document has of a case: times in us, and the output's errors against the fp64 oracle."""
+    """What the document has of a case: times in us, and the output's errors against the fp64
+    oracle.
+    """
     if case is None:
         return None
     return {
@@ -62,16 +70,19 @@ def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
     }
 
 
-_Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, str | int | float | None] | None)]
+_Case = Annotated[
+    Case | None, PlainSerializer(_values, return_type=dict[str, str | int | float | None] | None)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """A case of both, or of one of them.
 
-    verdict: "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE" or "only in NEW".
-    time, call: changes of device and call times, both of the call time for a prefill; None if the times cannot be
-        compared or do not exist.
+    verdict: "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE" or
+    "only in NEW".
+    time, call: changes of device and call times, both of the call time for a prefill; None if the
+        times cannot be compared or do not exist.
     over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
     incomparable: why absolute times cannot be compared.
     other_inputs: why errors cannot be compared; empty if both had the same inputs.
@@ -109,7 +120,8 @@ class Total:
 
     Its interval assumes that all cases are at the same end of their intervals.
 
-    where: "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype.  over: what it is over.
+    where: "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype.
+    over: what it is over.
     """
 
     where: str
@@ -148,7 +160,10 @@ class Comparison:
         if any(not pair.apart for pair in self.pairs):
             return ""
         both = [pair for pair in self.pairs if pair.base and pair.new]
-        return "; ".join(dict.fromkeys(why for pair in both for why in pair.apart)) or "no case is in both"
+        return (
+            "; ".join(dict.fromkeys(why for pair in both for why in pair.apart))
+            or "no case is in both"
+        )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -179,31 +194,45 @@ def compare(
         )
     # by name, in the order of NEW; those that are only in BASE come last
     theirs, ours = (
-        {case.name: case for case in report.cases if not case.answers or case.judged} for report in (one, other)
+        {case.name: case for case in report.cases if not case.answers or case.judged}
+        for report in (one, other)
     )
     pairs = [
         _pair(name, theirs.get(name), ours.get(name), one, other, smallest_difference)
         for name in dict.fromkeys((*ours, *theirs))
     ]
     return Comparison(
-        base=base, new=new, smallest_difference=smallest_difference, machine=_different(_needs(one), _needs(other)),
-        pairs=tuple(pairs), totals=tuple(_totals(pairs, smallest_difference)),
-        verdicts={condition: tuple(_offenders(condition, pairs, one, other)) for condition in conditions},
-    )  # fmt: skip
+        base=base,
+        new=new,
+        smallest_difference=smallest_difference,
+        machine=_different(_needs(one), _needs(other)),
+        pairs=tuple(pairs),
+        totals=tuple(_totals(pairs, smallest_difference)),
+        verdicts={
+            condition: tuple(_offenders(condition, pairs, one, other)) for condition in conditions
+        },
+    )
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
-    """What must be the same in both for a comparison of absolute times; empty without a GPU.  case: of a prefill."""
+    """What must be the same in both for a comparison of absolute times; empty without a GPU.  case:
+    of a prefill.
+    """
     gpu, packages = report.environment.gpu, {"Triton": "triton"}
     if gpu is None:
         return {}
     needs = {"GPU": gpu.name, "driver": gpu.driver}
     if case and (whole := case.prefill):
         packages |= {"PyTorch": "torch", "transformers": "transformers"}
-        needs |= {"attention": whole.attention or "none", "segment length": f"{whole.segment_length:,}"}
+        needs |= {
+            "attention": whole.attention or "none",
+            "segment length": f"{whole.segment_length:,}",
+        }
         if whole.conv_and_norm == "model" or whole.left_to_model:
             needs["convolution"] = whole.convolution
-    return needs | {name: report.environment.packages.get(one, "unknown") for name, one in packages.items()}
+    return needs | {
+        name: report.environment.packages.get(one, "unknown") for name, one in packages.items()
+    }
 
 
 def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
@@ -215,15 +244,24 @@ def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
     )
 
 
-def _pair(name: str, base: Case | None, new: Case | None, one: Report, other: Report, smallest: float) -> Pair:
+def _pair(
+    name: str, base: Case | None, new: Case | None, one: Report, other: Report, smallest: float
+) -> Pair:
     """one, other: the reports of the two cases."""
     if base is None or new is None:
-        return Pair(name=name, base=base, new=new, verdict="only in BASE" if base else "only in NEW")
-    whole, timed = new.prefill is not None, "not comparable" if base.time_us and new.time_us else "not timed"
+        return Pair(
+            name=name, base=base, new=new, verdict="only in BASE" if base else "only in NEW"
+        )
+    whole, timed = (
+        new.prefill is not None,
+        "not comparable" if base.time_us and new.time_us else "not timed",
+    )
     if differ := _different({"shape": _shape(base, one)}, {"shape": _shape(new, other)}):
         why = differ[0].replace("shape", "model", whole)
         inputs = "" if whole else why
-        return Pair(name=name, base=base, new=new, verdict=timed, incomparable=(why,), other_inputs=inputs)
+        return Pair(
+            name=name, base=base, new=new, verdict=timed, incomparable=(why,), other_inputs=inputs
+        )
     differ = _different(_needs(one, base), _needs(other, new))
     # those of a bench are drawn with a fixed seed
     prompts = [
@@ -236,20 +274,31 @@ def _pair(name: str, base: Case | None, new: Case | None, one: Report, other: Re
     over_baseline = _quotient(other.speedup(new), one.speedup(base)) if same_baseline else None
     judged_by = time or over_baseline
     return Pair(
-        name=name, base=base, new=new, verdict=judged_by.verdict(smallest) if judged_by else timed, time=time,
-        call=call, over_baseline=over_baseline, incomparable=differ, other_inputs="".join(_different(*prompts)),
-    )  # fmt: skip
+        name=name,
+        base=base,
+        new=new,
+        verdict=judged_by.verdict(smallest) if judged_by else timed,
+        time=time,
+        call=call,
+        over_baseline=over_baseline,
+        incomparable=differ,
+        other_inputs="".join(_different(*prompts)),
+    )
 
 
 def _shape(case: Case, report: Report) -> str:
-    """The sizes of the call, and whether its inputs were cast; of the whole model, which model it is."""
+    """The sizes of the call, and whether its inputs were cast; of the whole model, which model it
+    is.
+    """
     if case.prefill:
         assert report.model
         model = f"{report.model.repo_id} ({report.model.model_type})"
         return f"{model}, {case.prefill.layers} of {case.prefill.layer_count} layers"
     if case.answers:
         layers = ", ".join(map(str, case.answers.layers))
-        return f"{case.answers.weights} weights, reference {case.answers.reference}, layers {layers}"
+        return (
+            f"{case.answers.weights} weights, reference {case.answers.reference}, layers {layers}"
+        )
     assert case.dims
     if case.drawn:  # without the chunk size: each implementation takes its fastest one
         return f"{case.dims.operator}, {case.dims.words}, {case.dims.dtype}, {case.drawn.layout}"
@@ -274,41 +323,69 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
     for (where, over, name, precision, by), own in grouped(judged, key).items():
         change = statistics.mean([ratio for one in own if (ratio := one.time or one.over_baseline)])
         yield Total(
-            where=where, over=over, implementation=name, precision=precision, cases=len(own), by=by, change=change,
+            where=where,
+            over=over,
+            implementation=name,
+            precision=precision,
+            cases=len(own),
+            by=by,
+            change=change,
             verdict=change.verdict(smallest),
-        )  # fmt: skip
+        )
 
 
 def _calls(case: Case) -> tuple[str, TotalOver]:
     """All calls that add up with the case, in words, and what they are over."""
     if case.layer is None:
         return case.where, "length"
-    return case.calls, "layer" if case.call is None or case.call.kind in ("packed", "verify") else "call"
+    return case.calls, "layer" if case.call is None or case.call.kind in (
+        "packed",
+        "verify",
+    ) else "call"
 
 
 # --- conditions
 
 
-def _offenders(condition: Condition, pairs: Sequence[Pair], base: Report, new: Report) -> Iterator[Verdict]:
+def _offenders(
+    condition: Condition, pairs: Sequence[Pair], base: Report, new: Report
+) -> Iterator[Verdict]:
     """The cases that violate the condition.
 
-    An incomplete NEW violates it too, as does a NEW without an implementation of BASE, or without a case to judge.
+    An incomplete NEW violates it too, as does a NEW without an implementation of BASE, or without a
+    case to judge.
     """
     both = [pair for pair in pairs if pair.base and pair.new]
     found = {pair.name: _judged(condition, pair, base, new) for pair in both}
     said = [(name, why) for name, why in found.items() if why]
     timed = condition.metric in _TIMED
-    applies, there = metric_of(condition.metric).applies, {case.implementation for case in new.cases}
-    only_base = (pair.case for pair in pairs if not pair.new and pair.case.judged and applies(pair.case))
-    lost = dict.fromkeys(case.implementation for case in only_base if case.implementation not in there)
+    applies, there = (
+        metric_of(condition.metric).applies,
+        {case.implementation for case in new.cases},
+    )
+    only_base = (
+        pair.case for pair in pairs if not pair.new and pair.case.judged and applies(pair.case)
+    )
+    lost = dict.fromkeys(
+        case.implementation for case in only_base if case.implementation not in there
+    )
     if both and lost:
         said.append(("", f"NEW has no case of {', '.join(lost)}"))
     if incomplete := unfinished(new):
         said.append(("", f"NEW is incomplete: {incomplete}"))
     elif all(why is None for why in found.values()):
-        nothing = f"BASE has no {'times' if timed else 'such value'}" if both else "no case is in both"
-        reasons = (why for one in both for why in (one.incomparable if timed else [one.other_inputs]) if why)
-        said.append(("", f"no case could be judged: {'; '.join(dict.fromkeys(reasons)) or nothing}"))
+        nothing = (
+            f"BASE has no {'times' if timed else 'such value'}" if both else "no case is in both"
+        )
+        reasons = (
+            why
+            for one in both
+            for why in (one.incomparable if timed else [one.other_inputs])
+            if why
+        )
+        said.append(
+            ("", f"no case could be judged: {'; '.join(dict.fromkeys(reasons)) or nothing}")
+        )
     for name, why in said:
         yield Verdict(condition=condition, case=name, holds=False, found=why)
 
@@ -328,10 +405,14 @@ def _judged(condition: Condition, pair: Pair, one: Report, other: Report) -> str
             return f"timed in BASE; {status} in NEW"
         return _slower(condition, pair, (one, base), (other, new))
     of = (metric.changes if condition.percent else None) or metric.of
-    before, now = (number(of(case, condition.at, report)) for report, case in ((one, base), (other, new)))
+    before, now = (
+        number(of(case, condition.at, report)) for report, case in ((one, base), (other, new))
+    )
     if before is None or pair.other_inputs:
         return None
-    in_base, in_new = (f"{it:{',' if isinstance(it, int) else '.6g'}}{metric.unit}" for it in (before, now or 0))
+    in_base, in_new = (
+        f"{it:{',' if isinstance(it, int) else '.6g'}}{metric.unit}" for it in (before, now or 0)
+    )
     if now is None:
         return f"{in_base} in BASE; {status} in NEW"
     step = condition.limit / 100 * before if condition.percent else condition.limit
@@ -342,13 +423,19 @@ def _judged(condition: Condition, pair: Pair, one: Report, other: Report) -> str
 def _slower(condition: Condition, pair: Pair, *both: tuple[Report, Case]) -> str | None:
     """both: BASE's report and case, then NEW's."""
     by_call = condition.at == "call" or bool(pair.case.prefill)
-    by_speedup = condition.metric == "speedup" or (condition.metric == "slower" and pair.time is None)
+    by_speedup = condition.metric == "speedup" or (
+        condition.metric == "slower" and pair.time is None
+    )
     over = condition.at if condition.metric == "speedup" else ""
     same_call = pair.call if condition.at == "call" else pair.time
     if not (over or pair.over_baseline if by_speedup else same_call):
         return None
     before, now = (
-        report.speedup(case, over=over) if by_speedup else case.call_us if by_call else case.device_us
+        report.speedup(case, over=over)
+        if by_speedup
+        else case.call_us
+        if by_call
+        else case.device_us
         for report, case in both
     )
     if before and not now:
@@ -359,6 +446,13 @@ def _slower(condition: Condition, pair: Pair, *both: tuple[Report, Case]) -> str
     if condition.percent:
         slower = change.high < 1 - limit if by_speedup else change.low > 1 + limit
     else:
-        slower = statistics.difference(*((before, now) if by_speedup else (now, before))).low > condition.limit
+        slower = (
+            statistics.difference(*((before, now) if by_speedup else (now, before))).low
+            > condition.limit
+        )
     interval = "" if by_call else f" [{change.low:.4g}, {change.high:.4g}]"
-    return f"{change.value:.4g} times BASE's {'speedup' if by_speedup else 'time'}{interval}" if slower else ""
+    return (
+        f"{change.value:.4g} times BASE's {'speedup' if by_speedup else 'time'}{interval}"
+        if slower
+        else ""
+    )

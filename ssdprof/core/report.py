@@ -27,10 +27,19 @@ from ssdprof.core.base import (
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import SLOWER, Condition, Outcome
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
+from ssdprof.core.subject import (
+    Ceilings,
+    CheckpointRef,
+    Clocks,
+    Environment,
+    LayerRef,
+    Placement,
+    Prompt,
+)
 from ssdprof.errors import SsdprofError
 
-_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")  # of options with a value
+# of options with a value
+_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")
 
 
 class LeftOut(Record):
@@ -42,10 +51,12 @@ class LeftOut(Record):
 
 
 class ProcessLine(Record):
-    """What belongs to a process of a report, and not to a case: the last line of each process counts.
+    """What belongs to a process of a report, and not to a case: the last line of each process
+    counts.
 
     captured: layers whose inputs were taken.  notes: for the reader, in sentences.
-    gates: of each layer's first call, by its index: the heads that forget within each of `MEMORIES`, and hardly at all.
+    gates: of each layer's first call, by its index: the heads that forget within each of
+    `MEMORIES`, and hardly at all.
     peak_bytes: GPU memory while the model ran and layers were replayed.
     seconds: wall clock.  steps: that of each step of the command, compilation included.
     ended: why it stopped early, in a sentence; empty while it runs, and at its end.
@@ -66,7 +77,8 @@ class ProcessLine(Record):
     ended: Text = ""
 
 
-Requested = tuple[Text, Text, Text]  # a case's place, implementation and precision: joined by ", " its name
+# a case's place, implementation and precision: joined by ", " its name
+Requested = tuple[Text, Text, Text]
 
 
 class Report(Record):
@@ -74,10 +86,12 @@ class Report(Record):
 
     id: name of the run's folder; of another report its kind and time.  created: ISO 8601, UTC.
     command: as typed, without tokens.
-    commit: of the repository in the working directory, "-dirty" after it if files differ; empty without one.
+    commit: of the repository in the working directory, "-dirty" after it if files differ; empty
+    without one.
     subject: the model's repo, or the operator of a bench.  model: None for a bench.
     requested: the cases, known before the first one runs.
-    cast: the inputs' dtype in the model, and that in which they were replayed, if it is another one.
+    cast: the inputs' dtype in the model, and that in which they were replayed, if it is another
+    one.
     baseline: that others are compared with; decode steps have their own, which their cases name.
     matched_with: the implementation whose output others are matched with.
     tensor_parallel: number of ranks; the first one's share of the heads was replayed.
@@ -122,7 +136,11 @@ class Report(Record):
         unique("a case", [case.name for case in self.cases])
         unique("a requested case", self.requested)
         unique("a process", [one.process for one in self.processes])
-        if changes := [one.spelling or one.metric for one in self.conditions if one.to_base or one.metric in SLOWER]:
+        if changes := [
+            one.spelling or one.metric
+            for one in self.conditions
+            if one.to_base or one.metric in SLOWER
+        ]:
             raise ValueError(f"the gate {changes[0]} compares with another report")
         if len(self.processes) > self.files:
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
@@ -131,7 +149,9 @@ class Report(Record):
             of_out, seqlen = case.tensor("out"), case.dims.seqlen if case.dims else 0
             for error in (of_out.vs_oracle, of_out.floor) if of_out else ():
                 if error.along and slices.setdefault(seqlen, len(error.along)) != len(error.along):
-                    raise ValueError(f"{case.name} has errors along the positions in another number of slices")
+                    raise ValueError(
+                        f"{case.name} has errors along the positions in another number of slices"
+                    )
             if case.status == "ran" and (case.layer or case.drawn) and not case.tensor("out"):
                 raise ValueError(f"{case.name} ran, and nothing says what it computed")
         return self
@@ -162,7 +182,9 @@ class Report(Record):
 
     @property
     def peak_bytes(self) -> int | None:
-        return max((one.peak_bytes for one in self.processes if one.peak_bytes is not None), default=None)
+        return max(
+            (one.peak_bytes for one in self.processes if one.peak_bytes is not None), default=None
+        )
 
     @property
     def seconds(self) -> float:
@@ -180,7 +202,9 @@ class Report(Record):
     @property
     def remarks(self) -> tuple[str, ...]:
         """All notes."""
-        return tuple(dict.fromkeys((*self.notes, *(note for one in self.processes for note in one.notes))))
+        return tuple(
+            dict.fromkeys((*self.notes, *(note for one in self.processes for note in one.notes)))
+        )
 
     # --- cases
 
@@ -202,10 +226,12 @@ class Report(Record):
         return grouped(self.cases, lambda case: (case.place, case.implementation))
 
     def rival(self, case: Case, implementation: str = "") -> Case | None:
-        """The case's baseline, or another implementation, in the same place: at exact intermediates and equal states if
-        there is such a case, else its first one.  None if that is the case itself.
+        """The case's baseline, or another implementation, in the same place: at exact intermediates
+        and equal states if there is such a case, else its first one.  None if that is the case
+        itself.
 
-        In a bench it is the fastest case of the other implementation; other libraries have no rival there.
+        In a bench it is the fastest case of the other implementation; other libraries have no rival
+        there.
         """
         name = implementation or case.baseline
         there = self._by_place.get((case.place, name), []) if name else []
@@ -213,13 +239,17 @@ class Report(Record):
             if case.kind == "library" or name == case.implementation:
                 return None
             timed = [one for one in there if one.device_us]
-            found = min(timed, key=lambda one: one.device_us.value if one.device_us else 0.0, default=None)
+            found = min(
+                timed, key=lambda one: one.device_us.value if one.device_us else 0.0, default=None
+            )
         else:
             found = min(there, key=lambda one: one.precision != case.precision.exact, default=None)
         return None if found is case else found
 
     def speedup(self, case: Case, clock: Clock | None = None, over: str = "") -> Estimate | None:
-        """Over the case's baseline, or over another implementation.  clock: None: the one that verdicts use."""
+        """Over the case's baseline, or over another implementation.  clock: None: the one that
+        verdicts use.
+        """
         chosen: Clock = clock or ("call" if case.prefill else "device")
         return case.over(self.rival(case, over), chosen)
 
@@ -229,8 +259,9 @@ class Report(Record):
         return found.verdict(self.smallest_difference) if found else None
 
     def predicted(self, case: Case) -> float | None:
-        """The speedup of a prefill over its baseline by Amdahl's law: from the share of the operator in the baseline's
-        time and its own speedup, both from device times of one layer alone.  None if that layer was not timed.
+        """The speedup of a prefill over its baseline by Amdahl's law: from the share of the
+        operator in the baseline's time and its own speedup, both from device times of one layer
+        alone.  None if that layer was not timed.
 
         With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).
         """
@@ -245,24 +276,41 @@ class Report(Record):
         return whole / left if left > 0 else None
 
     def again(self, case: Case) -> tuple[str, ...]:
-        """The words of a command that runs just this case, and its baseline; empty if no command made the report."""
+        """The words of a command that runs just this case, and its baseline; empty if no command
+        made the report.
+        """
         if len(self.command) < 3:
             return ()
         name = next(
-            (word for word in re.split("[ ,]", " ".join(self.command)) if word.startswith(f"{case.implementation}=")),
+            (
+                word
+                for word in re.split("[ ,]", " ".join(self.command))
+                if word.startswith(f"{case.implementation}=")
+            ),
             case.implementation,
         )
-        wanted = {"--impl": name, "--dtypes": case.precision.intermediates, "--states": case.precision.state_dtype}
+        wanted = {
+            "--impl": name,
+            "--dtypes": case.precision.intermediates,
+            "--states": case.precision.state_dtype,
+        }
         if case.layer:
             wanted["--layers"] = str(case.layer.index)
         if case.drawn and case.dims:
             wanted |= {"--shape": case.drawn.shape, "--dtype": case.dims.dtype}
-        packed = case.drawn.packed if case.drawn else any(one.serving.packed for one in self.prompts)
-        if not packed and (case.drawn or case.prefill or self.placement):  # stored captures have their own prompts
+        packed = (
+            case.drawn.packed if case.drawn else any(one.serving.packed for one in self.prompts)
+        )
+        # stored captures have their own prompts
+        if not packed and (case.drawn or case.prefill or self.placement):
             tokens = case.call.prompt_seqlen if case.call else case.seqlen
             length = "--verify" if case.drawn and "--verify" in " ".join(self.command) else "--seq"
             wanted |= {length: str(tokens)} | ({"--batch": str(case.batch)} if case.drawn else {})
-        dropped = {*wanted, *_NOT_AGAIN, *(["--cells", "--packed"] if case.drawn and not packed else [])}
+        dropped = {
+            *wanted,
+            *_NOT_AGAIN,
+            *(["--cells", "--packed"] if case.drawn and not packed else []),
+        }
         kept, words = [], iter(self.command)
         for word in words:
             if word.partition("=")[0] not in dropped:
@@ -279,9 +327,16 @@ class Report(Record):
         there, left = {case.name for case in self.cases}, self.left_out
 
         def is_left_out(place: str, name: str) -> bool:
-            return any(place.startswith(out.place) and name in (out.implementations or (name,)) for out in left)
+            return any(
+                place.startswith(out.place) and name in (out.implementations or (name,))
+                for out in left
+            )
 
-        return tuple(one for one in self.requested if ", ".join(one) not in there and not is_left_out(*one[:2]))
+        return tuple(
+            one
+            for one in self.requested
+            if ", ".join(one) not in there and not is_left_out(*one[:2])
+        )
 
     @property
     def complete(self) -> bool:
@@ -289,17 +344,36 @@ class Report(Record):
         return len(self.processes) == self.files and all(one.complete for one in self.processes)
 
     def restricted(
-        self, *, precisions: Iterable[PrecisionRecord] | None = None, implementations: Iterable[str] | None = None
+        self,
+        *,
+        precisions: Iterable[PrecisionRecord] | None = None,
+        implementations: Iterable[str] | None = None,
     ) -> Report:
-        """As if only these precisions or implementations had been requested, and no answers; baselines stay."""
+        """As if only these precisions or implementations had been requested, and no answers;
+        baselines stay.
+        """
         words = None if precisions is None else {str(one) for one in precisions}
-        names = None if implementations is None else {*implementations, *(case.baseline for case in self.cases)}
+        names = (
+            None
+            if implementations is None
+            else {*implementations, *(case.baseline for case in self.cases)}
+        )
 
         def kept(precision: str, implementation: str) -> bool:
-            return (words is None or precision in words) and (names is None or implementation in names)
+            return (words is None or precision in words) and (
+                names is None or implementation in names
+            )
 
-        cases = (one for one in self.cases if not one.answers and kept(str(one.precision), one.implementation))
-        asked = (one for one in self.requested if not one[0].startswith("answers") and kept(one[2], one[1]))
+        cases = (
+            one
+            for one in self.cases
+            if not one.answers and kept(str(one.precision), one.implementation)
+        )
+        asked = (
+            one
+            for one in self.requested
+            if not one[0].startswith("answers") and kept(one[2], one[1])
+        )
         return self.changed(cases=tuple(cases), requested=tuple(asked))
 
 
@@ -307,9 +381,10 @@ class ListedRun(Record):
     """A report's folder.
 
     name: of the folder; other commands take it.  model: or the operator of a bench.
-    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition does not hold;
-        "refused": an implementation does not support a case; "incomplete": nothing went wrong, but cases are missing;
-        "unreadable": see `reason`, and all other fields but the name are empty.
+    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition
+        does not hold; "refused": an implementation does not support a case; "incomplete": nothing
+        went wrong, but cases are missing; "unreadable": see `reason`, and all other fields but the
+        name are empty.
     state: "partial" if it did not reach its end.
     gpu: None on a machine without one.
     """
@@ -334,9 +409,16 @@ class ListedRun(Record):
         if isinstance(report, SsdprofError):
             return cls(name=name, verdict="unreadable", reason=report.message)
         return cls(
-            name=name, kind=report.kind, created=report.created, commit=report.commit, model=report.subject,
+            name=name,
+            kind=report.kind,
+            created=report.created,
+            commit=report.commit,
+            model=report.subject,
             random_weights=bool(report.model and report.model.random_weights),
-            seqlens=tuple(prompt.seqlen for prompt in report.prompts), layers=len(report.captured),
-            cases=len(report.cases), gpu=report.environment.gpu.name if report.environment.gpu else None,
-            verdict=Outcome(report).word, state="complete" if report.complete else "partial",
-        )  # fmt: skip
+            seqlens=tuple(prompt.seqlen for prompt in report.prompts),
+            layers=len(report.captured),
+            cases=len(report.cases),
+            gpu=report.environment.gpu.name if report.environment.gpu else None,
+            verdict=Outcome(report).word,
+            state="complete" if report.complete else "partial",
+        )

@@ -46,7 +46,9 @@ class Line(Record):
 
 
 class KernelStalls(Record):
-    """One launch of one kernel, alone on the GPU with cold caches: not comparable with the times of a run."""
+    """One launch of one kernel, alone on the GPU with cold caches: not comparable with the times of
+    a run.
+    """
 
     kernel: Text
     implementation: Text  # "" for other kernels
@@ -77,21 +79,29 @@ class KernelStalls(Record):
     tensor_peak_tflops: float | None = None
     sample_count: int | None = None  # None: no warp was sampled
     samples: Samples = Field(default_factory=dict)
-    average: dict[Text, float] = Field(default_factory=dict)  # without samples: reason -> waiting warps per issuing one
-    stages: dict[Text, Samples] = Field(default_factory=dict)  # by the algorithm's order; "stage" or "stage.part"
+    # without samples: reason -> waiting warps per issuing one
+    average: dict[Text, float] = Field(default_factory=dict)
+    # by the algorithm's order; "stage" or "stage.part"
+    stages: dict[Text, Samples] = Field(default_factory=dict)
     idle: tuple[Text, ...] = ()  # stages whose warps are idle, which costs no time
     lines: tuple[Line, ...] = ()  # hottest first; idle warps included
-    from_neighbours: int = 0  # samples on lines without a stage (libraries, helpers, the compiler's own)
+    # samples on lines without a stage (libraries, helpers, the compiler's own)
+    from_neighbours: int = 0
     unlabelled: tuple[Text, ...] = ()  # files without known stages: their functions are the stages
     not_collected: tuple[Text, ...] = ()
     checks: SelfChecks = Field(default_factory=dict)
-    # evidence and advice -> percent of the busy samples that it is about; None: about the whole kernel
+    # evidence and advice -> percent of the busy samples that it is about; None: about the whole
+    # kernel
     hints: dict[Text, float | None] = Field(default_factory=dict)
 
     @property
     def busy_samples(self) -> int:
         """All samples except those of idle warps."""
-        return sum(sum(samples.values()) for stage, samples in self.stages.items() if stage not in self.idle)
+        return sum(
+            sum(samples.values())
+            for stage, samples in self.stages.items()
+            if stage not in self.idle
+        )
 
 
 class StallReport(Record):
@@ -105,7 +115,8 @@ class StallReport(Record):
     sources: dict[Text, Text]  # ncu report's file name -> sha256
     gpu: Text  # "" if unknown
     kernels: tuple[KernelStalls, ...]
-    words: dict[Text, Text] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
+    # of a part of a stage: "chunk_scan.current" -> plain words
+    words: dict[Text, Text] = Field(default_factory=dict)
     checks: SelfChecks = Field(default_factory=dict)
     model: Text = ""  # repository or folder, and whether its weights are random
     layer: LayerRef | None = None
@@ -117,4 +128,5 @@ class StallReport(Record):
     command: tuple[Text, ...] = ()  # as typed, without tokens
     environment: Environment | None = None
     ncu: Text = ""  # version; "" if it could not run
-    missing: Text = ""  # why there are no stalls; then `launched` has the resources that Triton reports
+    # why there are no stalls; then `launched` has the resources that Triton reports
+    missing: Text = ""

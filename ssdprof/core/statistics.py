@@ -1,9 +1,9 @@
 """Medians, ratios and their intervals, from samples.  Plain arrays; no GPU.
 
-Samples come in recordings.  Within a recording, graph, workspace and output keep their addresses; the next recording
-allocates them again.  Rounds of one recording therefore share an error that more rounds do not reduce, and every
-interval here is Student's t over recordings; over processes, if there are several, because call times differ by more
-from process to process.
+Samples come in recordings.  Within a recording, graph, workspace and output keep their addresses;
+the next recording allocates them again.  Rounds of one recording therefore share an error that more
+rounds do not reduce, and every interval here is Student's t over recordings; over processes, if
+there are several, because call times differ by more from process to process.
 """
 
 from __future__ import annotations
@@ -17,20 +17,40 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Rounds = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]  # microseconds: (rounds) of each recording
+# microseconds: (rounds) of each recording
+Rounds = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]
 Faster = Literal["faster", "slower", "no difference"]
 
 # 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom
 _T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-)  # fmt: skip
-# Standard deviation of the logarithm of a ratio of times between processes: five benches of two shapes at 4K and 16K
-# tokens on an H100.  The variances of these four differ as if 8 degrees of freedom were behind each; half of them
-# count, since other machines differ more.
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+)
+# Standard deviation of the logarithm of a ratio of times between processes: five benches of two
+# shapes at 4K and 16K tokens on an H100.  The variances of these four differ as if 8 degrees of
+# freedom were behind each; half of them count, since other machines differ more.
 SPREAD: dict[str, float] = {"device": 0.0041, "call": 0.029}
 _SPREAD_FREEDOM = 4
-_BEYOND_EXPECTED = 3.7  # times the expected variance: more than three processes find in 1 of 40 cases by chance
+# times the expected variance: more than three processes find in 1 of 40 cases by chance
+_BEYOND_EXPECTED = 3.7
 
 
 class Estimate(NamedTuple):
@@ -43,7 +63,8 @@ class Estimate(NamedTuple):
     def verdict(self, smallest_difference: float) -> Faster:
         """The verdict for a ratio of times, baseline over own.
 
-        A difference counts if the whole interval lies beyond it.  If A is faster than B, then B is slower than A.
+        A difference counts if the whole interval lies beyond it.  If A is faster than B, then B is
+        slower than A.
         """
         if self.low > 1 + smallest_difference:
             return "faster"
@@ -62,8 +83,8 @@ def median(samples: Rounds) -> Estimate:
 def ratio(baseline: Rounds, other: Rounds) -> Estimate:
     """How many times as fast `other` is: `median(baseline) / median(other)`.
 
-    Both were sampled in the same rounds.  The ratio is computed for each recording, so that a drift of the machine
-    between recordings, which affects both, does not widen the interval.
+    Both were sampled in the same rounds.  The ratio is computed for each recording, so that a drift
+    of the machine between recordings, which affects both, does not widen the interval.
     """
     return _estimate(_medians(baseline) / _medians(other))
 
@@ -71,14 +92,21 @@ def ratio(baseline: Rounds, other: Rounds) -> Estimate:
 def of_processes(several: Sequence[Estimate], spread: float | None = None) -> Estimate:
     """What one process found, or the geometric mean of several, with Student's t over them.
 
-    spread: the standard deviation of logarithms that is expected; it counts as `_SPREAD_FREEDOM` more degrees of
-        freedom (moderated t: Smyth 2004, doi:10.2202/1544-6115.1027), unless they differ by far more.
+    spread: the standard deviation of logarithms that is expected; it counts as `_SPREAD_FREEDOM`
+        more degrees of freedom (moderated t: Smyth 2004, doi:10.2202/1544-6115.1027), unless they
+        differ by far more.
     """
-    return several[0] if len(several) == 1 else _estimate(np.array([one.value for one in several]), spread)
+    return (
+        several[0]
+        if len(several) == 1
+        else _estimate(np.array([one.value for one in several]), spread)
+    )
 
 
 def quotient(above: Estimate, below: Estimate) -> Estimate:
-    """above / below, of two independent measurements: the squares of the half-widths in the logarithm add up."""
+    """above / below, of two independent measurements: the squares of the half-widths in the
+    logarithm add up.
+    """
     width = math.hypot(_width(above), _width(below))
     log = math.log(above.value / below.value)
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
@@ -88,9 +116,10 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
     """one - other, of two independent measurements: the squares of the half-widths add up."""
     value = one.value - other.value
     return Estimate(
-        value, value - math.hypot(one.value - one.low, other.high - other.value),
+        value,
+        value - math.hypot(one.value - one.low, other.high - other.value),
         value + math.hypot(one.high - one.value, other.value - other.low),
-    )  # fmt: skip
+    )
 
 
 def mean(ratios: Sequence[Estimate]) -> Estimate:
@@ -103,34 +132,45 @@ def settled(samples: Iterable[Rounds], smallest_difference: float) -> bool:
     """Whether more recordings would hardly change the verdict on any pair: see `_decided`."""
     medians = [_medians(values) for values in samples]
     ratios = [one / other for one, other in combinations(medians, 2)]
-    return all(_decided(math.log(_mean(values)), _half_width(values), smallest_difference) for values in ratios)
+    return all(
+        _decided(math.log(_mean(values)), _half_width(values), smallest_difference)
+        for values in ratios
+    )
 
 
 def _decided(log_ratio: float, half_width: float, smallest_difference: float) -> bool:
     """Whether the interval of a ratio is as narrow as its verdict needs.
 
-    Below: all of it is within twice the smallest difference of 1, so that a larger difference is ruled out.
-    Beyond: all of it is a difference that counts, and would be if it were half as wide again; known to within three
-        times the smallest.
+    Below: all of it is within twice the smallest difference of 1, so that a larger difference is
+    ruled out.
+    Beyond: all of it is a difference that counts, and would be if it were half as wide again; known
+        to within three times the smallest.
     Otherwise, since the ratio is near the smallest difference: known to within half of it.
 
-    Repeated checks until an interval is beyond by chance would give false verdicts for equal times.  The margin of one
-    half makes them rare.
+    Repeated checks until an interval is beyond by chance would give false verdicts for equal times.
+    The margin of one half makes them rare.
     """
     off = abs(log_ratio)
     below = off + half_width <= 2 * smallest_difference
-    beyond = off - 1.5 * half_width > math.log1p(smallest_difference) and half_width <= 3 * smallest_difference
+    beyond = (
+        off - 1.5 * half_width > math.log1p(smallest_difference)
+        and half_width <= 3 * smallest_difference
+    )
     return below or beyond or half_width <= smallest_difference / 2
 
 
 def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) -> bool:
-    """Whether a recording has enough rounds: the error of every ratio's median is below the smallest difference.
+    """Whether a recording has enough rounds: the error of every ratio's median is below the
+    smallest difference.
 
-    rounds: microseconds of each implementation, element j of all from the same round, so a change of the clock
-        that affects all of them is not noise.  A single implementation is compared with its own median.
+    rounds: microseconds of each implementation, element j of all from the same round, so a change
+        of the clock that affects all of them is not noise.  A single implementation is compared
+        with its own median.
     """
     logs = [np.log(own) for own in rounds]
-    ratios = [one - other for one, other in combinations(logs, 2)] or [own - np.median(own) for own in logs]
+    ratios = [one - other for one, other in combinations(logs, 2)] or [
+        own - np.median(own) for own in logs
+    ]
     return all(median_error(values) <= smallest_difference for values in ratios)
 
 

@@ -1,4 +1,6 @@
-"""Records of the subject of a report: its model, layers, calls, prompts, and the machine that it ran on."""
+"""Records of the subject of a report: its model, layers, calls, prompts, and the machine that it
+ran on.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class LayerRef(Record):
 class Dims(Record):
     """The sizes of one call.
 
-    sizes: by the operator's own names, such as "nheads".  words: the same for people, "80 heads x 64, state 128".
+    sizes: by the operator's own names, such as "nheads".  words: the same for people, "80 heads x
+    64, state 128".
     chunk_size: positions per chunk of the model's algorithm; None if it has no chunks.
     dtype: of the inputs with a position axis.
     """
@@ -56,11 +59,13 @@ class Dims(Record):
 
 
 class CallRef(Record):
-    """One call of a layer's operator, if a prompt makes several calls or several sequences share one.
+    """One call of a layer's operator, if a prompt makes several calls or several sequences share
+    one.
 
-    kind: "packed": packed sequences; of several forward passes, if a server recorded them.  "chunk": a piece of a
-        chunked prefill, which begins with the states of the previous piece.  "decode": one token of each sequence,
-        after the prompt.  "verify": the last tokens of the prompt, as if they had been drafted.
+    kind: "packed": packed sequences; of several forward passes, if a server recorded them.
+        "chunk": a piece of a chunked prefill, which begins with the states of the previous piece.
+        "decode": one token of each sequence, after the prompt.  "verify": the last tokens of the
+        prompt, as if they had been drafted.
     number: of the call among the `count` calls of its kind, from 1.
     prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
     sequences: independent sequences in the call.
@@ -79,7 +84,9 @@ class CallRef(Record):
         return self
 
     def __str__(self) -> str:
-        """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed sequences"."""
+        """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed
+        sequences".
+        """
         if self.kind == "packed":
             among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
             return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}{among}"
@@ -92,7 +99,8 @@ class CallRef(Record):
 
 
 class Serving(Record):
-    """How the model runs prompts.  The default: all of a prompt in one call of every operator, and no decoding.
+    """How the model runs prompts.  The default: all of a prompt in one call of every operator, and
+    no decoding.
 
     packed: lengths of sequences that are packed into one call; empty: a batch of equal lengths.
     chunk: tokens per call of a chunked prefill; None: no chunked prefill.
@@ -104,17 +112,29 @@ class Serving(Record):
     decode: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
 
     def calls(self, seqlen: int, batch: int = 1) -> tuple[CallRef | None, ...]:
-        """Every call of one layer's operator on a prompt of `seqlen` tokens; None: the whole prompt in one call."""
+        """Every call of one layer's operator on a prompt of `seqlen` tokens; None: the whole prompt
+        in one call.
+        """
 
         def numbered(kind: Literal["chunk", "decode"], count: int) -> list[CallRef]:
             return [
-                CallRef(kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch)
+                CallRef(
+                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch
+                )
                 for number in range(1, count + 1)
             ]
 
         found: Sequence[CallRef | None] = [None]
         if self.packed:
-            found = [CallRef(kind="packed", number=1, count=1, prompt_seqlen=seqlen, sequences=len(self.packed))]
+            found = [
+                CallRef(
+                    kind="packed",
+                    number=1,
+                    count=1,
+                    prompt_seqlen=seqlen,
+                    sequences=len(self.packed),
+                )
+            ]
         elif self.chunk is not None:
             found = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
         return (*found, *numbered("decode", self.decode))
@@ -134,7 +154,8 @@ def tokens(seqlen: int, batch: int = 1) -> str:
 def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
     """Start and stop of each segment.
 
-    A last segment of a single token joins the one before it, because models call a different function for one token.
+    A last segment of a single token joins the one before it, because models call a different
+    function for one token.
     """
     starts = list(range(0, seqlen, segment_length))
     if len(starts) > 1 and seqlen - starts[-1] == 1:
@@ -156,7 +177,9 @@ class Gpu(Record):
 
 
 class Environment(Record):
-    """The machine and the versions behind a number.  Holds no host name, user name, path or token."""
+    """The machine and the versions behind a number.  Holds no host name, user name, path or
+    token.
+    """
 
     gpu: Gpu | None
     cpu: Text
@@ -177,7 +200,10 @@ class Clocks(Record):
         """The readings before these and after the later ones."""
         names = ("sm_mhz", "memory_mhz", "temperature_c")
         pairs = {name: (getattr(self, name)[0], getattr(later, name)[1]) for name in names}
-        return Clocks(**pairs, throttle_reasons=tuple(dict.fromkeys(self.throttle_reasons + later.throttle_reasons)))
+        return Clocks(
+            **pairs,
+            throttle_reasons=tuple(dict.fromkeys(self.throttle_reasons + later.throttle_reasons)),
+        )
 
 
 class Ceilings(Record):
@@ -197,13 +223,16 @@ class Held(Record):
 class Placement(Record):
     """Where a model's weights are while it runs.
 
-    device: where the model computes, the first one of several.  held: all weights, by place: "cuda:0", "cpu", "disk".
-    predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted before
-        loading, without replaying.  None if the model's code does not run on the meta device.
-    streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each forward call; 0 if
-        none is.
+    device: where the model computes, the first one of several.  held: all weights, by place:
+    "cuda:0", "cpu", "disk".
+    predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted
+        before loading, without replaying.  None if the model's code does not run on the meta
+        device.
+    streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each
+        forward call; 0 if none is.
     bytes_per_s: measured speed of streaming; None if nothing is streamed, or before the download.
-    forward_calls: of the model, for the longest prompt: its segments, packed sequences and decode steps.
+    forward_calls: of the model, for the longest prompt: its segments, packed sequences and decode
+    steps.
     """
 
     kind: PlacementKind
@@ -216,7 +245,9 @@ class Placement(Record):
 
     @property
     def seconds_per_layer(self) -> float | None:
-        """Streaming time of the largest layer in each forward call; None if unknown, or if nothing is streamed."""
+        """Streaming time of the largest layer in each forward call; None if unknown, or if nothing
+        is streamed.
+        """
         return self.streamed_layer_bytes / self.bytes_per_s if self.bytes_per_s else None
 
 
@@ -293,7 +324,8 @@ class LayerCapture(Record):
     remark: a sentence for the report if the inputs differ from the model's call or its config.
     scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit, ...
     scalars_sha256: of their JSON, in the order of names.
-    served: the output that a server recorded, in the same file as "served.out" and "served.final_states".
+    served: the output that a server recorded, in the same file as "served.out" and
+    "served.final_states".
     """
 
     layer: LayerRef

@@ -9,8 +9,10 @@ from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment
 
 Value = int | float | bool | Text
-TunedCalls = dict[Text, Value]  # operator, kernel and intermediates of calls, and their sizes by the operator's names
-# What `tune --dry-run` prints: search -> its first candidates, as the changes in the committed configuration.
+# operator, kernel and intermediates of calls, and their sizes by the operator's names
+TunedCalls = dict[Text, Value]
+# What `tune --dry-run` prints: search -> its first candidates, as the changes in the committed
+# configuration.
 PlannedSearches = dict[Text, tuple[Text, ...]]
 
 
@@ -18,7 +20,8 @@ class TunedConfig(Record):
     """A configuration that passed, and was faster than the committed one on one GPU.
 
     calls: those to which it applies.  settings: field by field, without the reason.
-    device_ratio: the committed one's time over this one's, with its interval; over several lengths a geometric mean.
+    device_ratio: the committed one's time over this one's, with its interval; over several lengths
+    a geometric mean.
     created: ISO 8601, UTC.
     """
 

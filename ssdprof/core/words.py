@@ -15,7 +15,9 @@ MISSING = "-"
 
 
 def duration(us: float | None) -> str:
-    """Microseconds with three digits, in the unit that fits: "9.87 µs", "187 µs", "1.93 ms", "2.10 s"."""
+    """Microseconds with three digits, in the unit that fits: "9.87 µs", "187 µs", "1.93 ms", "2.10
+    s".
+    """
     return _in_unit(us, 1e3, "µs", "ms", "s")
 
 
@@ -26,7 +28,11 @@ def rate(per_s: float | None) -> str:
 
 def size_words(size: int | None) -> str:
     """Bytes in binary units, with three digits: "1023 B", "12.3 MiB"."""
-    return f"{size} B" if size is not None and size < 1024 else _in_unit(size, 1024, "B", "KiB", "MiB", "GiB", "TiB")
+    return (
+        f"{size} B"
+        if size is not None and size < 1024
+        else _in_unit(size, 1024, "B", "KiB", "MiB", "GiB", "TiB")
+    )
 
 
 def _in_unit(value: float | None, step: float, *units: str) -> str:
@@ -45,20 +51,27 @@ def ratio(value: float | None) -> str:
 
 
 def speedup(found: Estimate | None, *, by_call: bool = False) -> str:
-    """A ratio and its interval: "1.52x [1.49, 1.55]".  by_call: without it, because another process's may not overlap
-    with it."""
+    """A ratio and its interval: "1.52x [1.49, 1.55]".  by_call: without it, because another
+    process's may not overlap with it.
+    """
     interval = "" if found is None or by_call else f" [{_ratio(found.low)}, {_ratio(found.high)}]"
     return ratio(found and found.value) + interval
 
 
 def counts(smallest_difference: float) -> str:
     """A sentence that says which ratios are called faster or slower."""
-    much = f"differs from 1 by more than {100 * smallest_difference:g}%" if smallest_difference else "excludes 1"
+    much = (
+        f"differs from 1 by more than {100 * smallest_difference:g}%"
+        if smallest_difference
+        else "excludes 1"
+    )
     return f"Faster or slower: the whole interval {much}."
 
 
 def percent(value: float | None, decimals: int = 3) -> str:
-    """Rounded towards zero, so that 100 % means all and 0 % means none: a share above zero is at least "<0.001%"."""
+    """Rounded towards zero, so that 100 % means all and 0 % means none: a share above zero is at
+    least "<0.001%".
+    """
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -136,7 +149,9 @@ def _ratio(value: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A bar for each positive number, in order: from the least to the greatest, which is at least 5 % more."""
+    """A bar for each positive number, in order: from the least to the greatest, which is at least 5
+    % more.
+    """
     low = min(values, default=1)
     high = max(1.05 * low, *values, low)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low))] for value in values)
@@ -159,7 +174,10 @@ def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
     places = {"cpu": "in main memory", "disk": "on the disk"}
     by_place = ", ".join(
-        f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) {places.get(place, f'on {place}')}"
+        (
+            f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) "
+            f"{places.get(place, f'on {place}')}"
+        )
         for place, held in placement.held.items()
     )
     no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
@@ -167,21 +185,31 @@ def placement_words(placement: Placement) -> str:
     if placement.kind == "all-gpus" and len(placement.held) == 1:
         words.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:
-        often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
+        often = (
+            f"for each of {placement.forward_calls} forward calls"
+            if placement.forward_calls > 1
+            else "once"
+        )
         cost = "at a speed that is measured after the download"
         if placement.bytes_per_s and placement.seconds_per_layer is not None:
             speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
             cost = f"in {placement.seconds_per_layer:.2g} s at the measured {speed}"
-        words.append(f"a layer of {size_words(placement.streamed_layer_bytes)} is read {often}, {cost}")
+        words.append(
+            f"a layer of {size_words(placement.streamed_layer_bytes)} is read {often}, {cost}"
+        )
     if placement.predicted_peak_bytes is not None:
         words.append(
-            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} before replaying"
+            f"predicted peak on {placement.device}: "
+            f"{size_words(placement.predicted_peak_bytes)} "
+            "before replaying"
         )
     return "; ".join(words)
 
 
 def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1) -> str:
-    """ "8 prompts side by side; 4 decode steps"; empty for a single prompt in one call on one GPU."""
+    """ "8 prompts side by side; 4 decode steps"; empty for a single prompt in one call on one
+    GPU.
+    """
     words = []
     if batch > 1:
         words.append(f"{batch} prompts side by side")

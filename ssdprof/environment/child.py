@@ -1,4 +1,6 @@
-"""Python processes of this installation: children, and those that torchrun started.  Imports no torch."""
+"""Python processes of this installation: children, and those that torchrun started.  Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,21 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
     """
     count = environment.get("WORLD_SIZE") or "1"
     if not re.fullmatch(r"[1-9][0-9]{0,8}", count):
-        raise BadInputError(f"WORLD_SIZE={count!r} is not a number of processes.", "Run: unset WORLD_SIZE")
-    most = {"RANK": int(count) - 1, "LOCAL_RANK": int(count) - 1, "MASTER_PORT": 65535} if count != "1" else {}
+        raise BadInputError(
+            f"WORLD_SIZE={count!r} is not a number of processes.", "Run: unset WORLD_SIZE"
+        )
+    most = (
+        {"RANK": int(count) - 1, "LOCAL_RANK": int(count) - 1, "MASTER_PORT": 65535}
+        if count != "1"
+        else {}
+    )
     for name, largest in most.items():
         value = environment.get(name) or "0"
         if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) > largest:
-            raise BadInputError(f"{name}={value!r} is not a number up to {largest}.", f"Run: unset WORLD_SIZE {name}")
+            raise BadInputError(
+                f"{name}={value!r} is not a number up to {largest}.",
+                f"Run: unset WORLD_SIZE {name}",
+            )
     return int(count)
 
 
@@ -59,14 +70,18 @@ _SAMPLER = "SSDPROF_SAMPLER"  # set for a command that only samples again: its n
 def sample_again(command: Sequence[str], folder: Path, number: int) -> None:
     """Run the command of a report in a fresh process, which only adds samples to it."""
     words = (*python("ssdprof"), *command[1:], "--out", str(folder))
-    subprocess.run(words, env=os.environ | search_path() | {_SAMPLER: str(number)}, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        words, env=os.environ | search_path() | {_SAMPLER: str(number)}, stdout=subprocess.DEVNULL
+    )
 
 
 def sampler() -> int:
     """The number of this process, if another one runs it for its samples; else 0."""
     number = os.environ.get(_SAMPLER) or "0"
     if not re.fullmatch(r"[0-9]{1,4}", number):
-        raise BadInputError(f"{_SAMPLER}={number!r} is set by ssdprof alone.", f"Run: unset {_SAMPLER}")
+        raise BadInputError(
+            f"{_SAMPLER}={number!r} is set by ssdprof alone.", f"Run: unset {_SAMPLER}"
+        )
     return int(number)
 
 
@@ -74,13 +89,16 @@ def sampler() -> int:
 
 
 class Stopped(KeyboardInterrupt):
-    """The user stopped the command: SIGTERM, which a child also gets for Ctrl-C.  A kernel's own interrupt is none."""
+    """The user stopped the command: SIGTERM, which a child also gets for Ctrl-C.  A kernel's own
+    interrupt is none.
+    """
 
 
 class Forked:
     """A child process as its parent knows it.
 
-    told: its lines.  code: as in `subprocess`, once it has ended.  stopped: signals that asked this process to stop.
+    told: its lines.  code: as in `subprocess`, once it has ended.  stopped: signals that asked this
+    process to stop.
     fault: why this process ends the child; else empty.
     """
 
@@ -96,11 +114,18 @@ class Forked:
     @property
     def how(self) -> str:
         """ "ended early, with SIGSEGV"."""
-        return f"was stopped: {self.fault}" if self.fault else f"ended early, with {how_ended(self.code)}"
+        return (
+            f"was stopped: {self.fault}"
+            if self.fault
+            else f"ended early, with {how_ended(self.code)}"
+        )
 
     def last(self, word: str) -> str | None:
         """What follows a word in the last line that begins with it."""
-        return next((line.partition(" ")[2] for line in reversed(self.told) if line.split(" ")[0] == word), None)
+        return next(
+            (line.partition(" ")[2] for line in reversed(self.told) if line.split(" ")[0] == word),
+            None,
+        )
 
     def stop(self, *_: object) -> None:
         """A handler of signals."""
@@ -125,12 +150,16 @@ class Forked:
                 self.fault = "its clock is not that of this machine"
             self.told.append(text)
             self._silent_s = 0.0
-            self._at_work = text.startswith("case ") if text.split(" ")[0] == "case" else self._at_work
+            self._at_work = (
+                text.startswith("case ") if text.split(" ")[0] == "case" else self._at_work
+            )
             self._done = self._done or text.startswith("exit ")
         return bool(found)
 
     def must_end(self) -> bool:
-        """Whether the child must be killed.  Called at every poll; a pause of this process itself does not count."""
+        """Whether the child must be killed.  Called at every poll; a pause of this process itself
+        does not count.
+        """
         now = time.monotonic()
         passed, self._polled = min(now - self._polled, 1.0), now
         self._silent_s += passed
@@ -154,7 +183,8 @@ def end_with(parent: int) -> None:
 
 
 def tell(line: str) -> None:
-    """Tell the parent a line, the first word of which says what it is.  From "case CASE" to "case" a kernel is at work.
+    """Tell the parent a line, the first word of which says what it is.  From "case CASE" to "case"
+    a kernel is at work.
 
     The line also has the time by this process's clock, which a user's kernel may have replaced.
     """
@@ -172,7 +202,9 @@ def alive() -> None:
 
 
 def finish(code: int) -> None:
-    """End a supervised process with all of its threads, if its output could be written; else the parent reports."""
+    """End a supervised process with all of its threads, if its output could be written; else the
+    parent reports.
+    """
     if _parent is None:
         return
     try:
@@ -187,9 +219,11 @@ def finish(code: int) -> None:
 
 
 def fork() -> Forked | None:
-    """Go on in a child process, which leads a session of its own: None.  In this one, the child that has ended.
+    """Go on in a child process, which leads a session of its own: None.  In this one, the child
+    that has ended.
 
-    Must be called before there are threads, and before a GPU is used.  No process of the child's session is left.
+    Must be called before there are threads, and before a GPU is used.  No process of the child's
+    session is left.
     """
     global _parent
     read, write = os.pipe()
@@ -204,7 +238,9 @@ def fork() -> Forked | None:
     os.close(write)
     os.set_blocking(read, False)
     child = Forked(pid, read)
-    before = {number: signal.signal(number, child.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, child.stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     while not (gone := os.waitpid(pid, os.WNOHANG))[0]:
         if not (select.select([read], [], [], _POLL_S)[0] and child.listen()):
             time.sleep(_POLL_S)

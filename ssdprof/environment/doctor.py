@@ -17,7 +17,13 @@ from packaging.requirements import Requirement
 from triton import knobs
 
 from ssdprof.core.words import size_words
-from ssdprof.environment.machine import current_uuid, gpu, gpu_memory, installed_version, read_clocks
+from ssdprof.environment.machine import (
+    current_uuid,
+    gpu,
+    gpu_memory,
+    installed_version,
+    read_clocks,
+)
 from ssdprof.environment.toolchain import (
     Check,
     cuda_torch,
@@ -32,8 +38,9 @@ from ssdprof.environment.toolchain import (
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
-# Triton versions under which matrix products of a chunk scan read registers that are overwritten too early on Hopper:
-# all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own kernel 3.7 and 3.8; not 3.9
+# Triton versions under which matrix products of a chunk scan read registers that are overwritten
+# too early on Hopper: all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own
+# kernel 3.7 and 3.8; not 3.9
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
 # torch -> Triton versions with which the tests ran (Makefile: test-oldest, test, test-newest)
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
@@ -41,7 +48,9 @@ _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 
 
-def _check(name: str, status: Literal["ok", "warn", "missing"], detail: str, hint: str = "") -> Check:
+def _check(
+    name: str, status: Literal["ok", "warn", "missing"], detail: str, hint: str = ""
+) -> Check:
     return Check(name=name, status=status, detail=detail, hint=hint)
 
 
@@ -57,14 +66,21 @@ def _packages() -> Iterator[Check]:
     try:
         wanted = requires("ssdprof") or ()
     except PackageNotFoundError:
-        detail = "runs from its sources: without package metadata, the versions of other packages are not checked"
+        detail = (
+            "runs from its sources: without package metadata, the versions of other "
+            "packages are not checked"
+        )
         yield _check("ssdprof", "warn", detail, "pip install -e . in its folder")
         return
     for text in wanted:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found, name, hint = installed_version(requirement.name), requirement.name, f"pip install '{requirement}'"
+        found, name, hint = (
+            installed_version(requirement.name),
+            requirement.name,
+            f"pip install '{requirement}'",
+        )
         if found is None:
             yield _check(name, "missing", "not installed", hint)
         elif not requirement.specifier.contains(found, prereleases=True):
@@ -79,21 +95,39 @@ def _pair(of_torch: str, of_triton: str) -> Check:
     if minor[1] in _TESTED.get(minor[0], ()):
         return _check("torch and triton", "ok", f"{minor[0]} with {minor[1]}, a tested pair")
     tested = "; ".join(f"{one} with {' or '.join(others)}" for one, others in _TESTED.items())
-    return _check("torch and triton", "warn", f"{minor[0]} with {minor[1]} is no tested pair", f"Tested: {tested}.")
+    return _check(
+        "torch and triton",
+        "warn",
+        f"{minor[0]} with {minor[1]} is no tested pair",
+        f"Tested: {tested}.",
+    )
 
 
 def _gpu() -> Iterator[Check]:
     found = gpu()
     if found is None:
-        why = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-        hint = f"Short prompts work without a GPU.  Timings need one.  Its driver: {installs('driver')}."
+        why = (
+            "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
+        )
+        hint = (
+            "Short prompts work without a GPU.  Timings need one.  Its driver: "
+            f"{installs('driver')}."
+        )
         yield _check(
-            "gpu", "missing", why, unusable_gpu() or (hint if torch.version.cuda else f"{hint}  {cuda_torch()}")
+            "gpu",
+            "missing",
+            why,
+            unusable_gpu() or (hint if torch.version.cuda else f"{hint}  {cuda_torch()}"),
         )
         return
-    details = f"{found.name}, compute capability {found.compute_capability}, driver {found.driver}, CUDA {found.cuda}"
+    details = (
+        f"{found.name}, compute capability {found.compute_capability}, driver "
+        f"{found.driver}, CUDA {found.cuda}"
+    )
     if float(found.compute_capability) < 8:
-        yield _check("gpu", "warn", details, "The kernels are written for compute capability 8.0 and later.")
+        yield _check(
+            "gpu", "warn", details, "The kernels are written for compute capability 8.0 and later."
+        )
     else:
         yield _check("gpu", "ok", details)
     try:
@@ -113,13 +147,21 @@ def _gpu() -> Iterator[Check]:
 def _company(gpu_name: str) -> Iterator[Check]:
     """Whether the GPU is a slice of a larger one, or is shared with other processes."""
     if "MIG" in gpu_name:
-        hint = "Times hold for slices of this size.  For all of the GPU, run as root: nvidia-smi -mig 0"
+        hint = (
+            "Times hold for slices of this size.  For all of the GPU, run as root: nvidia-smi "
+            "-mig 0"
+        )
         yield _check("gpu slice", "warn", f"{gpu_name} is a part of a GPU (MIG)", hint)
     uuid = current_uuid()
     others = others_on_gpu(uuid) if uuid else None
     if others:
-        hint = "Their work disturbs times.  To see them, run: nvidia-smi --query-compute-apps=pid,name --format=csv"
-        yield _check("gpu sharing", "warn", f"{others} other process{'es' * (others > 1)} on it", hint)
+        hint = (
+            "Their work disturbs times.  To see them, run: nvidia-smi "
+            "--query-compute-apps=pid,name --format=csv"
+        )
+        yield _check(
+            "gpu sharing", "warn", f"{others} other process{'es' * (others > 1)} on it", hint
+        )
     elif others == 0:
         yield _check("gpu sharing", "ok", "no other process computes on it")
 
@@ -133,7 +175,10 @@ def _kernels() -> Check:
     if usable:
         compiler = f"Triton {triton.__version__} with ptxas {knobs.nvidia.ptxas.version}"
         if triton.__version__.startswith(_RACY_TRITON):
-            compiler += " (mamba_ssm's _chunk_scan_fwd_kernel overwrites operands of matrix products in flight)"
+            compiler += (
+                " (mamba_ssm's _chunk_scan_fwd_kernel overwrites operands of matrix "
+                "products in flight)"
+            )
         return _check("kernels", "ok", f"compiled by {compiler} for the GPU")
     hint = unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU."
     return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)
@@ -142,7 +187,9 @@ def _kernels() -> Check:
 def _ncu() -> Check:
     path = find_ncu()
     if path is None:
-        return _check("ncu", "missing", "not found", f"It shows warp stalls.  Run: {installs('ncu')}")
+        return _check(
+            "ncu", "missing", "not found", f"It shows warp stalls.  Run: {installs('ncu')}"
+        )
     try:
         return _check("ncu", "ok", ncu_version(path))
     except MissingCapabilityError as error:
@@ -153,13 +200,16 @@ def _counters(parameters: Path) -> Check:
     """Whether the driver lets this user read hardware counters."""
     name = "hardware counters"
     if not parameters.exists():
-        return _check(name, "missing", "no NVIDIA driver", f"Warp stalls need one.  Run: {installs('driver')}")
+        return _check(
+            name, "missing", "no NVIDIA driver", f"Warp stalls need one.  Run: {installs('driver')}"
+        )
     if "RmProfilingAdminOnly: 1" not in parameters.read_text():
         return _check(name, "ok", "open to every user")
     if os.geteuid() == 0:
         return _check(name, "ok", "for administrators only, which this process is")
     hint = (
-        "Run ssdprof as root, or, as root: echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' > "
+        "Run ssdprof as root, or, as root: echo 'options nvidia "
+        "NVreg_RestrictProfilingToAdminUsers=0' > "
         "/etc/modprobe.d/ncu.conf, and start the machine again."
     )
     return _check(name, "missing", "for administrators only", hint)
@@ -167,7 +217,12 @@ def _counters(parameters: Path) -> Check:
 
 def _hub() -> Check:
     if is_offline_mode():
-        return _check("hub", "warn", "HF_HUB_OFFLINE is set: cached models only", "Unset HF_HUB_OFFLINE to download.")
+        return _check(
+            "hub",
+            "warn",
+            "HF_HUB_OFFLINE is set: cached models only",
+            "Unset HF_HUB_OFFLINE to download.",
+        )
     return _check("hub", "ok", f"{masked(constants.ENDPOINT)}, not contacted by this check")
 
 

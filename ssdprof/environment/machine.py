@@ -1,4 +1,6 @@
-"""The machine: GPU, processor, versions, the hash of the kernels' sources, clocks, free memory, and transfer speeds."""
+"""The machine: GPU, processor, versions, the hash of the kernels' sources, clocks, free memory, and
+transfer speeds.
+"""
 
 from __future__ import annotations
 
@@ -24,30 +26,46 @@ from ssdprof.errors import MissingCapabilityError
 
 T = TypeVar("T")
 _PACKAGES = (
-    "torch", "triton", "transformers", "numpy", "safetensors", "huggingface-hub", "nvidia-ml-py", "mamba-ssm",
-    "flash-linear-attention", "flashinfer-python",
-)  # fmt: skip
-# The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner are not among
+    "torch",
+    "triton",
+    "transformers",
+    "numpy",
+    "safetensors",
+    "huggingface-hub",
+    "nvidia-ml-py",
+    "mamba-ssm",
+    "flash-linear-attention",
+    "flashinfer-python",
+)
+# The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner
+# are not among
 # them: an idle GPU is not in the timed region, and the clocks themselves show the limit.
 _THROTTLE_REASONS = {
-    0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "temperature, by the driver",
-    0x40: "temperature, by the hardware", 0x80: "power brake",
-}  # fmt: skip
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature, by the driver",
+    0x40: "temperature, by the hardware",
+    0x80: "power brake",
+}
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees it when memory is
-# needed.  A checkpoint that was just downloaded or read is in the page cache.
+# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees
+# it when memory is needed.  A checkpoint that was just downloaded or read is in the page cache.
 _V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
 _V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 TRANSFER_BYTES = 256 << 20  # read from a file or copied to a GPU; 0.1 s from a fast disk
 
 
 def collect() -> Environment:
-    """The current GPU, if there is one, the machine and the versions.  Holds no host name, user name, path or token."""
+    """The current GPU, if there is one, the machine and the versions.  Holds no host name, user
+    name, path or token.
+    """
     packages = {name: found for name in _PACKAGES if (found := installed_version(name)) is not None}
     if torch.cuda.is_available():
-        packages["ptxas"] = str(knobs.nvidia.ptxas.version)  # Triton's own, or that of TRITON_PTXAS_PATH
+        # Triton's own, or that of TRITON_PTXAS_PATH
+        packages["ptxas"] = str(knobs.nvidia.ptxas.version)
     return Environment(
         gpu=gpu(),
         cpu=_cpu_model(),
@@ -82,12 +100,15 @@ def installed_version(package: str) -> str | None:
 
 
 def kernels_hash(operator: str) -> str:
-    """SHA-256 of an operator's machine code for sm_90, as Triton 3.6.0 compiles the launches of the compiler's tests.
+    """SHA-256 of an operator's machine code for sm_90, as Triton 3.6.0 compiles the launches of the
+    compiler's tests.
 
-    It is computed when the kernels change (tests/kernels/machine_code.py) and read here.  Empty for an operator without
-    bundled kernels.
+    It is computed when the kernels change (tests/kernels/machine_code.py) and read here.  Empty for
+    an operator without bundled kernels.
     """
-    hashes: dict[str, str] = json.loads(files("ssdprof.kernels").joinpath("machine_code.json").read_text("utf-8"))
+    hashes: dict[str, str] = json.loads(
+        files("ssdprof.kernels").joinpath("machine_code.json").read_text("utf-8")
+    )
     return hashes.get(operator, "")
 
 
@@ -105,13 +126,15 @@ def _cpu_model() -> str:
 # --- clocks
 
 
-Reading = tuple[int, int, int, int]  # clocks of SM and memory in MHz, temperature in °C, NVML's mask of reasons
+# clocks of SM and memory in MHz, temperature in °C, NVML's mask of reasons
+Reading = tuple[int, int, int, int]
 
 
 def watch_clocks() -> Callable[[], Clocks | None]:
     """Read the clocks, and return a function that reads them again while the GPU is still warm.
 
-    It returns the first and the last reading, and all throttle reasons of any; None without NVML or a GPU.
+    It returns the first and the last reading, and all throttle reasons of any; None without NVML or
+    a GPU.
     """
     readings = [read_clocks()]
 
@@ -123,15 +146,23 @@ def watch_clocks() -> Callable[[], Clocks | None]:
         sm, memory, temperature, _ = zip(known[0], known[-1], strict=True)
         reasons = reduce(or_, (mask for *_, mask in known))
         words = tuple(words for bit, words in _THROTTLE_REASONS.items() if reasons & bit)
-        return Clocks(sm_mhz=sm, memory_mhz=memory, temperature_c=temperature, throttle_reasons=words)
+        return Clocks(
+            sm_mhz=sm, memory_mhz=memory, temperature_c=temperature, throttle_reasons=words
+        )
 
     return watched
 
 
 def read_clocks() -> Reading | None:
-    """torch's current GPU, now; None without a GPU, without NVML, or if the driver does not report it."""
+    """torch's current GPU, now; None without a GPU, without NVML, or if the driver does not report
+    it.
+    """
     uuid = current_uuid()
-    return None if uuid is None else ask_nvml(lambda nvml: _reading(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    return (
+        None
+        if uuid is None
+        else ask_nvml(lambda nvml: _reading(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    )
 
 
 def _reading(nvml: Any, handle: Any) -> Reading:
@@ -144,14 +175,18 @@ def _reading(nvml: Any, handle: Any) -> Reading:
 
 
 def current_uuid() -> str | None:
-    """The UUID of torch's current GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES hides or reorders."""
+    """The UUID of torch's current GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES hides
+    or reorders.
+    """
     if not torch.cuda.is_available():
         return None
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def ask_nvml(question: Callable[[Any], T]) -> T | None:
-    """NVML's answer; None if its library cannot be loaded, the driver does not run, or does not know."""
+    """NVML's answer; None if its library cannot be loaded, the driver does not run, or does not
+    know.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -170,7 +205,8 @@ def ask_nvml(question: Callable[[Any], T]) -> T | None:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can still allocate on `device`.
 
-    On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set a limit.
+    On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set
+    a limit.
     """
     if device.type != "cuda":
         return host_memory()
@@ -182,13 +218,18 @@ def free_memory(device: torch.device) -> int:
 
 
 def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
-    """Free and total bytes of a GPU, the current one by default.  MissingCapabilityError if CUDA cannot start it."""
+    """Free and total bytes of a GPU, the current one by default.  MissingCapabilityError if CUDA
+    cannot start it.
+    """
     try:
         return torch.cuda.mem_get_info(device)
     except RuntimeError as error:
         raise MissingCapabilityError(
             f"CUDA cannot start the GPU: {str(error).splitlines()[0].rstrip('.')}.",
-            "Another process may have exclusive use of it, or fill its memory.  To see the processes, run: nvidia-smi",
+            (
+                "Another process may have exclusive use of it, or fill its memory.  To see the "
+                "processes, run: nvidia-smi"
+            ),
         ) from error
 
 
@@ -232,7 +273,8 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def read_bytes_per_s(file: Path) -> float | None:
-    """Speed of the disk: reads the beginning of `file`, after dropping it from the system's cache if possible.
+    """Speed of the disk: reads the beginning of `file`, after dropping it from the system's cache
+    if possible.
 
     None for an empty file.
     """
@@ -241,7 +283,9 @@ def read_bytes_per_s(file: Path) -> float | None:
             os.posix_fadvise(opened.fileno(), 0, TRANSFER_BYTES, os.POSIX_FADV_DONTNEED)
         began = time.perf_counter()
         size = 0
-        while size < TRANSFER_BYTES and (piece := opened.read(min(16 << 20, TRANSFER_BYTES - size))):
+        while size < TRANSFER_BYTES and (
+            piece := opened.read(min(16 << 20, TRANSFER_BYTES - size))
+        ):
             size += len(piece)
         return size / (time.perf_counter() - began) if size else None
 

@@ -1,7 +1,8 @@
-"""What Triton, torch and profiles need on a machine with a GPU, checked before the first kernel is compiled.
+"""What Triton, torch and profiles need on a machine with a GPU, checked before the first kernel is
+compiled.
 
-Triton compiles a small C module for each kernel's launch: it calls a C compiler with Python's headers and links the
-driver's library.  A slim container has none of them.
+Triton compiles a small C module for each kernel's launch: it calls a C compiler with Python's
+headers and links the driver's library.  A slim container has none of them.
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ _MAPS = "/proc/self/maps"
 _NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
 # A slim image has no list of packages until it is fetched.
 _INSTALLERS = {
-    "apt-get": "apt-get update && apt-get install -y", "dnf": "dnf install -y", "zypper": "zypper install -y",
-    "pacman": "pacman -S", "apk": "apk add",
-}  # fmt: skip
+    "apt-get": "apt-get update && apt-get install -y",
+    "dnf": "dnf install -y",
+    "zypper": "zypper install -y",
+    "pacman": "pacman -S",
+    "apk": "apk add",
+}
 _C_LIBRARY = {
-    "apt-get": "libc6-dev", "dnf": "glibc-devel", "zypper": "glibc-devel", "pacman": "glibc", "apk": "musl-dev",
-}  # fmt: skip
+    "apt-get": "libc6-dev",
+    "dnf": "glibc-devel",
+    "zypper": "glibc-devel",
+    "pacman": "glibc",
+    "apk": "musl-dev",
+}
 
 
 class Check(Record):
-    """ok: works.  warn: works with a restriction.  missing: features that need it do not work here."""
+    """ok: works.  warn: works with a restriction.  missing: features that need it do not work
+    here.
+    """
 
     name: Text
     status: Literal["ok", "warn", "missing"]
@@ -47,11 +57,18 @@ class Check(Record):
 
 
 def _need(name: str, found: str, lacking: str, command: str) -> Check:
-    """A requirement, which `command` meets.  Package managers need root; `export` and `unset` do not."""
+    """A requirement, which `command` meets.  Package managers need root; `export` and `unset` do
+    not.
+    """
     if found:
         return Check(name=name, status="ok", detail=found)
     as_root = os.geteuid() != 0 and not command.startswith(("export ", "unset "))
-    return Check(name=name, status="missing", detail=lacking, hint=f"Run{' as root' if as_root else ''}: {command}")
+    return Check(
+        name=name,
+        status="missing",
+        detail=lacking,
+        hint=f"Run{' as root' if as_root else ''}: {command}",
+    )
 
 
 def needs() -> Iterator[Check]:
@@ -66,7 +83,8 @@ def needs() -> Iterator[Check]:
 
 
 def require_gpu(what: str, hint: str) -> torch.device:
-    """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, or if Triton cannot compile.
+    """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, or if
+    Triton cannot compile.
 
     what: the start of the sentence, such as "A bench needs".
     """
@@ -78,16 +96,22 @@ def require_gpu(what: str, hint: str) -> torch.device:
 
 
 def require_toolchain() -> None:
-    """Raises MissingCapabilityError for the first unmet requirement, or for a GPU that CUDA cannot start."""
+    """Raises MissingCapabilityError for the first unmet requirement, or for a GPU that CUDA cannot
+    start.
+    """
     for need in needs():
         if need.status == "missing":
-            raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.detail}.", need.hint)
+            raise MissingCapabilityError(
+                f"Triton cannot compile kernels here: {need.detail}.", need.hint
+            )
     if torch.cuda.is_available():
         gpu_memory()
 
 
 def unusable_gpu() -> str:
-    """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there is none."""
+    """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there
+    is none.
+    """
     version, uuids = (None if torch.cuda.is_available() else ask_nvml(_driver)) or (0, [])
     if not uuids:
         return ""
@@ -97,20 +121,32 @@ def unusable_gpu() -> str:
     if int(torch.version.cuda.split(".")[0]) > version // 1000:
         cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
         return (
-            f"The driver has {there} and runs {cuda}, and this torch is built for CUDA {torch.version.cuda}.  Update "
+            f"The driver has {there} and runs {cuda}, and this torch is built for CUDA "
+            f"{torch.version.cuda}.  Update "
             f"NVIDIA's driver.  {cuda_torch('Or run')}"
         )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     first = shown.split(",")[0].strip()
     there_is = first.startswith("MIG-") or any(first == str(number) for number in range(len(uuids)))
-    if not there_is and not (first.startswith("GPU-") and any(uuid.startswith(first) for uuid in uuids)):
-        return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
-    return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
+    if not there_is and not (
+        first.startswith("GPU-") and any(uuid.startswith(first) for uuid in uuids)
+    ):
+        return (
+            f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return (
+        f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; "
+        "torch.cuda.init()'"
+    )
 
 
 def cuda_torch(begins: str = "Run") -> str:
     """The command that installs the build of torch that fits the driver."""
-    command = f"uv pip install --python {sys.executable} --torch-backend auto --reinstall-package torch torch"
+    command = (
+        f"uv pip install --python {sys.executable} --torch-backend auto "
+        "--reinstall-package torch torch"
+    )
     return f"{begins}: pip install uv && {command}"
 
 
@@ -125,7 +161,9 @@ def installs(what: Literal["ncu", "driver"]) -> str:
 def others_on_gpu(uuid: str) -> int | None:
     """Number of other processes that compute on the GPU; None if the driver does not report it."""
     running = ask_nvml(
-        lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid)))
+        lambda nvml: len(
+            nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
+        )
     )
     # In a container, process ids are those of the host: one of them is this process.
     mine = 1 if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
@@ -136,14 +174,22 @@ def find_ncu() -> str | None:
     """The ncu on PATH, else the latest where NVIDIA's installers put it."""
     if on_path := shutil.which("ncu"):
         return on_path
-    folders = (f for one in _NCU_FOLDERS for f in sorted(Path("/").glob(one.lstrip("/")), reverse=True))
-    return next((str(folder / "ncu") for folder in folders if os.access(folder / "ncu", os.X_OK)), None)
+    folders = (
+        f for one in _NCU_FOLDERS for f in sorted(Path("/").glob(one.lstrip("/")), reverse=True)
+    )
+    return next(
+        (str(folder / "ncu") for folder in folders if os.access(folder / "ncu", os.X_OK)), None
+    )
 
 
 def ncu_version(program: str) -> str:
-    """Such as "2025.3.1.0".  MissingCapabilityError if the program does not run, or does not say."""
+    """Such as "2025.3.1.0".  MissingCapabilityError if the program does not run, or does not
+    say.
+    """
     try:
-        answer = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        answer = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         why = f"does not run: {str(error).rstrip('.')}"
         raise MissingCapabilityError(f"ncu {why}.", "Reinstall Nsight Compute.") from error
@@ -156,9 +202,13 @@ def _compiler() -> Check:
     """The C compiler, searched as Triton does."""
     wanted = os.environ.get("CC")
     if wanted is not None:
-        return _need("C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC")
+        return _need(
+            "C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC"
+        )
     found = shutil.which("gcc") or shutil.which("clang") or ""
-    return _need("C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc")
+    return _need(
+        "C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc"
+    )
 
 
 def _c_library(compiler: str) -> Check:
@@ -167,25 +217,38 @@ def _c_library(compiler: str) -> Check:
     found = "dlfcn.h"
     try:
         subprocess.run(
-            [compiler, "-E", "-xc", "-"], input=b"#include <dlfcn.h>\n", capture_output=True, check=True, timeout=30
+            [compiler, "-E", "-xc", "-"],
+            input=b"#include <dlfcn.h>\n",
+            capture_output=True,
+            check=True,
+            timeout=30,
         )
     except (OSError, subprocess.SubprocessError):
         found = ""
-    return _need("C library", found, f"{compiler} finds no dlfcn.h of the C library", f"{_installer()} {package}")
+    return _need(
+        "C library",
+        found,
+        f"{compiler} finds no dlfcn.h of the C library",
+        f"{_installer()} {package}",
+    )
 
 
 def _headers() -> Check:
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(_manager(), "python3-dev")
+    package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(
+        _manager(), "python3-dev"
+    )
     found = str(header) if os.path.exists(header) else ""
     lacking = f"Python's headers are not installed ({header} is missing)"
     return _need("Python headers", found, lacking, f"{_installer()} {package}")
 
 
 def _driver_library() -> Check:
-    """The driver's library, as Triton finds it: TRITON_LIBCUDA_PATH, else the linker's cache, then LD_LIBRARY_PATH."""
+    """The driver's library, as Triton finds it: TRITON_LIBCUDA_PATH, else the linker's cache, then
+    LD_LIBRARY_PATH.
+    """
     named, linked = os.environ.get("TRITON_LIBCUDA_PATH"), _linked_folders()
     on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
     if named:
@@ -202,7 +265,10 @@ def _driver_library() -> Check:
 
 def _with_driver_library(folders: Sequence[str]) -> str:
     """The first folder that contains the driver's library; empty if none does."""
-    return next((folder for folder in folders if folder and os.path.exists(f"{folder}/{DRIVER_LIBRARY}")), "")
+    return next(
+        (folder for folder in folders if folder and os.path.exists(f"{folder}/{DRIVER_LIBRARY}")),
+        "",
+    )
 
 
 def _loaded_from() -> str:
@@ -217,27 +283,42 @@ def _loaded_from() -> str:
 def _linked_folders() -> list[str] | None:
     """Folders from the linker's cache; None without ldconfig, which Triton does not expect."""
     try:
-        answer = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=30).stdout
+        answer = subprocess.run(
+            [_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return [os.path.dirname(line.split()[-1]) for line in answer.splitlines() if DRIVER_LIBRARY in line]
+    return [
+        os.path.dirname(line.split()[-1]) for line in answer.splitlines() if DRIVER_LIBRARY in line
+    ]
 
 
 def _cache() -> Check:
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # stays "~" for a user without a home, as in Triton
+    # stays "~" for a user without a home, as in Triton
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
     existing = usable(folder)
     if existing is None:
         lacking = f"its cache {folder} cannot be written"
     elif os.statvfs(existing).f_flag & os.ST_NOEXEC:
-        lacking = f"its cache {folder} is on a file system that is mounted noexec, from which no module can be loaded"
+        lacking = (
+            f"its cache {folder} is on a file system that is mounted noexec, from which no "
+            "module can be loaded"
+        )
     else:
         lacking = ""
-    return _need("Triton's cache", "" if lacking else str(folder), lacking, "export TRITON_CACHE_DIR=/tmp/triton")
+    return _need(
+        "Triton's cache",
+        "" if lacking else str(folder),
+        lacking,
+        "export TRITON_CACHE_DIR=/tmp/triton",
+    )
 
 
 def usable(folder: Path) -> Path | None:
-    """The folder, or the deepest one above it that exists; None if this user may not write there."""
+    """The folder, or the deepest one above it that exists; None if this user may not write
+    there.
+    """
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     return existing if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK) else None
 
@@ -251,6 +332,10 @@ def _installer() -> str:
 
 
 def _driver(nvml: Any) -> tuple[int, list[str]]:
-    """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its GPUs."""
+    """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its
+    GPUs.
+    """
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    return nvml.nvmlSystemGetCudaDriverVersion_v2(), [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    return nvml.nvmlSystemGetCudaDriverVersion_v2(), [
+        str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles
+    ]

@@ -48,11 +48,14 @@ Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
 def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
-    subject: the whole model, the result of `loaded_as`.  Returns the report's folder and the report.
+    subject: the whole model, the result of `loaded_as`.  Returns the report's folder and the
+    report.
     """
 
     def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
-        return precisions_for("bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states)
+        return precisions_for(
+            "bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states
+        )
 
     wanted = replace(wanted, weights=_weights(wanted))
     implementations = check(subject, wanted)
@@ -83,21 +86,29 @@ def loaded_as(subject: Subject, wanted: AnswersOptions) -> Subject:
 
 
 def check(subject: Subject, wanted: AnswersOptions) -> list[Implementation]:
-    """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run` calls it too."""
+    """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run`
+    calls it too.
+    """
     get, of = resolver(limits.device()), {layer.operator for layer in subject.layers}
     limits.check_replay(subject.seqlens)
     return [required(get(operator, name)) for operator in of for name in wanted.implementations]
 
 
 def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:
-    """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error remains."""
+    """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error
+    remains.
+    """
     if wanted.weights == "auto":
         return "own" if limits.device().type == "cuda" else "fp32"
     return wanted.weights
 
 
 def compare_answers(
-    loaded: Loaded, request: AnswersOptions, precisions: Precisions, watcher: Watcher, writer: Writer
+    loaded: Loaded,
+    request: AnswersOptions,
+    precisions: Precisions,
+    watcher: Watcher,
+    writer: Writer,
 ) -> None:
     """Compare the answers on every prompt of a whole model.
 
@@ -110,11 +121,17 @@ def compare_answers(
         limits.memory_errors(),
         np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
     ):
-        for ids, segment_length, prompt in zip(loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True):
+        for ids, segment_length, prompt in zip(
+            loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True
+        ):
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
             ids, layers = ids.to(loaded.model.device), loaded.subject.layers
             run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
-            models = list(_models(run, dtype_name(loaded.whole.dtype), request, precisions, prompt.token_sha256))
+            models = list(
+                _models(
+                    run, dtype_name(loaded.whole.dtype), request, precisions, prompt.token_sha256
+                )
+            )
             if not all(case.name in writer.earlier for case, _, _ in models):
                 _compare(run, models, loaded.whole, request, watcher, writer)
 
@@ -122,13 +139,16 @@ def compare_answers(
 def _models(
     prompt: PromptRun, dtype: DType, request: AnswersOptions, precisions: Precisions, inputs: str
 ) -> Iterator[tuple[Case, Compute, frozenset[int]]]:
-    """First noise, then all layers together, then each layer alone: what computes the operators of which layers.
+    """First noise, then all layers together, then each layer alone: what computes the operators of
+    which layers.
 
     dtype: of the model.  inputs: of the cases.
     """
     mixers, layers = prompt.mixers, frozenset(prompt.wanted)
 
-    def case(name: str, precision: PrecisionRecord, *, change: str = "", alone: int | None = None) -> Case:
+    def case(
+        name: str, precision: PrecisionRecord, *, change: str = "", alone: int | None = None
+    ) -> Case:
         return Case(
             answers=Answers(
                 reference="",
@@ -149,7 +169,9 @@ def _models(
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
     baseline, noises = operator.baseline, (with_moved_bits, in_other_chunks)
-    for change, noise in zip(("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True):
+    for change, noise in zip(
+        ("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True
+    ):
         moved = noise(implemented(baseline, EXACT_FP32, mixers))
         yield case(baseline, EXACT_FP32, change=change), moved, layers
     computes = {
@@ -165,24 +187,34 @@ def _models(
 
 
 def _compare(
-    prompt: PromptRun, models: Sequence[tuple[Case, Compute, frozenset[int]]], whole: Any, request: AnswersOptions,
-    watcher: Watcher, writer: Writer,
-) -> None:  # fmt: skip
+    prompt: PromptRun,
+    models: Sequence[tuple[Case, Compute, frozenset[int]]],
+    whole: Any,
+    request: AnswersOptions,
+    watcher: Watcher,
+    writer: Writer,
+) -> None:
     """whole: the model with its head.  The cases of an interrupted comparison are there already."""
     device, began = prompt.ids.device, time.monotonic()
     if device.type == "cuda":
         forget_peak(device)
 
     def generated(compute: Compute, layers: frozenset[int] | None) -> Sequence[int]:
-        """Greedy tokens.  The operator computes the prompt; the model's own step computes each token after it."""
+        """Greedy tokens.  The operator computes the prompt; the model's own step computes each
+        token after it.
+        """
         if not request.generate:
             return ()
-        with intercept(prompt.mixers, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)):
+        with intercept(
+            prompt.mixers, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)
+        ):
             return greedy(whole, prompt.ids, request.generate, prompt.segment_length)
 
     def answers_of(case: Case, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
         """Compares the logits with the reference's, a block of positions at a time."""
-        hidden = hidden_states(prompt, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference))
+        hidden = hidden_states(
+            prompt, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)
+        )
         blocks, length = [], rows_that_fit(whole.get_input_embeddings().num_embeddings)
         for start in range(0, hidden.shape[1], length):
             rows = slice(start, start + length)
@@ -194,12 +226,17 @@ def _compare(
         found: dict[str, Any] = {"bands": bands(divergence)}
         if request.generate and case.answers and case.answers.alone is None:
             tokens = generated(compute, layers)
-            differing = (number for number, (one, other) in enumerate(zip(first, tokens, strict=True)) if one != other)
+            differing = (
+                number
+                for number, (one, other) in enumerate(zip(first, tokens, strict=True))
+                if one != other
+            )
             found |= {"generated": len(tokens), "first_difference": next(differing, None)}
         return found
 
     count = len({mixer.layer_index for mixer in prompt.mixers})
-    # with the reference: its own runs, and for each case the share of the layers that are left to it
+    # with the reference: its own runs, and for each case the share of the layers that are left to
+    # it
     runs = 1 + bool(request.generate) + sum(1 - len(layers) / count for _, _, layers in models)
     with watcher.step("Running the reference"):
         reference, name, remark = choose_reference(request.reference, prompt, runs)
@@ -213,7 +250,9 @@ def _compare(
                 case = case.changed(answers=answers)
                 try:
                     with while_it_runs(case):
-                        case = case.changed(answers=answers.changed(**answers_of(case, compute, layers)))
+                        case = case.changed(
+                            answers=answers.changed(**answers_of(case, compute, layers))
+                        )
                 except MissingCapabilityError as error:
                     if not isinstance(error.__cause__, torch.OutOfMemoryError):
                         raise
@@ -244,15 +283,22 @@ def oracle_compute(call: OperatorCall) -> Result:
 def choose_reference(
     wanted: Literal["auto", "oracle", "unfused"], prompt: PromptRun, runs: float
 ) -> tuple[Compute, str, str]:
-    """The oracle, or the exact baseline if requested or if the oracle would take longer than `LONGEST_S`.
+    """The oracle, or the exact baseline if requested or if the oracle would take longer than
+    `LONGEST_S`.
 
-    runs: number of runs of the model on the reference; a run with it in some layers counts as a fraction.
-    With its name, and the reason of the choice in a sentence, which is empty for the oracle.
+    runs: number of runs of the model on the reference; a run with it in some layers counts as a
+    fraction.  With its name, and the reason of the choice in a sentence, which is empty for the
+    oracle.
     """
     remark = "--reference names it." if wanted == "unfused" else ""
-    if wanted == "auto" and prompt.ids.shape[1] > 2 * PIECE and (seconds := runs * _oracle_seconds(prompt)) > LONGEST_S:
+    if (
+        wanted == "auto"
+        and prompt.ids.shape[1] > 2 * PIECE
+        and (seconds := runs * _oracle_seconds(prompt)) > LONGEST_S
+    ):
         remark = (
-            f"The fp64 oracle would take about {seconds / 60:.0f} min, estimated from {PIECE:,} tokens; "
+            f"The fp64 oracle would take about {seconds / 60:.0f} min, estimated from {PIECE:,} "
+            "tokens; "
             "--reference oracle uses it anyway."
         )
     if not remark:
@@ -262,7 +308,9 @@ def choose_reference(
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:
-    """Seconds of a run of the model on the oracle, from a piece of the prompt.  The first run is a warm-up."""
+    """Seconds of a run of the model on the oracle, from a piece of the prompt.  The first run is a
+    warm-up.
+    """
     piece = replace(prompt, ids=prompt.ids[:, :PIECE], segment_length=PIECE)
     for _ in range(2):
         began = time.monotonic()
@@ -274,9 +322,10 @@ def _oracle_seconds(prompt: PromptRun) -> float:
 def with_moved_bits(compute: Compute) -> Compute:
     """`compute` on inputs with the last bit of each element flipped.
 
-    This changes the tensors that a model writes into one tensor (x, B and C of SSD, q, k and v of GDN).  Half of the
-    numbers become larger and the others smaller, by half to one unit in the last place, as after a different rounding
-    before the operator.  Zeros are not changed, because their last bit is a number of another magnitude.
+    This changes the tensors that a model writes into one tensor (x, B and C of SSD, q, k and v of
+    GDN).  Half of the numbers become larger and the others smaller, by half to one unit in the last
+    place, as after a different rounding before the operator.  Zeros are not changed, because their
+    last bit is a number of another magnitude.
     """
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,14 +334,20 @@ def with_moved_bits(compute: Compute) -> Compute:
 
     def run(call: OperatorCall) -> Result:
         views = operators.get(call.mixer.operator).binding.views
-        changed = {name: moved(tensor) for name, tensor in tensors.tensors(call.inputs).items() if name in views}
+        changed = {
+            name: moved(tensor)
+            for name, tensor in tensors.tensors(call.inputs).items()
+            if name in views
+        }
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 
     return run
 
 
 def in_other_chunks(compute: Compute) -> Compute:
-    """`compute` with chunks of half the length, if the operator's inputs have a chunk size that can be halved."""
+    """`compute` with chunks of half the length, if the operator's inputs have a chunk size that can
+    be halved.
+    """
 
     def run(call: OperatorCall) -> Result:
         chunk = getattr(call.inputs, "chunk_size", 0)

@@ -1,4 +1,6 @@
-"""`ssdprof bench`: the kernels alone, on random inputs of a model's shape, one cell after the other within a budget."""
+"""`ssdprof bench`: the kernels alone, on random inputs of a model's shape, one cell after the other
+within a budget.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.implementations import own_precisions, required, resolve, resolver, source_files
+from ssdprof.operators.implementations import (
+    own_precisions,
+    required,
+    resolve,
+    resolver,
+    source_files,
+)
 from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import precision_of
 from ssdprof.progress import Watcher
@@ -44,7 +52,10 @@ MAX_ROUNDS = 32  # of a recording
 PROCESSES = 3  # that take samples
 NEEDS_GPU = (
     "A bench needs",
-    "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any machine.",
+    (
+        "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any "
+        "machine."
+    ),
 )
 
 
@@ -55,7 +66,8 @@ def bench(
 
     ranks: processes that share the cells.  The first one returns the report of all.
 
-    A cell that does not fit in the GPU's memory or in the budget is left out, and the report names it.
+    A cell that does not fit in the GPU's memory or in the budget is left out, and the report names
+    it.
     """
     device = require_gpu(*NEEDS_GPU)
     header = dict[str, Any](
@@ -95,14 +107,22 @@ def bench(
         verdicts: dict[Cell, Verdicts] = {}
         with watcher.step("Measuring", len(mine), unit="cells") as advance:
             for done, cell in enumerate(mine):
-                there = [", ".join(one) in writer.earlier for one in writer.report.requested if one[0] == _place(cell)]
+                there = [
+                    ", ".join(one) in writer.earlier
+                    for one in writer.report.requested
+                    if one[0] == _place(cell)
+                ]
                 if all(there) and not sampler():
                     advance(1)
                     continue
                 seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
                 smallest = request.smallest_difference
-                sampling = SamplingPlan(smallest_difference=smallest, max_rounds=MAX_ROUNDS, seconds=seconds)
-                own = replace(comparer, sampling=sampling, first_call_s=request.first_call, until=end)
+                sampling = SamplingPlan(
+                    smallest_difference=smallest, max_rounds=MAX_ROUNDS, seconds=seconds
+                )
+                own = replace(
+                    comparer, sampling=sampling, first_call_s=request.first_call, until=end
+                )
                 try:
                     cases: Iterable[Case]
                     if sampler():
@@ -117,35 +137,51 @@ def bench(
                 except torch.OutOfMemoryError as error:
                     left = f"out of memory: {first_line(error)}"
                 if left:
-                    writer.update(left_out=(*writer.report.left_out, LeftOut(place=_place(cell), reason=left)))
+                    writer.update(
+                        left_out=(*writer.report.left_out, LeftOut(place=_place(cell), reason=left))
+                    )
                 writer.update(clocks=clocks(), seconds=time.monotonic() - began)
                 advance(1)
     return load(writer.folder)
 
 
-def resolved(asked: BenchOptions, names: Sequence[str], too_large: Iterable[Tokens], watcher: Watcher) -> BenchOptions:
-    """The request with its implementations.  names: of all.  too_large: left out, which the watcher is told.
+def resolved(
+    asked: BenchOptions, names: Sequence[str], too_large: Iterable[Tokens], watcher: Watcher
+) -> BenchOptions:
+    """The request with its implementations.  names: of all.  too_large: left out, which the watcher
+    is told.
 
-    Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a baseline that is
-    unavailable.
+    Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a
+    baseline that is unavailable.
     """
     operator, get = operators.get(asked.operator), resolver(torch.device("cuda"))
     found = [get(operator.name, name) for name in names]
-    over, matched = (get(operator.name, name) for name in (asked.baseline or "", asked.match_with or operator.baseline))
+    over, matched = (
+        get(operator.name, name)
+        for name in (asked.baseline or "", asked.match_with or operator.baseline)
+    )
     if (
         not asked.verify
         and matched.name != operator.baseline
         and any(one.metric == "match" for one in asked.conditions)
     ):
         raise BadInputError(
-            f"--min-match compares with {operator.baseline}, but --match-with names {matched.name}.",
+            (
+                f"--min-match compares with {operator.baseline}, but --match-with names "
+                f"{matched.name}."
+            ),
             "Leave one of them out.",
         )
     require_gpu(*NEEDS_GPU)
-    compared = {one.name: one for one in (*found, required(over), *([required(matched)] if asked.match_with else []))}
+    compared = {
+        one.name: one
+        for one in (*found, required(over), *([required(matched)] if asked.match_with else []))
+    }
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {asked.max_tokens} tokens.")
-    return replace(asked, compared=tuple(compared.values()), baseline=over.name, match_with=matched.name)
+    return replace(
+        asked, compared=tuple(compared.values()), baseline=over.name, match_with=matched.name
+    )
 
 
 def compared(
@@ -153,13 +189,16 @@ def compared(
 ) -> list[tuple[Implementation, PrecisionRecord]]:
     """Other libraries, then the others, each at its own precisions or at the wanted ones.
 
-    The baseline of the operator runs with exact intermediates only, and with the wanted state dtypes.  Alternative
-    forms run once, with exact intermediates and fp32 states.  So do implementations that go token by token; if the
-    cell's sequences have a few tokens, they take part even if they are not named.
+    The baseline of the operator runs with exact intermediates only, and with the wanted state
+    dtypes.  Alternative forms run once, with exact intermediates and fp32 states.  So do
+    implementations that go token by token; if the cell's sequences have a few tokens, they take
+    part even if they are not named.
     """
     wanted = precisions_for(cell.dtype, request.intermediates, request.states)
     once = {BY_TOKEN, *operator.generated.alternatives}
-    everyone = sorted((one for one in request.compared if not one.absent), key=lambda one: one.kind != "library")
+    everyone = sorted(
+        (one for one in request.compared if not one.absent), key=lambda one: one.kind != "library"
+    )
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
 
@@ -168,21 +207,33 @@ def compared(
             return own_precisions(one, cell.dtype, wanted)
         if one.name in once:
             return (EXACT_FP32,)
-        return tuple(dict.fromkeys(own.exact for own in wanted)) if one.name == operator.baseline else wanted
+        return (
+            tuple(dict.fromkeys(own.exact for own in wanted))
+            if one.name == operator.baseline
+            else wanted
+        )
 
     named = {one.name: one for one in everyone}
     return [(one, precision) for one in named.values() for precision in precisions(one)]
 
 
-def sizes(request: BenchOptions, operator: Operator[Any], implementation: Implementation) -> Sequence[int | None]:
-    """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its own."""
+def sizes(
+    request: BenchOptions, operator: Operator[Any], implementation: Implementation
+) -> Sequence[int | None]:
+    """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its
+    own.
+    """
     chunks_itself = operator.generated.chunks_itself
-    fixed = implementation.kind == "own" or implementation.name in chunks_itself or not request.sizes
+    fixed = (
+        implementation.kind == "own" or implementation.name in chunks_itself or not request.sizes
+    )
     return (None,) if fixed else request.sizes
 
 
 def sampling_seconds(left: float, cells_left: int) -> float:
-    """A third of the next cell's share of the remaining time: the cell is also compiled and compared."""
+    """A third of the next cell's share of the remaining time: the cell is also compiled and
+    compared.
+    """
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
@@ -203,14 +254,19 @@ def measured(
     checked, known = cell, None
     if request.check == "short" and not cell.tokens.packed:
         checked = replace(
-            cell, tokens=replace(cell.tokens, sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN))
+            cell,
+            tokens=replace(
+                cell.tokens, sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)
+            ),
         )
     if checked != cell:
         if checked not in verdicts:
             entries = _entries(request, operator, checked, device, None)
             compared = replace(comparer, timer=None).compare(entries, str(checked))
             found = {(case.name, case.chunk_size): case for case in compared}
-            verdicts[checked] = {one.key: found[one.case.name, one.case.chunk_size] for one in entries}
+            verdicts[checked] = {
+                one.key: found[one.case.name, one.case.chunk_size] for one in entries
+            }
         known = verdicts[checked]
     entries = _entries(request, operator, cell, device, checked.tokens.seqlen if known else None)
     cases = {case.name: case for case in comparer.compare(entries, str(cell), known)}
@@ -220,25 +276,42 @@ def measured(
 
 
 def _entries(
-    request: BenchOptions, operator: Operator[Any], cell: Cell, device: torch.device, checked: int | None
+    request: BenchOptions,
+    operator: Operator[Any],
+    cell: Cell,
+    device: torch.device,
+    checked: int | None,
 ) -> list[Entry]:
-    """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared instead; None: its own."""
+    """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
+    instead; None: its own.
+    """
     inputs = operator.generated.draw(cell, device)
     sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
     inputs = sized[min(sized)] if sized else inputs
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
     common: dict[str, Any] = {
-        "drawn": drawn_of(cell, checked), "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words,
+        "drawn": drawn_of(cell, checked),
+        "dims": dims,
+        "batch": dims.batch,
+        "seqlen": dims.seqlen,
+        "inputs": words,
         **work,
-    }  # fmt: skip
+    }
     entries: list[Entry] = []
     for one, precision in compared(request, operator, cell):
-        own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
+        own = dict(
+            common, implementation=one.name, kind=one.kind, version=one.version, precision=precision
+        )
         own["baseline"] = "" if one.name == request.baseline else request.baseline
         for size in sizes(request, operator, one):
-            given, label = sized[size] if size else inputs, f"{one.name} {precision}{f', chunk {size}' if size else ''}"
-            call = Call(implementation=one, inputs=given, precision=precision_of(precision), label=label)
+            given, label = (
+                sized[size] if size else inputs,
+                f"{one.name} {precision}{f', chunk {size}' if size else ''}",
+            )
+            call = Call(
+                implementation=one, inputs=given, precision=precision_of(precision), label=label
+            )
             entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))
     for entry in entries:
         entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
@@ -260,16 +333,25 @@ def drawn_of(cell: Cell, checked: int | None) -> Drawn:
 
 
 def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:
-    """The entry of the implementation `name` that is most like `entry`: with exact intermediates, the same states, the
-    same chunk size, in this order.  None if that is `entry` itself, or if there is none.
+    """The entry of the implementation `name` that is most like `entry`: with exact intermediates,
+    the same states, the same chunk size, in this order.  None if that is `entry` itself, or if
+    there is none.
     """
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
         ours, theirs = entry.case, other.case
         same_states = ours.precision.state_dtype == theirs.precision.state_dtype
-        return theirs.precision.intermediates == "exact", same_states, ours.chunk_size == theirs.chunk_size
+        return (
+            theirs.precision.intermediates == "exact",
+            same_states,
+            ours.chunk_size == theirs.chunk_size,
+        )
 
-    found = max((other for other in entries if other.case.implementation == name), key=likeness, default=None)
+    found = max(
+        (other for other in entries if other.case.implementation == name),
+        key=likeness,
+        default=None,
+    )
     return None if found is entry else found
 
 

@@ -1,6 +1,8 @@
-"""Verifies implementations on one call, then times in turns those that are right: for run, bench and tune.
+"""Verifies implementations on one call, then times in turns those that are right: for run, bench
+and tune.
 
-    first_run -> verify, against the fp64 oracle -> the fastest chunk size -> sample, with a check of what they compute
+    first_run -> verify, against the fp64 oracle -> the fastest chunk size -> sample, with a check
+    of what they compute
 
 Only what passed is timed, and what it computes while it is timed is checked again.
 """
@@ -37,7 +39,16 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
-from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes, status_of
+from ssdprof.measure.first_run import (
+    Call,
+    Run,
+    TimeIsUp,
+    completed,
+    first_line,
+    forget_peak,
+    peak_bytes,
+    status_of,
+)
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
@@ -49,20 +60,27 @@ from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
-Pair = tuple[Implementation, PrecisionRecord, PrecisionRecord]  # what runs, at which precision, that of its baseline
-Pairs = Callable[[str, DType, CallRef | None], Sequence[Pair]]  # of a call of an operator; baselines first
+# what runs, at which precision, that of its baseline
+Pair = tuple[Implementation, PrecisionRecord, PrecisionRecord]
+# of a call of an operator; baselines first
+Pairs = Callable[[str, DType, CallRef | None], Sequence[Pair]]
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
-NOT_TIMED = "interrupted before it was timed"  # stands in a case until it is timed: an end of any kind leaves it
-TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
+# stands in a case until it is timed: an end of any kind leaves it
+NOT_TIMED = "interrupted before it was timed"
+TRIALS = SamplingPlan(
+    min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf
+)
 
 
 @dataclass(kw_only=True, eq=False)
 class Entry:
     """One implementation at one precision and chunk size, on one call.
 
-    case: what is known before it runs.  baseline: whose output it is also compared with; None: nobody's.
+    case: what is known before it runs.  baseline: whose output it is also compared with; None:
+    nobody's.
     turns: entries with equal ones are timed together.
-    probes: (whether Triton's interpreter ran it) -> the laws that it obeys, tested after it was found correct.
+    probes: (whether Triton's interpreter ran it) -> the laws that it obeys, tested after it was
+    found correct.
     bits: the fingerprint of its first output.
     """
 
@@ -85,7 +103,8 @@ class Comparer:
 
     timer: None: nothing is timed.  process: the name of this one in the samples.
     ceilings: of this GPU, by which no time is too short.
-    isolated: makes first calls of users' kernels, which then get copies of the inputs; None: they run as others do.
+    isolated: makes first calls of users' kernels, which then get copies of the inputs; None: they
+    run as others do.
     first_call_s: seconds for each first call.  until: the end of the bench, by time.monotonic.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
@@ -100,10 +119,13 @@ class Comparer:
     watcher: Watcher = field(default_factory=Watcher)
     oracle_must_fit: bool = False
 
-    def compare(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None) -> Iterator[Case]:
+    def compare(
+        self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None
+    ) -> Iterator[Case]:
         """Every case as soon as it is verified, and again with its samples or with a fault.
 
-        entries: of inputs that differ in their chunk size only.  label: of the call, for the progress.
+        entries: of inputs that differ in their chunk size only.  label: of the call, for the
+        progress.
         verdicts: outputs are not compared, and have these; an output that is not finite fails.
         Raises TimeIsUp after `until`, and MissingCapabilityError if a fault made the GPU unusable.
         """
@@ -117,7 +139,9 @@ class Comparer:
         rivals = {entry.case.rated_against for entry in entries}
 
         def to_time(case: Case) -> bool:
-            """Not what a server computed; also a baseline outside its budget, because the verdict is on the others."""
+            """Not what a server computed; also a baseline outside its budget, because the verdict
+            is on the others.
+            """
             rival = case.only_outside and (case.place, case.implementation) in rivals
             return case.kind != "served" and (case.result == "passed" or rival)
 
@@ -130,7 +154,9 @@ class Comparer:
                     yield case.changed(reason=NOT_TIMED) if self.timer and to_time(case) else case
         if self.timer is None:
             return
-        for own in grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision)).values():
+        for own in grouped(
+            entries, lambda entry: (entry.case.implementation, entry.case.precision)
+        ).values():
             found = {entry: cases.pop(entry) for entry in own}
             entry, case = self._fastest(found, self.timer)
             cases[entry] = case
@@ -142,10 +168,16 @@ class Comparer:
                 group = {entry: case for entry, case in timed.items() if entry.turns == turns}
                 yield from self._sampled(group, self.timer)
 
-    def sample_again(self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]) -> Iterable[Case]:
+    def sample_again(
+        self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]
+    ) -> Iterable[Case]:
         """The samples of this process, for entries that another one has verified and timed."""
         known = {one: earlier.get(one.case.name) for one in entries}
-        timed = [one for one, case in known.items() if case and case.samples and case.chunk_size == one.case.chunk_size]
+        timed = [
+            one
+            for one, case in known.items()
+            if case and case.samples and case.chunk_size == one.case.chunk_size
+        ]
         for one in timed:
             one.baseline, one.probes = None, lambda _: ()
         if not timed:
@@ -155,8 +187,12 @@ class Comparer:
 
     # --- accuracy
 
-    def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, Case]:
-        """Run the entries, whose outputs fit in memory together, and compare them with the oracle in one pass."""
+    def _verified(
+        self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
+    ) -> dict[Entry, Case]:
+        """Run the entries, whose outputs fit in memory together, and compare them with the oracle
+        in one pass.
+        """
         runs: dict[Entry, tuple[Output | None, dict[str, Any], bool]] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
             for entry in entries:
@@ -166,11 +202,15 @@ class Comparer:
         if verdicts is None:
             found = self._accuracies(outputs, label)
         else:
-            found = {entry: _borrowed(verdicts[entry.key], runs[entry][1], output) for entry, output in outputs.items()}
+            found = {
+                entry: _borrowed(verdicts[entry.key], runs[entry][1], output)
+                for entry, output in outputs.items()
+            }
         for entry, output in outputs.items():
             entry.bits = entry.bits or fingerprint(*output)
         cases = {
-            entry: Case(**(entry.case.own | fields | found.get(entry, {}))) for entry, (_, fields, _) in runs.items()
+            entry: Case(**(entry.case.own | fields | found.get(entry, {})))
+            for entry, (_, fields, _) in runs.items()
         }
         interpreted = {entry: one for entry, (_, _, one) in runs.items()}
         if verdicts is None:
@@ -189,7 +229,9 @@ class Comparer:
         interpreter_builder.grid_idx = None  # of the program that runs
         try:
             with while_it_runs(entry.case):
-                output, fields = call.first_run(max(0.0, min(self.first_call_s, self.until - time.monotonic())))
+                output, fields = call.first_run(
+                    max(0.0, min(self.first_call_s, self.until - time.monotonic()))
+                )
         except TimeIsUp:
             if time.monotonic() >= self.until:
                 raise TimeIsUp(f" in the first call of {call.label}") from None
@@ -197,18 +239,24 @@ class Comparer:
             return None, {"status": "failed", "reason": reason}, False
         first = fields.pop("first_call", None)
         if output is not None and entry.case.kind == "library":
-            # a library that tunes itself has launches and allocations of its own, and may leave any values behind
+            # a library that tunes itself has launches and allocations of its own, and may leave any
+            # values behind
             output, fields = call.first_run()
         if call.device.type == "cuda":
-            launches = tuple(with_occupancy(launch, call.device) for launch in fields.get("launches", ()))
+            launches = tuple(
+                with_occupancy(launch, call.device) for launch in fields.get("launches", ())
+            )
             fields |= {"first_call": first, "launches": launches}
         return output, fields, interpreter_builder.grid_idx is not None
 
-    def _accuracies(self, outputs: Mapping[Entry, Output], label: str) -> dict[Entry, dict[str, Any]]:
+    def _accuracies(
+        self, outputs: Mapping[Entry, Output], label: str
+    ) -> dict[Entry, dict[str, Any]]:
         """Fields of the cases."""
         if not outputs:
             return {}
-        # more chunks round 16-bit states more often, and the budget must cover the entry with the most
+        # more chunks round 16-bit states more often, and the budget must cover the entry with the
+        # most
         inputs = min(outputs, key=lambda entry: entry.case.chunk_size or math.inf).call.inputs
         candidates = {
             entry: Candidate(
@@ -236,16 +284,29 @@ class Comparer:
     # --- speed
 
     def _fastest(self, cases: Mapping[Entry, Case], timer: CudaTimer) -> tuple[Entry, Case]:
-        """The fastest chunk size that passed, by a few replays in turns; else the first entry, which says why."""
+        """The fastest chunk size that passed, by a few replays in turns; else the first entry,
+        which says why.
+        """
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
         times: dict[Entry, float] = {}
         if len(passed) > 1:
             runs = {str(number): one.call.run for number, one in enumerate(passed)}
             timed = time_in_turns(runs, timer, TRIALS, check=None, clocks=("device",))
-            samples = {passed[int(number)]: one["samples"] for number, one in timed.items() if "samples" in one}
-            times = {entry: statistics.median(of_device.us).value for entry, (of_device,) in samples.items()}
+            samples = {
+                passed[int(number)]: one["samples"]
+                for number, one in timed.items()
+                if "samples" in one
+            }
+            times = {
+                entry: statistics.median(of_device.us).value
+                for entry, (of_device,) in samples.items()
+            }
         best = min(passed, key=lambda entry: times.get(entry, math.inf), default=next(iter(cases)))
-        trials = {case.chunk_size: times.get(entry) for entry, case in cases.items() if case.chunk_size is not None}
+        trials = {
+            case.chunk_size: times.get(entry)
+            for entry, case in cases.items()
+            if case.chunk_size is not None
+        }
         found = cases[best]
         if not trials:
             return best, found
@@ -262,7 +323,9 @@ class Comparer:
         def outside(name: str, output: Output) -> str:
             """Why an output is worse than the one that was judged."""
             known, call = group[named[name]], named[name].call
-            candidate = Candidate(output=output, precision=call.precision, cuts=call.implementation.cuts_operands)
+            candidate = Candidate(
+                output=output, precision=call.precision, cuts=call.implementation.cuts_operands
+            )
             accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
             again = known.changed(accuracy=accuracy)
             return "" if again.result == known.result else again.outside_budget
@@ -312,11 +375,17 @@ class Comparer:
             if name in remarks:
                 case = case.changed(reason=remarks[name])
             timed = case.changed(**found[name])
-            yield case.changed(**unmeasured) if (unmeasured := _above_roof(timed, self.ceilings)) else timed
+            yield (
+                case.changed(**unmeasured)
+                if (unmeasured := _above_roof(timed, self.ceilings))
+                else timed
+            )
 
 
 def _poison(output: Output, inputs: Any) -> None:
-    """Fill an output with NaN, unless it lies in memory of the inputs: what a later run leaves there is its own."""
+    """Fill an output with NaN, unless it lies in memory of the inputs: what a later run leaves
+    there is its own.
+    """
     given = {tensor.untyped_storage().data_ptr() for tensor in tensors.tensors(inputs).values()}
     for tensor in output:
         if tensor.untyped_storage().data_ptr() not in given:
@@ -325,12 +394,17 @@ def _poison(output: Output, inputs: Any) -> None:
 
 @contextmanager
 def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | None]:
-    """Writes the linear inputs, times a number, to their addresses, restored at the end.  None: no memory for it."""
+    """Writes the linear inputs, times a number, to their addresses, restored at the end.  None: no
+    memory for it.
+    """
     own: dict[int, torch.Tensor] = {}
     for call in calls:
         given = tensors.tensors(call.inputs)
         linear = [given[name] for name in call.inputs.LINEAR if name in given]
-        own |= {tensor.data_ptr(): tensor for tensor in (*linear, *call.implementation.copies(call.inputs))}
+        own |= {
+            tensor.data_ptr(): tensor
+            for tensor in (*linear, *call.implementation.copies(call.inputs))
+        }
     try:
         before = [tensor.clone() for tensor in own.values()]
     except torch.OutOfMemoryError:
@@ -348,14 +422,20 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
 
 
 def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callable[[bool], None]:
-    """Called with True before each sample, so that nothing can be taken from an earlier call; with False at the end."""
+    """Called with True before each sample, so that nothing can be taken from an earlier call; with
+    False at the end.
+    """
     numbers = itertools.count(1)
 
     def change(sampling: bool) -> None:
         child.alive()
         if scale is not None:
             number = next(numbers)
-            scale((1 + number % 128 / 128) * 2.0 ** (0 if fp16 else number // 128 % 8) / 2 if sampling else 1.0)
+            scale(
+                (1 + number % 128 / 128) * 2.0 ** (0 if fp16 else number // 128 % 8) / 2
+                if sampling
+                else 1.0
+            )
 
     return change
 
@@ -367,26 +447,37 @@ def _has_fp16(call: Call) -> bool:
 
 
 def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, str]:
-    """Fields of a case whose device time is shorter than this GPU can be: its work was not what was timed."""
+    """Fields of a case whose device time is shorter than this GPU can be: its work was not what was
+    timed.
+    """
     share, time = case.floor_pct(ceilings), case.device_us
     if share is None or time is None or share <= 100:
         return {}
-    reason = f"the measurement failed: {time.value:.4g} us of device time would be {share:.4g}% of the roofline"
+    reason = (
+        f"the measurement failed: {time.value:.4g} us of device time would be {share:.4g}% "
+        "of the roofline"
+    )
     return {"status": "failed", "reason": f"{reason}, so that not all of its work was timed"}
 
 
 def _borrowed(verdict: Case, own: dict[str, Any], output: Output) -> dict[str, Any]:
-    """Fields as of the same entry on other inputs; the slower first call counts, as the other found its kernels."""
+    """Fields as of the same entry on other inputs; the slower first call counts, as the other found
+    its kernels.
+    """
     if verdict.status != "ran":
         return {"status": verdict.status, "reason": verdict.reason}
     first_calls = (verdict.first_call, own.get("first_call"))
     slower = max(first_calls, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
-    return {"accuracy": verdict.accuracy, "first_call": slower} | ({} if finite else {"nonfinite": True})
+    return {"accuracy": verdict.accuracy, "first_call": slower} | (
+        {} if finite else {"nonfinite": True}
+    )
 
 
 def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries whose outputs are in memory together, each with its baseline; without, if two outputs do not fit."""
+    """Entries whose outputs are in memory together, each with its baseline; without, if two outputs
+    do not fit.
+    """
     capacity = entries[0].call.outputs_that_fit if entries else 0
     if capacity < 2:
         return [[entry] for entry in entries]
@@ -415,7 +506,12 @@ def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 @contextmanager
 def replaying(
-    writer: Writer, wanted: RunOptions, pairs: Pairs, cast_to: DType | None, watcher: Watcher, calls: int
+    writer: Writer,
+    wanted: RunOptions,
+    pairs: Pairs,
+    cast_to: DType | None,
+    watcher: Watcher,
+    calls: int,
 ) -> Iterator[OnLayer]:
     """The context's value compares implementations on a layer.
 
@@ -424,10 +520,13 @@ def replaying(
     gpu = limits.device() if limits.device().type == "cuda" else None
     isolated = IsolatedFirstCall(wanted.first_call_s)
     prober = Prober(isolated, thorough=wanted.thorough)
-    inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in writer.report.prompts}
+    inputs_of = {
+        (prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in writer.report.prompts
+    }
     with (
         limits.memory_errors(),
-        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
+        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in
+        # any case.
         np.errstate(invalid="ignore", over="ignore"),
         watcher.step("Replaying", calls, unit="calls") as advance,
     ):
@@ -444,7 +543,8 @@ def replaying(
             watcher=watcher,
         )
 
-        untraced = [one for one in (wanted.trace,) if one and not one.is_file()]  # that of a run that goes on exists
+        # that of a run that goes on exists
+        untraced = [one for one in (wanted.trace,) if one and not one.is_file()]
 
         def once(entry: Entry) -> None:
             """For the trace; a call that fails there fails its case."""
@@ -459,22 +559,33 @@ def replaying(
             layer, call = captured.layer, captured.call
             inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
             if wanted.verify:
-                call, binding = drafted_call(*inputs.values.shape[1::-1]), operators.get(inputs.operator).binding
+                call, binding = (
+                    drafted_call(*inputs.values.shape[1::-1]),
+                    operators.get(inputs.operator).binding,
+                )
                 inputs = token_major(drafted(inputs, binding, wanted.verify))
             where = f"{layer.name}, {call}" if call else layer.name
             writer.note(captured.remark)
             writer.note(lost and f"{where}: {lost}")
             if zero := zeros(inputs):
-                writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
+                writer.note(
+                    f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may "
+                    "pass."
+                )
             judged = operators.get(inputs.operator).judged
             dims, work = judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
             if call is not None:
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
             common = {
-                "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
-                "inputs": inputs_of.get(prompt, ""), **work,
-            }  # fmt: skip
+                "layer": layer,
+                "call": call,
+                "dims": dims,
+                "batch": dims.batch,
+                "seqlen": dims.seqlen,
+                "inputs": inputs_of.get(prompt, ""),
+                **work,
+            }
             compared = list(pairs(layer.operator, dims.dtype, call))
             if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
                 by = writer.report.model.model_type if writer.report.model else ""
@@ -486,7 +597,8 @@ def replaying(
                 advance(1)
                 return
             earlier = [writer.earlier.get(entry.case.name) for entry in entries]
-            if all(case and case.reason != NOT_TIMED for case in earlier):  # of an interrupted run that goes on
+            # of an interrupted run that goes on
+            if all(case and case.reason != NOT_TIMED for case in earlier):
                 writer.captured(layer)
                 for entry, known in zip(entries, earlier, strict=True):
                     if known and known.probes:
@@ -500,9 +612,13 @@ def replaying(
                     writer.update(clocks=clocks())
             if wanted.trace and untraced:  # the first layer
                 untraced.clear()
-                calls_of = {entry.call.label: partial(once, entry) for entry in entries if entry.bits}
+                calls_of = {
+                    entry.call.label: partial(once, entry) for entry in entries if entry.bits
+                }
                 trace.write(wanted.trace, calls_of, limits.device())
-                watcher.say(f"Wrote {wanted.trace}: {len(calls_of)} cases of {where}, one call of each.")
+                watcher.say(
+                    f"Wrote {wanted.trace}: {len(calls_of)} cases of {where}, one call of each."
+                )
             writer.remembers(layer.index, partial(forgetting, inputs))
             del inputs
             if gpu:
@@ -512,7 +628,9 @@ def replaying(
         yield replay
 
 
-def entries_of(inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], prober: Prober) -> list[Entry]:
+def entries_of(
+    inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], prober: Prober
+) -> list[Entry]:
     """An entry for each pair; those with one baseline are timed together.
 
     common: the fields that all cases have in common.
@@ -521,10 +639,14 @@ def entries_of(inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], pr
     entries: dict[tuple[str, PrecisionRecord], Entry] = {}
     for one, precision, group in pairs:
         first = entries.get((baseline, group))
-        own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
+        own = dict(
+            common, implementation=one.name, kind=one.kind, version=one.version, precision=precision
+        )
         case = Case(**own, baseline=baseline if first else "", status="ran")
         label = f"{one.name} {precision}"
-        call = Call(implementation=one, inputs=inputs, precision=precision_of(precision), label=label)
+        call = Call(
+            implementation=one, inputs=inputs, precision=precision_of(precision), label=label
+        )
         entry = Entry(case=case, call=call, baseline=first, turns=group)
         if one.kind in prober.kinds:
             entry.probes = partial(prober.probe, one, inputs, precision)
@@ -533,44 +655,61 @@ def entries_of(inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], pr
 
 
 def served(captured: CapturedLayer, by: str) -> tuple[Implementation, PrecisionRecord]:
-    """What a server computed, as an implementation that returns it, and its precision: that of its states."""
+    """What a server computed, as an implementation that returns it, and its precision: that of its
+    states.
+    """
     assert captured.served
     out, final_states = captured.served
     one = Implementation(
-        operator=captured.layer.operator, name="served", kind="served", version=by,
+        operator=captured.layer.operator,
+        name="served",
+        kind="served",
+        version=by,
         run=lambda *_: (out.clone(), final_states.clone()),
         plan=lambda *_: Plan(variant="served", launches=0, reason=by),
-    )  # fmt: skip
+    )
     return one, PrecisionRecord(intermediates="exact", state_dtype=dtype_name(final_states.dtype))
 
 
 def first_rank(inputs: Any, ranks: int) -> Any:
-    """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
+    """The first rank's share of an operator's inputs, in the layout of the rank's own
+    projection.
+    """
     if ranks == 1:
         return inputs
     return token_major(operators.get(inputs.operator).first_rank(inputs, ranks))
 
 
 def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
-    """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the layout of such a model.
+    """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the
+    layout of such a model.
 
-    The second value is a sentence for the report on elements that `to` cannot represent; empty if there are none.
+    The second value is a sentence for the report on elements that `to` cannot represent; empty if
+    there are none.
     to: None changes nothing.
     """
     if to is None:
         return inputs, ""
     given = operators.get(inputs.operator).binding.activations(inputs)
     changed = {name: tensor.to(dtype_named(to)) for name, tensor in given.items()}
-    lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
+    lost = [
+        phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)
+    ]
     remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
     return token_major(replace(inputs, **changed)), remark
 
 
 def forgetting(inputs: Any) -> tuple[int, ...]:
-    """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or never."""
+    """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
+    never.
+    """
     gate = operators.get(inputs.operator).judged.gate
     bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
-    spans = [span for span in sequences(len(inputs.values), inputs.values.shape[1], bounds) if span.length]
+    spans = [
+        span
+        for span in sequences(len(inputs.values), inputs.values.shape[1], bounds)
+        if span.length
+    ]
     decays = torch.stack([gate(inputs, span).exponents[..., -1].sum(0) for span in spans]).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
@@ -579,7 +718,11 @@ def forgetting(inputs: Any) -> tuple[int, ...]:
 
 def zeros(inputs: Any) -> list[str]:
     """The activations that are 0 everywhere."""
-    return [name for name in operators.get(inputs.operator).binding.views if not getattr(inputs, name).any()]
+    return [
+        name
+        for name in operators.get(inputs.operator).binding.views
+        if not getattr(inputs, name).any()
+    ]
 
 
 def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:

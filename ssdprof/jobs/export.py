@@ -11,7 +11,14 @@ from ssdprof.report import exports, html, markdown
 from ssdprof.report.document import compose
 from ssdprof.store import reports
 
-OF_SUFFIX = {".md": "markdown", ".html": "html", ".htm": "html", ".json": "json", ".xml": "junit", ".csv": "csv"}
+OF_SUFFIX = {
+    ".md": "markdown",
+    ".html": "html",
+    ".htm": "html",
+    ".json": "json",
+    ".xml": "junit",
+    ".csv": "csv",
+}
 
 
 def format_of(file: Path) -> str:
@@ -20,7 +27,9 @@ def format_of(file: Path) -> str:
 
 
 def exported(format: str, folder: Path | None, report: Report, target: Path | None = None) -> str:
-    """The text of a report.  Markdown and HTML have the stalls of a run, with pictures next to the target."""
+    """The text of a report.  Markdown and HTML have the stalls of a run, with pictures next to the
+    target.
+    """
     profiled = stall_files.of_run(folder) if folder else None
     if format == "html":
         return html.render(report, profiled)
@@ -32,7 +41,14 @@ def exported(format: str, folder: Path | None, report: Report, target: Path | No
         return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
     if format.startswith("benchmark-action"):
         return exports.benchmark_action(report, bigger=format.endswith("-bigger"))
-    known = {"json": reports.dump, "baseline": exports.baseline, "junit": exports.junit, "csv": exports.csv}
+    known = {
+        "json": reports.dump,
+        "baseline": exports.baseline,
+        "junit": exports.junit,
+        "csv": exports.csv,
+    }
     if format not in known:
-        raise BadInputError(f"There is no format {format!r}.", nearest(format, ("html", "markdown", *known)))
+        raise BadInputError(
+            f"There is no format {format!r}.", nearest(format, ("html", "markdown", *known))
+        )
     return known[format](report)

@@ -15,12 +15,17 @@ from ssdprof.measure.first_run import first_line
 
 DEFAULT_SEQLEN_GPU = 16384
 DEFAULT_SEQLEN_CPU = 512
-LONGEST_INTERPRETED = 2048  # tokens; Triton's interpreter runs one program after the other, in NumPy
+# tokens; Triton's interpreter runs one program after the other, in NumPy
+LONGEST_INTERPRETED = 2048
 
 
 def device() -> torch.device:
     """The device of the model: the current GPU, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def free_bytes() -> int:
@@ -36,7 +41,8 @@ def default_seqlens() -> tuple[int, ...]:
 def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
     """Raises MissingCapabilityError for prompts that are too long to be replayed without a GPU.
 
-    Also if Triton cannot compile kernels for the GPU.  Called before anything is downloaded or loaded.
+    Also if Triton cannot compile kernels for the GPU.  Called before anything is downloaded or
+    loaded.
     """
     longest = batch * max(seqlens)
     if not INTERPRETED:
@@ -48,15 +54,21 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
         require_toolchain()
     if device().type == "cpu" and longest > LONGEST_INTERPRETED:
         raise MissingCapabilityError(
-            f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's interpreter, which is slow, "
+            f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's "
+            "interpreter, which is slow, "
             f"and the limit is {LONGEST_INTERPRETED:,} tokens.",
             unusable_gpu()
-            or f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} tokens together.",
+            or (
+                f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} "
+                "tokens together."
+            ),
         )
 
 
 def check_capture() -> None:
-    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, which compute a model's operators."""
+    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, which compute a
+    model's operators.
+    """
     if not INTERPRETED and device().type == "cuda":
         require_toolchain()
 

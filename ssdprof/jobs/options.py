@@ -1,7 +1,9 @@
-"""The options of every command, which are also the requests of the jobs: a class each, whose docstring is the help.
+"""The options of every command, which are also the requests of the jobs: a class each, whose
+docstring is the help.
 
-A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with `info`; those of
-`derived` are no options.  `subject.read` turns what was typed as words into values.
+A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with
+`info`; those of `derived` are no options.  `subject.read` turns what was typed as words into
+values.
 Imports nothing that takes time: the shell's completion and --help read all of it.
 """
 
@@ -13,7 +15,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from importlib import metadata
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    dataclass_transform,
+    get_type_hints,
+)
 
 import typer
 from typer.models import ArgumentInfo
@@ -29,7 +39,8 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
-_LATER = dict.fromkeys(("Cell", "Condition", "DType", "Implementation", "Tokens"), Any)  # importing them takes time
+# importing them takes time
+_LATER = dict.fromkeys(("Cell", "Condition", "DType", "Implementation", "Tokens"), Any)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -38,7 +49,9 @@ def options(kind: type[Kind]) -> type[Kind]:
 
 
 def path(text: str) -> Path:
-    """An option parser that refuses an empty string, such as an unset variable, which Path would read as "."."""
+    """An option parser that refuses an empty string, such as an unset variable, which Path would
+    read as ".".
+    """
     if not text.strip():
         raise typer.BadParameter("the path is empty")
     return Path(text)
@@ -56,14 +69,19 @@ def existing_file(text: str) -> Path:
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names among a command's options that are, or may be, kernels of the user."""
-    texts = (given.get(name) or "" for name in ("implementations", "impl", "also", "baseline", "match_with"))
+    texts = (
+        given.get(name) or ""
+        for name in ("implementations", "impl", "also", "baseline", "match_with")
+    )
     words = dict.fromkeys(word.strip() for text in texts for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
     return tuple(word for word in words if ":" in word or word in registered)
 
 
 def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
-    """Annotates a type.  shown: the default in words; False: none.  more: arguments of `typer.Option`."""
+    """Annotates a type.  shown: the default in words; False: none.  more: arguments of
+    `typer.Option`.
+    """
     return typer.Option(*names, metavar=metavar or None, help=help, show_default=shown, **more)
 
 
@@ -72,7 +90,9 @@ def option(default: Any, metavar: str, help: str, *names: str, **more: Any) -> A
     return field(default=default, metadata={"typer": info(metavar, help, *names, **more)})
 
 
-def words(metavar: str, help: str, *names: str, default: Any = None, typed: str | None = None, **more: Any) -> Any:
+def words(
+    metavar: str, help: str, *names: str, default: Any = None, typed: str | None = None, **more: Any
+) -> Any:
     """A field whose value is read from what was typed.  typed: what says the default."""
     declared = info(metavar, help, *names, **more)
     return field(default=default, metadata={"typer": declared, "typed": typed})
@@ -87,7 +107,9 @@ def flag(name: str, help: str) -> Any:
     return option(False, "", help, name)
 
 
-def argument(default: Any, metavar: str, help: str, *, shown: bool | str = False, **more: Any) -> Any:
+def argument(
+    default: Any, metavar: str, help: str, *, shown: bool | str = False, **more: Any
+) -> Any:
     """default: ... if it is required."""
     declared = typer.Argument(metavar=metavar, help=help, show_default=shown, **more)
     return field(default=MISSING if default is ... else default, metadata={"typer": declared})
@@ -109,7 +131,9 @@ def parameters(kind: type) -> Iterator[Parameter]:
 
 
 def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the parameters of a class of options, for Typer, which reads its signature and annotations."""
+    """The function with the parameters of a class of options, for Typer, which reads its signature
+    and annotations.
+    """
     declared = list(parameters(kind))
     function.__signature__ = Signature(declared)  # type: ignore[attr-defined]
     function.__annotations__ = {one.name: one.annotation for one in declared}
@@ -122,7 +146,10 @@ def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
         declared = getattr(one.annotation, "__metadata__", (None,))[0]
         if isinstance(declared, ArgumentInfo):
             continue
-        words = (getattr(declared, "default", None), *(getattr(declared, "param_decls", None) or ()))
+        words = (
+            getattr(declared, "default", None),
+            *(getattr(declared, "param_decls", None) or ()),
+        )
         typed = [word for word in words if isinstance(word, str) and word.startswith("--")]
         for word in typed or [f"--{one.name.replace('_', '-')}"]:
             yield word.removeprefix("--").replace("-", "_"), word, one
@@ -143,53 +170,102 @@ def parsed(kind: type[Kind], line: list[str]) -> Kind:
 
 _STATES = "Dtypes of inter-chunk states: fp32, fp16, bf16, all."
 _DIFFERENCE = "as faster or slower only if its 95 % interval lies beyond this difference."
-_MODEL = "Hub id, local folder, family name, [bold]demo[/bold], [bold]demo-gdn[/bold] or [bold]demo-kda[/bold]."
+_MODEL = (
+    "Hub id, local folder, family name, [bold]demo[/bold], [bold]demo-gdn[/bold] or "
+    "[bold]demo-kda[/bold]."
+)
 _LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
 _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
-_WAYS = "unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), or your own kernel"
+_WAYS = (
+    "unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), "
+    "or your own kernel"
+)
 
 Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
 FirstCall = Annotated[
-    float, info("SECONDS", "Longest first call of your own kernel, compilation included.", "--first-call", min=1)
+    float,
+    info(
+        "SECONDS",
+        "Longest first call of your own kernel, compilation included.",
+        "--first-call",
+        min=1,
+    ),
 ]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
-    info("", "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both.", "--dtypes"),
+    info(
+        "",
+        (
+            "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or "
+            "both."
+        ),
+        "--dtypes",
+    ),
 ]
-OneDtype = Annotated[Literal["exact", "relaxed"], info("", "Precision of intermediates.", "--dtypes")]
-OneState = Annotated[Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.", "--states")]
+OneDtype = Annotated[
+    Literal["exact", "relaxed"], info("", "Precision of intermediates.", "--dtypes")
+]
+OneState = Annotated[
+    Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.", "--states")
+]
 MinSpeedup = Annotated[
-    float | None, info("X", "Fail unless every case is X times as fast as the baseline, by device time.", min=0)
+    float | None,
+    info("X", "Fail unless every case is X times as fast as the baseline, by device time.", min=0),
 ]
 MinMatch = Annotated[
     list[str] | None,
-    info("TOL:P", "Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  Repeatable."),
+    info(
+        "TOL:P",
+        (
+            "Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  "
+            "Repeatable."
+        ),
+    ),
 ]
 MaxRmsRatio = Annotated[
     float | None, info("R", "Fail if the output's RMS error is more than R times its floor.", min=0)
 ]
 _GATES = (
-    "Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, launches:2, kl:0.001, "
+    "Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, "
+    "launches:2, kl:0.001, "
     "top1:99%.  Repeatable."
 )
 Gates = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
-Config = Annotated[Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)]
-NoTuned = Annotated[
-    bool, info("", "Use the built-in configurations, not those that 'ssdprof tune' has stored.", "--no-tuned")
+Config = Annotated[
+    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
 ]
-_DRY_RUN = "Show the download, the memory needed, and what would keep the model from running; then stop."
+NoTuned = Annotated[
+    bool,
+    info(
+        "",
+        "Use the built-in configurations, not those that 'ssdprof tune' has stored.",
+        "--no-tuned",
+    ),
+]
+_DRY_RUN = (
+    "Show the download, the memory needed, and what would keep the model from running; then stop."
+)
 DryRun = Annotated[bool, info("", _DRY_RUN, "--dry-run")]
-RunFolder = Annotated[Path | None, info("DIR", "Folder of the run.", shown="runs/<time>-<model>", parser=path)]
-Output = Annotated[Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)]
+RunFolder = Annotated[
+    Path | None, info("DIR", "Folder of the run.", shown="runs/<time>-<model>", parser=path)
+]
+Output = Annotated[
+    Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)
+]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
-Shape = Annotated[str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b, qwen3-next-80b or kimi-linear-48b")]
+Shape = Annotated[
+    str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b, qwen3-next-80b or kimi-linear-48b")
+]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
 _Benchmark = Literal["benchmark-action", "benchmark-action-bigger"]
 FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
-_PLACES = "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or on the disk."
+_PLACES = (
+    "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or "
+    "on the disk."
+)
 Placement = Annotated[
     Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
     info("", _PLACES, shown="the fastest that fits"),
@@ -198,7 +274,9 @@ Placement = Annotated[
 
 def _implementations() -> Any:
     how = f"Implementations: {_WAYS}: MODULE:FUNCTION."
-    return words("I[,I...]", how, "--impl", "--implementations", default=COMPARED, typed="unfused,fused")
+    return words(
+        "I[,I...]", how, "--impl", "--implementations", default=COMPARED, typed="unfused,fused"
+    )
 
 
 def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
@@ -206,7 +284,10 @@ def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
 
 
 def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
-    how = "Take samples in N fresh processes, one after another, on a GPU; call times of several have intervals."
+    how = (
+        "Take samples in N fresh processes, one after another, on a GPU; call times of several "
+        "have intervals."
+    )
     return option(default, "N", how, min=1, max=9, shown=shown)
 
 
@@ -220,15 +301,24 @@ class ModelOptions:
 
     model: str = argument(..., "MODEL", _MODEL)
     seqlens: tuple[int, ...] | None = words(
-        "N[,N...]", "Tokens of the prompt: 16384, 128k, or several: 1k,16k.", "--seq", shown="16k on a GPU, 512 without"
+        "N[,N...]",
+        "Tokens of the prompt: 16384, 128k, or several: 1k,16k.",
+        "--seq",
+        shown="16k on a GPU, 512 without",
     )
     layers: str = option("all", "WHICH", "all, first:N, every:K, or layer numbers: 3,7, 0-3.")
     prompt: Literal["default", "random"] = option(
         "default", "", "The built-in text, or random tokens, which are unlike a real prompt."
     )
-    prompt_file: Path | None = option(None, "FILE", "Take the prompt from a UTF-8 text file.", parser=existing_file)
-    revision: str | None = option(None, "REV", "Branch, tag or commit on the hub.", shown="the main branch")
-    tokenizer: str | None = option(None, "MODEL", "Take the tokenizer from another model.", shown="the model's own")
+    prompt_file: Path | None = option(
+        None, "FILE", "Take the prompt from a UTF-8 text file.", parser=existing_file
+    )
+    revision: str | None = option(
+        None, "REV", "Branch, tag or commit on the hub.", shown="the main branch"
+    )
+    tokenizer: str | None = option(
+        None, "MODEL", "Take the tokenizer from another model.", shown="the model's own"
+    )
     segment_length: int | None = words(
         "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
     )
@@ -248,14 +338,23 @@ class ServedModelOptions(ModelOptions):
 
     placement: Placement = None
     batch: int = option(1, "N", "Run N different prompts side by side.", min=1, max=65536)
-    packed: Tokens | None = words("NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k.")
+    packed: Tokens | None = words(
+        "NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k."
+    )
     chunk: int | None = words(
         "N",
-        "Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k.",
+        (
+            "Replay the prompt in chunks of N tokens, each with the states that the previous one "
+            "left: 8k."
+        ),
         "--chunked-prefill",
     )
     decode: int = option(
-        0, "N", "Let the model generate N tokens after the prompt, and replay each step.", min=0, max=4096
+        0,
+        "N",
+        "Let the model generate N tokens after the prompt, and replay each step.",
+        min=0,
+        max=4096,
     )
 
 
@@ -264,17 +363,24 @@ class ServedModelOptions(ModelOptions):
 
 @options
 class RunOptions(ServedModelOptions):
-    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
+    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
+    layers.
 
-    Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a case was inaccurate,
-    not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
-    interrupted.
+    Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a
+    case was inaccurate, not finite or refused, that a gate does not hold, that nothing was
+    compared, or that the stored capture was interrupted.
     """
 
     model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.")
-    tensor_parallel: int = option(1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", min=1)
+    tensor_parallel: int = option(
+        1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", min=1
+    )
     verify: int = option(
-        0, "T", "Replay the last T tokens of each prompt as drafted ones, with the state after each.", min=0, max=32
+        0,
+        "T",
+        "Replay the last T tokens of each prompt as drafted ones, with the state after each.",
+        min=0,
+        max=32,
     )
     intermediates: Dtypes = "all"
     states: tuple[DType, ...] | None = _states()
@@ -284,11 +390,17 @@ class RunOptions(ServedModelOptions):
     implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
     first_call_s: FirstCall = 180
-    thorough: bool = flag("--thorough", "Test the laws of the operator in every case: see docs/measuring.md.")
+    thorough: bool = flag(
+        "--thorough", "Test the laws of the operator in every case: see docs/measuring.md."
+    )
     out: RunFolder = None
-    save_captures: bool = flag("--save-captures", "Also store the inputs of the layers, which can take gigabytes.")
+    save_captures: bool = flag(
+        "--save-captures", "Also store the inputs of the layers, which can take gigabytes."
+    )
     answers: bool = flag("--answers", "Also compare the model's answers: see 'ssdprof answers'.")
-    trace: Path | None = option(None, "FILE", "Write a trace of the first layer's cases, for Perfetto.", parser=path)
+    trace: Path | None = option(
+        None, "FILE", "Write a trace of the first layer's cases, for Perfetto.", parser=path
+    )
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
     smallest_difference: float = _smallest_difference()
@@ -306,16 +418,25 @@ class RunOptions(ServedModelOptions):
 
 @options
 class CaptureOptions(ServedModelOptions):
-    """Store the inputs of a model's SSD and GDN layers, or what a server recorded of them, for 'ssdprof run DIR'.
+    """Store the inputs of a model's SSD and GDN layers, or what a server recorded of them, for
+    'ssdprof run DIR'.
 
     One layer of a large model takes gigabytes at 128k tokens.
     """
 
     recorded: Literal["flashinfer", "safetensors"] | None = option(
-        None, "", "MODEL is a folder that a server wrote: see docs/from-a-server.md.", "--from", shown="a model"
+        None,
+        "",
+        "MODEL is a folder that a server wrote: see docs/from-a-server.md.",
+        "--from",
+        shown="a model",
     )
     out: Path | None = option(
-        None, "DIR", "Folder of the captures.", shown="in the assets cache of huggingface_hub", parser=path
+        None,
+        "DIR",
+        "Folder of the captures.",
+        shown="in the assets cache of huggingface_hub",
+        parser=path,
     )
     force: bool = flag("--force", "Replace a complete capture in DIR.")
     dry_run: DryRun = False
@@ -326,14 +447,22 @@ class CaptureOptions(ServedModelOptions):
 class AccuracyOptions:
     """Show the accuracy of each implementation in a run.
 
-    Exit code 0 says that all requested cases at the precisions shown were compared and passed.  Exit code 1 says that
-    a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
+    Exit code 0 says that all requested cases at the precisions shown were compared and passed.
+    Exit code 1 says that a case was inaccurate, not finite or refused, that a gate does not hold,
+    or that the run is partial.
     """
 
-    run: str | None = argument(None, "RUN", "A run's folder, or its name under runs/.", shown="the latest run")
-    impl: str | None = option(None, "I[,I...]", "Implementations that the run compared.", "--impl", shown="all of them")
+    run: str | None = argument(
+        None, "RUN", "A run's folder, or its name under runs/.", shown="the latest run"
+    )
+    impl: str | None = option(
+        None, "I[,I...]", "Implementations that the run compared.", "--impl", shown="all of them"
+    )
     baseline: str | None = option(
-        None, "NAME", "The implementation that the run compared them with.", shown="the run's baseline"
+        None,
+        "NAME",
+        "The implementation that the run compared them with.",
+        shown="the run's baseline",
     )
     intermediates: Dtypes = "all"
     states: str = option("all", "D[,D...]", _STATES)
@@ -358,22 +487,33 @@ class AnswersOptions(ModelOptions):
     states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
     implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
-        "auto", "", "The operator in fp64, or unfused exact, to compare with.", shown="oracle, unless it takes too long"
+        "auto",
+        "",
+        "The operator in fp64, or unfused exact, to compare with.",
+        shown="oracle, unless it takes too long",
     )
     weights: Literal["auto", "own", "fp32"] = option(
         "auto",
         "",
-        "Dtype of the model outside its operators: the checkpoint's own, or fp32, which leaves only the "
+        "Dtype of the model outside its operators: the checkpoint's own, or fp32, which leaves "
+        "only the "
         "operators' error.",
         shown="own on a GPU, fp32 without",
     )
     per_layer: bool = flag(
-        "--per-layer", "Also replace one layer at a time, to find the layer that causes a difference."
+        "--per-layer",
+        "Also replace one layer at a time, to find the layer that causes a difference.",
     )
-    generate: int = option(0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0)
+    generate: int = option(
+        0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0
+    )
     max_kl: float | None = option(None, "X", "Fail if the mean KL divergence exceeds X nats.")
-    min_top1: str | None = option(None, "P%", "Fail unless P % of the positions keep their most likely token.")
-    max_perplexity_increase: str | None = option(None, "P%", "Fail if the prompt's perplexity rises by more than P %.")
+    min_top1: str | None = option(
+        None, "P%", "Fail unless P % of the positions keep their most likely token."
+    )
+    max_perplexity_increase: str | None = option(
+        None, "P%", "Fail if the prompt's perplexity rises by more than P %."
+    )
     gate: Gates = None
     out: RunFolder = None
     no_tuned: NoTuned = False
@@ -385,19 +525,24 @@ class AnswersOptions(ModelOptions):
 class ExportOptions:
     """Write the report of a run, a bench, prefill times or answers in another format.
 
-    baseline is short, for compare: a line per case, without samples.  github appends a summary and outputs to the files
-    that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.  benchmark-action and
-    benchmark-action-bigger are the formats customSmallerIsBetter and customBiggerIsBetter of github-action-benchmark.
+    baseline is short, for compare: a line per case, without samples.  github appends a summary and
+    outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.
+    benchmark-action and benchmark-action-bigger are the formats customSmallerIsBetter and
+    customBiggerIsBetter of github-action-benchmark.
 
-    The report is written in any case.  Exit code 1 says that not all requested cases were compared and passed.
+    The report is written in any case.  Exit code 1 says that not all requested cases were compared
+    and passed.
     """
 
     run: str | None = argument(
-        None, "RUN", "A report's folder, its name under runs/, or what --json printed.", shown="the latest report"
+        None,
+        "RUN",
+        "A report's folder, its name under runs/, or what --json printed.",
+        shown="the latest report",
     )
-    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github", _Benchmark] | None = option(
-        None, "", "What to write.", shown="that of FILE's suffix, or markdown"
-    )
+    format: (
+        Literal["markdown", "html", "json", "baseline", "junit", "csv", "github", _Benchmark] | None
+    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     output: Output = None
     force: Force = False
     json: FormatJson = False
@@ -411,26 +556,32 @@ class CaseOptions:
     """
 
     case: str = argument(..., "ID", "The case's id, or its whole name.")
-    run: str | None = argument(None, "RUN", "A report's folder, or its name under runs/.", shown="the latest report")
+    run: str | None = argument(
+        None, "RUN", "A report's folder, or its name under runs/.", shown="the latest report"
+    )
     script: bool = flag("--script", "Print a Python file that runs it again.")
     json: Json = False
 
 
 @options
 class CompareOptions:
-    """Compare two runs, two benches, two prefill results or two comparisons of answers, case by case.
+    """Compare two runs, two benches, two prefill results or two comparisons of answers, case by
+    case.
 
-    Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
-    compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if applies to no case, or that
-    nothing was compared.
+    Absolute times are compared only between runs with the same GPU, driver and Triton; speedups
+    over the baseline are compared in any case.  Exit code 1 says that a case violates --fail-if,
+    that --fail-if applies to no case, or that nothing was compared.
     """
 
-    base: str = argument(..., "BASE", "A report's folder, its name under runs/, or what --json printed.")
+    base: str = argument(
+        ..., "BASE", "A report's folder, its name under runs/, or what --json printed."
+    )
     new: str = argument(..., "NEW", "The same, for the new result.")
     fail_if: list[str] | None = option(
         None,
         "METRIC:LIMIT",
-        "Fail if a case is worse: slower:3%, slower-call:3%, match:-0.1, match@1e-2:-0.1, rms:5%, memory:5%, "
+        "Fail if a case is worse: slower:3%, slower-call:3%, match:-0.1, match@1e-2:-0.1, "
+        "rms:5%, memory:5%, "
         "launches:0, kl:0.001, top1:-0.1, perplexity:1%.  Repeatable.",
     )
     smallest_difference: str | None = option(None, "P%", f"Report a case {_DIFFERENCE}", shown="1%")
@@ -447,8 +598,9 @@ class CompareOptions:
 class PrefillOptions(ModelOptions):
     """Time a whole model up to its first token, with each implementation of its operators.
 
-    Shows the share of each part of the model, and what Amdahl's law predicts from the operator's own times.  Needs an
-    NVIDIA GPU.  Exit code 1 says that an implementation failed, or that a gate does not hold.
+    Shows the share of each part of the model, and what Amdahl's law predicts from the operator's
+    own times.  Needs an NVIDIA GPU.  Exit code 1 says that an implementation failed, or that a gate
+    does not hold.
     """
 
     copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
@@ -461,13 +613,23 @@ class PrefillOptions(ModelOptions):
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
-        "Kernels of convolution and gated norm: the model's own; bundled: also all times with the bundled ones.",
+        (
+            "Kernels of convolution and gated norm: the model's own; bundled: also all times with "
+            "the bundled ones."
+        ),
     )
-    seconds: float = option(20, "S", "Sampling time for each length and each convolution and norm.", min=0.1)
-    budget: float | None = option(None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1)
+    seconds: float = option(
+        20, "S", "Sampling time for each length and each convolution and norm.", min=0.1
+    )
+    budget: float | None = option(
+        None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1
+    )
     out: RunFolder = None
     min_speedup: float | None = option(
-        None, "X", "Fail unless fused makes every prefill X times as fast as the baseline does.", min=0
+        None,
+        "X",
+        "Fail unless fused makes every prefill X times as fast as the baseline does.",
+        min=0,
     )
     gate: Gates = None
     config: Config = None
@@ -480,25 +642,36 @@ class PrefillOptions(ModelOptions):
 class StallsOptions:
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
-    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3 says that this
-    machine cannot profile; the command then shows what Triton reports about the kernels.
+    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3
+    says that this machine cannot profile; the command then shows what Triton reports about the
+    kernels.
     """
 
     where: str | None = argument(
         None, "RUN|MODEL", "A run, a model, or a folder of stored captures.", shown="the latest run"
     )
-    layer: int | None = option(None, "N", "The layer to profile.", shown="the middle one of the run")
+    layer: int | None = option(
+        None, "N", "The layer to profile.", shown="the middle one of the run"
+    )
     implementations: tuple[str, ...] = _implementations()
-    seqlen: int | None = words("N", "Tokens of the prompt.", "--seq", shown="the longest of the run")
+    seqlen: int | None = words(
+        "N", "Tokens of the prompt.", "--seq", shown="the longest of the run"
+    )
     intermediates: OneDtype = "exact"
     state_dtype: OneState = "fp32"
     files: list[Path] | None = option(
         None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
     )
-    markdown: Path | None = option(None, "FILE", "Write Markdown to FILE, and its pictures next to it.", parser=path)
+    markdown: Path | None = option(
+        None, "FILE", "Write Markdown to FILE, and its pictures next to it.", parser=path
+    )
     html: Path | None = option(None, "FILE", "Write a page to FILE.", parser=path)
-    timeout_s: float = option(300, "S", "Time limit of each process, in seconds.", "--timeout", min=1)
-    out: Path | None = option(None, "DIR", "Folder for the results.", shown="the run's", parser=path)
+    timeout_s: float = option(
+        300, "S", "Time limit of each process, in seconds.", "--timeout", min=1
+    )
+    out: Path | None = option(
+        None, "DIR", "Folder for the results.", shown="the run's", parser=path
+    )
     force: bool = flag("--force", "Replace existing results.")
     no_tuned: NoTuned = False
     json: Json = False
@@ -508,10 +681,12 @@ class StallsOptions:
 
 @options
 class BenchOptions:
-    """Time the fused and the unfused kernels on random inputs, and compare them with other libraries.
+    """Time the fused and the unfused kernels on random inputs, and compare them with other
+    libraries.
 
-    Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels was wrong or
-    refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
+    Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels
+    was wrong or refused a case, that nothing was compared, or that a gate does not hold: gates
+    judge the fused kernel.
     """
 
     operator: str = argument(..., "OPERATOR", "ssd, gdn or kda.")
@@ -520,29 +695,47 @@ class BenchOptions:
     batch: str = option("1", "B[,B...]", _BATCHES)
     cells: str = option("", "BxN[,...]", "Additional pairs of batch x length: 8x4k,32x1k.")
     packed: str = option("", "BxN-M[,...]", "Packed sequences of random lengths: 64x1k-4k.")
-    verify: str = option("", "T[,T...]", "Instead of --seq: a few drafted tokens, with the state after each: 4,8.")
+    verify: str = option(
+        "", "T[,T...]", "Instead of --seq: a few drafted tokens, with the state after each: 4,8."
+    )
     state_every: str = option(
         "", "N[,N...]", "Also return the states after every N tokens, as prefix caches do: 64,2k."
     )
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
     layout: Literal["contiguous", "views", "transposed"] = option(
-        "contiguous", "", "views: slices of wide tensors, as in a model; transposed: with positions innermost."
+        "contiguous",
+        "",
+        "views: slices of wide tensors, as in a model; transposed: with positions innermost.",
     )
-    draw: str = option("", "W[,W...]", "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.")
+    draw: str = option(
+        "",
+        "W[,W...]",
+        "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.",
+    )
     intermediates: Dtypes = "exact"
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
-    published: Path | None = option(None, "DIR", "The same as --against published=DIR.", exists=True, file_okay=False)
+    published: Path | None = option(
+        None, "DIR", "The same as --against published=DIR.", exists=True, file_okay=False
+    )
     also: str = option(
-        "", "I[,I...]", "Kernels that are not run by default: fused_portable (GDN), recurrent_in_place (SSD)."
+        "",
+        "I[,I...]",
+        "Kernels that are not run by default: fused_portable (GDN), recurrent_in_place (SSD).",
     )
     baseline: str | None = option(
-        None, "NAME", "The implementation that speedups are relative to.", shown="the first of --against, else unfused"
+        None,
+        "NAME",
+        "The implementation that speedups are relative to.",
+        shown="the first of --against, else unfused",
     )
     match_with: str | None = option(
-        None, "NAME", "The implementation that outputs are compared with, element by element.", shown="unfused"
+        None,
+        "NAME",
+        "The implementation that outputs are compared with, element by element.",
+        shown="unfused",
     )
     chunk_size: str = option(
         "best",
@@ -555,7 +748,9 @@ class BenchOptions:
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
     )
-    budget: float | None = option(None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1)
+    budget: float | None = option(
+        None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1
+    )
     first_call: float = option(
         180.0, "SECONDS", "Longest first call of an implementation, compilation included.", min=1
     )
@@ -564,7 +759,9 @@ class BenchOptions:
     max_rms_ratio: MaxRmsRatio = None
     gate: Gates = None
     config: Config = None
-    out: Path | None = option(None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path)
+    out: Path | None = option(
+        None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path
+    )
     no_tuned: NoTuned = False
     json: Json = False
     conditions: tuple[Condition, ...] = derived(())
@@ -577,21 +774,28 @@ class BenchOptions:
 
 @options
 class TuneOptions:
-    """Search for faster configurations of the fused kernel on this GPU, and store them for later runs.
+    """Search for faster configurations of the fused kernel on this GPU, and store them for later
+    runs.
 
-    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the stored
-    configurations, and say so, unless --no-tuned is given.
+    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the
+    stored configurations, and say so, unless --no-tuned is given.
     """
 
     operator: str = argument("ssd", "OPERATOR", "ssd, gdn or kda.", shown=True)
-    where: str | None = argument(None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones.")
+    where: str | None = argument(
+        None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones."
+    )
     shape: Shape = None
     seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
     batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
     dtype: str | None = option(None, "D[,D...]", _DTYPES, shown="bf16")
     intermediates: Dtypes = "exact"
-    budget: float | None = option(None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1)
-    out: Path | None = option(None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path)
+    budget: float | None = option(
+        None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1
+    )
+    out: Path | None = option(
+        None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path
+    )
     force: Force = False
     dry_run: bool = flag("--dry-run", "List the candidates, and stop.")
     clear: bool = flag("--clear", "Delete the stored results, and stop.")

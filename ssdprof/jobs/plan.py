@@ -1,6 +1,8 @@
-"""What follows from a request before layers run: where weights go, what a dry run tells, the loaded model, the notes.
+"""What follows from a request before layers run: where weights go, what a dry run tells, the loaded
+model, the notes.
 
-The placement of the weights and its cost are predicted from shapes, before anything is downloaded or loaded.
+The placement of the weights and its cost are predicted from shapes, before anything is downloaded
+or loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_lay
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint import meta, transformers
-from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint.load import (
+    DType,
+    LocalCheckpoint,
+    check_fetch,
+    fetch,
+    fetch_tokenizer,
+    load_model,
+)
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import PlacementKind
@@ -55,8 +64,12 @@ from ssdprof.progress import Watcher
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
-_WHOLE = "Take a smaller model.  Without --decode and --answers, a run loads no layer after the deepest wanted one."
+# the fastest first
+KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
+_WHOLE = (
+    "Take a smaller model.  Without --decode and --answers, a run loads no layer after the "
+    "deepest wanted one."
+)
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
@@ -80,17 +93,28 @@ class Placed:
     remark: str = ""
 
     def check_disk(self) -> None:
-        """MissingCapabilityError unless the temporary folder has room for what transformers writes, for each rank."""
-        free, needed = shutil.disk_usage(tempfile.gettempdir()).free, self.rewritten_bytes * started()
+        """MissingCapabilityError unless the temporary folder has room for what transformers writes,
+        for each rank.
+        """
+        free, needed = (
+            shutil.disk_usage(tempfile.gettempdir()).free,
+            self.rewritten_bytes * started(),
+        )
         if needed > free:
             raise MissingCapabilityError(
-                f"transformers would write {size_words(needed)} of converted weights to the temporary folder, which "
+                f"transformers would write {size_words(needed)} of converted weights to the "
+                "temporary folder, which "
                 f"has room for {size_words(free)}.",
-                "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer layers.",
+                (
+                    "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer "
+                    "layers."
+                ),
             )
 
     def priced(self, weights: Path | None) -> Placement:
-        """The placement with the measured speed of streaming its weights.  weights: a file of them, if there is one."""
+        """The placement with the measured speed of streaming its weights.  weights: a file of them,
+        if there is one.
+        """
         record, seconds_per_byte = self.record, 0.0
         if not record.streamed_layer_bytes:
             return record
@@ -105,10 +129,11 @@ class Placed:
 
 
 def choose(subject: Subject, copies: int = 1) -> Placed:
-    """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
+    """The placement that the request names, or else the fastest one that fits.  Downloads and loads
+    nothing.
 
-    copies: of each prompt, side by side.
-    MissingCapabilityError if none fits, BadInputError for a checkpoint that does not support the requested one.
+    copies: of each prompt, side by side.  MissingCapabilityError if none fits, BadInputError for a
+    checkpoint that does not support the requested one.
     """
     wanted, only_whole = subject.request.placement, ""
     if subject.located.original:
@@ -118,19 +143,25 @@ def choose(subject: Subject, copies: int = 1) -> Placed:
     if only_whole:
         if wanted not in (None, "one-gpu"):
             raise BadInputError(
-                f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.", "Leave it out."
+                f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.",
+                "Leave it out.",
             )
         wanted = "one-gpu"
     chooser = Chooser(subject, copies)
     if wanted is not None and (lacking := chooser.lacks(wanted)):
         raise MissingCapabilityError(
-            f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.", "Leave out --placement."
+            f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.",
+            "Leave out --placement.",
         )
     for kind in [wanted] if wanted else [one for one in KINDS if not chooser.lacks(one)]:
         if (placed := chooser.placed(kind)) is not None:
             return placed
     # a user who names the length of the segments may try it with less memory than is predicted
-    if wanted in (None, "one-gpu") and chooser.fixed and subject.weight_bytes <= limits.free_bytes():
+    if (
+        wanted in (None, "one-gpu")
+        and chooser.fixed
+        and subject.weight_bytes <= limits.free_bytes()
+    ):
         return chooser.at("one-gpu", {"": chooser.main}, chooser.fixed, 0)
     raise chooser.too_large(wanted or "disk-offload")
 
@@ -144,7 +175,10 @@ class Chooser:
     def __init__(self, subject: Subject, copies: int = 1) -> None:
         self._subject, self._batch, self.remark = subject, subject.batch * copies, ""
         self._model: PreTrainedModel = meta.meta_model(
-            subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
+            subject.located,
+            deepest_layer=subject.deepest_layer,
+            head=subject.head,
+            dtype=subject.dtype,
         )
         self._seqlen = max(subject.seqlens)
         self.main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
@@ -152,9 +186,14 @@ class Chooser:
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def least_beside(self, seqlen: int | None = None) -> int:
-        """Bytes that must be free in addition to the weights, with the longest or shortest allowed segments."""
+        """Bytes that must be free in addition to the weights, with the longest or shortest allowed
+        segments.
+        """
         lengths = self._lengths(seqlen or self._seqlen)
-        return min(self._predicted(seqlen or self._seqlen, length)[1] for length in (lengths[0], lengths[-1]))
+        return min(
+            self._predicted(seqlen or self._seqlen, length)[1]
+            for length in (lengths[0], lengths[-1])
+        )
 
     def lacks(self, kind: PlacementKind) -> str:
         """What this machine lacks for `kind`; empty if it has its places."""
@@ -163,7 +202,9 @@ class Chooser:
         return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
 
     def placed(self, kind: PlacementKind) -> Placed | None:
-        """The placement with the longest segments that leave room for the weights, which each segment streams."""
+        """The placement with the longest segments that leave room for the weights, which each
+        segment streams.
+        """
         free = limits.free_bytes() - self._subject.weight_bytes
         for length in self._lengths(self._seqlen):
             beside = self._predicted(self._seqlen, length)[1]
@@ -176,41 +217,63 @@ class Chooser:
         return None
 
     def at(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int) -> Placed:
-        """A placement.  length: of the longest prompt's segments.  free: bytes for the computation of the others."""
+        """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
+        of the others.
+        """
         several = kind != "one-gpu"
         return Placed(
             record=self._record(kind, mapped, length),
             device_map=mapped if several else None,
-            segment_lengths=tuple(self._longest(seqlen, length, free) for seqlen in self._subject.seqlens),
+            segment_lengths=tuple(
+                self._longest(seqlen, length, free) for seqlen in self._subject.seqlens
+            ),
             rewritten_bytes=self._rewritten(mapped) if several else 0,
             remark=self.remark,
         )
 
     def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
-        """The error for a device that has no room for all weights at once, or for one layer and the token embedding at
-        a time; else for this kind."""
+        """The error for a device that has no room for all weights at once, or for one layer and the
+        token embedding at a time; else for this kind.
+        """
         subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
         of_layers: Counter[int | None] = Counter()
         for name, parameter in self._model.named_parameters():
             of_layers[layer_index(name)] += parameter.nbytes
         layer = max(size for index, size in of_layers.items() if index is not None)
         embedding = self._model.get_input_embeddings().weight.nbytes
-        least, how, words = subject.weight_bytes, "", f"its weights take {size_words(subject.weight_bytes)}"
+        least, how, words = (
+            subject.weight_bytes,
+            "",
+            f"its weights take {size_words(subject.weight_bytes)}",
+        )
         takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
         if kind != "one-gpu":
             if layer + embedding + computed <= free:
-                room = (f"{size_words(size)} on {_name(at)}" for at, size in self._room(kind, 0) if at != "disk")
+                room = (
+                    f"{size_words(size)} on {_name(at)}"
+                    for at, size in self._room(kind, 0)
+                    if at != "disk"
+                )
                 return MissingCapabilityError(
-                    f"{subject.ref.repo_id} does not fit with --placement {kind}: {words}, {takes}, and there is room "
+                    f"{subject.ref.repo_id} does not fit with --placement {kind}: {words}, "
+                    f"{takes}, and there is room "
                     f"for {' and '.join(room)}.",
                     _FITTING,
                 )
             least, how = layer + embedding, " layer by layer"
-            words = f"its largest layer has {size_words(layer)} of weights, its token embedding {size_words(embedding)}"
-        shorter = () if subject.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
+            words = (
+                f"its largest layer has {size_words(layer)} of weights, its token embedding "
+                f"{size_words(embedding)}"
+            )
+        shorter = (
+            () if subject.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
+        )
         fits = [f"--seq {1 << n}" for n in shorter if least + self.least_beside(1 << n) <= free][:1]
         if not subject.whole:
-            sizes = (subject.located.weight_bytes(one.index, dtype=subject.dtype) for one in subject.ref.layers)
+            sizes = (
+                subject.located.weight_bytes(one.index, dtype=subject.dtype)
+                for one in subject.ref.layers
+            )
             number = sum(size + computed <= free for size in sizes)
             fits += [f"--layers first:{number}"] if number else []
         fits += [known.repo for known in siblings_that_fit(subject.ref.repo_id, free - computed)]
@@ -228,30 +291,43 @@ class Chooser:
         return (longest, *(length for length in memory.SEGMENT_LENGTHS if length < longest))
 
     def _longest(self, seqlen: int, at_most: int, free: int) -> int:
-        """The longest segments of a prompt that fit into `free` bytes, else those of the longest prompt."""
+        """The longest segments of a prompt that fit into `free` bytes, else those of the longest
+        prompt.
+        """
         for length in self._lengths(seqlen) if seqlen != self._seqlen else ():
             if self._predicted(seqlen, length)[1] <= free:
                 return length
         return min(at_most, self._lengths(seqlen)[0])
 
     def _predicted(self, seqlen: int, length: int) -> tuple[int, int]:
-        """Bytes needed in addition to the weights with segments of this length: without and with replaying."""
+        """Bytes needed in addition to the weights with segments of this length: without and with
+        replaying.
+        """
         if (seqlen, length) not in self._known and not self.remark:
             try:
                 with meta.quiet_transformers():
                     self._known[seqlen, length] = memory.predict_memory(
-                        self._model.base_model, {layer.index for layer in self._subject.layers}, seqlen=seqlen,
-                        segment_length=length, batch=self._batch, on_gpu=self.main != "cpu",
+                        self._model.base_model,
+                        {layer.index for layer in self._subject.layers},
+                        seqlen=seqlen,
+                        segment_length=length,
+                        batch=self._batch,
+                        on_gpu=self.main != "cpu",
                         serving=self._subject.serving,
-                    )  # fmt: skip
-            except Exception as error:  # the model's code may raise any error; a real run reports it
+                    )
+            # the model's code may raise any error; a real run reports it
+            except Exception as error:
                 why = library_message(error)
-                self.remark = f"The memory that is needed besides the weights is not known, because of an error: {why}."
+                self.remark = (
+                    "The memory that is needed besides the weights is not known, "
+                    f"because of an error: {why}."
+                )
         return self._known.get((seqlen, length), (0, 0))
 
     @cached_property
     def gpus(self) -> Mapping[int, int]:
-        """Free bytes of the GPUs of this process, the computing one first; only that one if there are other ranks.
+        """Free bytes of the GPUs of this process, the computing one first; only that one if there
+        are other ranks.
 
         A GPU that CUDA cannot start, because another process has it exclusively, is left out.
         """
@@ -272,9 +348,12 @@ class Chooser:
             if index == self.main or free > beside:  # others may be filled by other processes
                 yield index, free - beside
         if kind == "cpu-offload":
-            # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
+            # Segments, but not chunks, collect inputs in main memory, which may be half of what is
+            # left then.
             wanted = {layer.index for layer in self._subject.layers}
-            mixers = (one for one in meta.find_mixers(self._model.base_model) if one.layer_index in wanted)
+            mixers = (
+                one for one in meta.find_mixers(self._model.base_model) if one.layer_index in wanted
+            )
             layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
             yield "cpu", host_memory() - (0 if self._subject.serving.chunk else 2 * layer)
         if kind == "disk-offload":
@@ -285,7 +364,9 @@ class Chooser:
         found = meta.weights_by_place(self._model, mapped)
         layer, module = meta.largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
-        calls = sum(len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,))
+        calls = sum(
+            len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
+        )
         return Placement(
             kind=kind,
             device=_name(self.main),
@@ -298,15 +379,21 @@ class Chooser:
         )
 
     def _rewritten(self, mapped: meta.DeviceMap) -> int:
-        """Bytes that transformers writes to a temporary folder: streamed weights that it assembles or decodes."""
+        """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
+        or decodes.
+        """
         located = self._subject.located
         depth = located.depth(self._subject.deepest_layer)
-        stored = {tuple(tensor.shape) for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
+        stored = {
+            tuple(tensor.shape)
+            for tensor in located.weights.tensors(depth, head=self._subject.head).values()
+        }
         decoded = self._subject.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if meta.place_of(name, mapped) == "disk" and (decoded or tuple(parameter.shape) not in stored)
+            if meta.place_of(name, mapped) == "disk"
+            and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
@@ -324,28 +411,41 @@ def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
     BadInputError for a config that transformers cannot use, and for a missing file of a capture.
     """
     of = partial(
-        DryRun, checkpoint=found.ref, layers=found.layers, seqlens=found.seqlens, batch=found.batch,
-        serving=found.serving, tensor_parallel=tensor_parallel, device=str(limits.device()),
+        DryRun,
+        checkpoint=found.ref,
+        layers=found.layers,
+        seqlens=found.seqlens,
+        batch=found.batch,
+        serving=found.serving,
+        tensor_parallel=tensor_parallel,
+        device=str(limits.device()),
         free_bytes=limits.free_bytes(),
-    )  # fmt: skip
+    )
     if isinstance(found, Stored):
         sizes = {capture.file: _size(found.folder / capture.file) for capture in found.chosen}
         return of(
             dims=stored_dims(found.chosen[0]).words,
-            files=tuple(PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()),
-            weight_bytes=0, notes=() if found.manifest.complete else (BROKEN_OFF,),
-        )  # fmt: skip
+            files=tuple(
+                PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()
+            ),
+            weight_bytes=0,
+            notes=() if found.manifest.complete else (BROKEN_OFF,),
+        )
     files = found.located.files(found.deepest_layer, head=found.whole)
     placement, remark = _placement(found)
     return of(
-        dims=found.located.size_words(found.layers[0]), files=files, weight_bytes=found.weight_bytes,
-        placement=placement, notes=(*found.located.notes, *found.located.caveats, *filter(None, [remark])),
-    )  # fmt: skip
+        dims=found.located.size_words(found.layers[0]),
+        files=files,
+        weight_bytes=found.weight_bytes,
+        placement=placement,
+        notes=(*found.located.notes, *found.located.caveats, *filter(None, [remark])),
+    )
 
 
 def check_start(planned: DryRun, found: Subject | Stored) -> None:
-    """Raise if it would not run: no placement fits, a prompt cannot be built, the weights cannot be fetched, their
-    headers do not fit the config, or stored captures are damaged."""
+    """Raise if it would not run: no placement fits, a prompt cannot be built, the weights cannot be
+    fetched, their headers do not fit the config, or stored captures are damaged.
+    """
     if isinstance(found, Stored):
         store.check(found.folder, found.manifest, found.chosen)
         return
@@ -356,7 +456,9 @@ def check_start(planned: DryRun, found: Subject | Stored) -> None:
 
 
 def _placement(subject: Subject) -> tuple[Placement | None, str]:
-    """The placement, with a remark; None if none fits, and then `check_start` raises after the plan is shown."""
+    """The placement, with a remark; None if none fits, and then `check_start` raises after the plan
+    is shown.
+    """
     try:
         placed = choose(subject)
         placed.check_disk()
@@ -364,7 +466,11 @@ def _placement(subject: Subject) -> tuple[Placement | None, str]:
         return None, ""
     located = subject.located
     depth = located.depth(subject.deepest_layer)
-    there = [name for name in located.weights.files(depth, head=subject.head) if located.source.cached(name)]
+    there = [
+        name
+        for name in located.weights.files(depth, head=subject.head)
+        if located.source.cached(name)
+    ]
     return placed.priced(located.source.path(there[0]) if there else None), placed.remark
 
 
@@ -387,7 +493,9 @@ def stored_dims(capture: LayerCapture) -> Dims:
         return operator.judged.dims(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
         why_not = library_message(error)
-        raise BadInputError(f"The stored {capture.layer.name} cannot be replayed: {why_not}.", AGAIN) from error
+        raise BadInputError(
+            f"The stored {capture.layer.name} cannot be replayed: {why_not}.", AGAIN
+        ) from error
 
 
 # --- the model
@@ -398,7 +506,8 @@ class Loaded:
     """A model on its device, and its prompts.
 
     subject: the layers to capture, and how.
-    model: the base model.  whole: the model with its language-model head; None if only the base model was requested.
+    model: the base model.  whole: the model with its language-model head; None if only the base
+    model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
     placement: where the model's weights are.  files: the source of weights on the disk.
     """
@@ -417,19 +526,29 @@ class Loaded:
         subject = self.subject
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             capture_layers(
-                self.model, ids, subject.layers, ref=subject.ref, segment_length=segment_length, on_layer=on_layer,
-                serving=subject.serving, head=partial(logits, self.whole) if subject.serving.decode else None,
-            )  # fmt: skip
+                self.model,
+                ids,
+                subject.layers,
+                ref=subject.ref,
+                segment_length=segment_length,
+                on_layer=on_layer,
+                serving=subject.serving,
+                head=partial(logits, self.whole) if subject.serving.decode else None,
+            )
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
         return store.CaptureWriter(
-            folder, checkpoint=self.subject.ref, prompts=self.prompts, segment_length=max(self.segment_lengths),
+            folder,
+            checkpoint=self.subject.ref,
+            prompts=self.prompts,
+            segment_length=max(self.segment_lengths),
             overwrite=overwrite,
-        )  # fmt: skip
+        )
 
 
 def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
-    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download.
+    """Build the prompts, download the weights, then load the model: a wrong prompt is found before
+    the download.
 
     copies: of each prompt, side by side, for which memory is needed.
     """
@@ -442,14 +561,25 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
     placed.check_disk()
     built = build_prompts(subject)
     refuse_large_download(subject, watcher)
-    local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
+    local = fetch(
+        subject.located,
+        deepest_layer=subject.deepest_layer,
+        head=subject.head,
+        progress=watcher.say,
+    )
     placed.check_disk()  # again: the download may have filled the disk
     record = placed.priced(weights_file(local))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
-    with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"), meta.quiet_transformers():
+    with (
+        limits.memory_errors(),
+        watcher.step(f"Loading {subject.ref.repo_id}"),
+        meta.quiet_transformers(),
+    ):
         dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
-        loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
+        loaded = load_model(
+            local, device=limits.device(), dtype=dtype, device_map=placed.device_map
+        )
     return Loaded(
         subject=subject,
         model=loaded.base_model,  # the model itself, if it has no head
@@ -467,17 +597,26 @@ def sources(found: Subject | Stored, several: Iterable[Implementation]) -> list[
     folders = [found.folder] if isinstance(found, Stored) else []
     if isinstance(found, Subject) and found.ref.source == "local":
         folders = [found.located.source.folder]
-    return [*(path for folder in folders for path in folder.iterdir() if path.is_file()), *source_files(several)]
+    return [
+        *(path for folder in folders for path in folder.iterdir() if path.is_file()),
+        *source_files(several),
+    ]
 
 
 def refuse_large_download(subject: Subject, watcher: Watcher) -> None:
-    """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is given."""
+    """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is
+    given.
+    """
     files = subject.located.files(subject.deepest_layer, head=subject.head)
     size = sum(file.size_bytes for file in files if not file.cached)
     if size > MOST_BYTES and not subject.request.yes:
         raise BadInputError(
             f"{subject.ref.repo_id} is a download of {size_words(size)}.",
-            "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see the files.",
+            (
+                "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
+                "the "
+                "files."
+            ),
         )
     if size > TOLD_BYTES:
         watcher.say(f"Downloading {size_words(size)} of {subject.ref.repo_id}.")
@@ -490,18 +629,27 @@ def weights_file(local: LocalCheckpoint) -> Path | None:
 
 
 def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
-    """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what `build_prompt` raises."""
+    """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what
+    `build_prompt` raises.
+    """
     tokenizer = fetch_tokenizer(subject.located)
     vocabulary = subject.located.vocab_size
     request = subject.request
     built = []
     for seqlen in subject.seqlens:
         ids, prompt = build_prompt(
-            tokenizer.folder if tokenizer else None, seqlen, kind="file" if request.prompt_file else request.prompt,
-            file=request.prompt_file, vocab_size=vocabulary, batch=subject.batch, packed=subject.serving.packed,
-        )  # fmt: skip
+            tokenizer.folder if tokenizer else None,
+            seqlen,
+            kind="file" if request.prompt_file else request.prompt,
+            file=request.prompt_file,
+            vocab_size=vocabulary,
+            batch=subject.batch,
+            packed=subject.serving.packed,
+        )
         if vocabulary is not None:
             check_ids(vocabulary, ids)
         words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
-        built.append((ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})))
+        built.append(
+            (ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving}))
+        )
     return built

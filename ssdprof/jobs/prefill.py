@@ -1,7 +1,8 @@
 """Times the whole model's prefill, first token included, with each implementation of its operators.
 
-locate -> fetch -> build prompts -> load with the head -> for each length, and each origin of convolution and norm:
-operators alone -> a profiled prefill of each implementation -> all of them in turns
+locate -> fetch -> build prompts -> load with the head -> for each length, and each origin of
+convolution and norm: operators alone -> a profiled prefill of each implementation -> all of them in
+turns
 """
 
 from __future__ import annotations
@@ -52,18 +53,25 @@ NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
 )
-ALONE = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf)
+ALONE = SamplingPlan(
+    min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
+)
 
 
 def find(request: ModelOptions) -> Subject:
-    """The model, with its head and all of its layers, or those up to the last one that was chosen."""
+    """The model, with its head and all of its layers, or those up to the last one that was
+    chosen.
+    """
     subject = find_layers(request, whole=request.layers == "all", head=True)
     refuse_large(subject)
     return subject
 
 
-def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -> tuple[Path, Report]:
-    """Time every length with the first origin of convolution and norm, the shortest first, then with the next.
+def time_prefills(
+    request: PrefillOptions, subject: Subject, watcher: Watcher
+) -> tuple[Path, Report]:
+    """Time every length with the first origin of convolution and norm, the shortest first, then
+    with the next.
 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
@@ -78,14 +86,22 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
         # Otherwise moving weights or activations would be part of the time.
-        loaded = load(replace(subject, request=replace(subject.request, placement="one-gpu")), watcher, request.copies)
+        loaded = load(
+            replace(subject, request=replace(subject.request, placement="one-gpu")),
+            watcher,
+            request.copies,
+        )
     mixers = find_mixers(loaded.whole)
-    kinds: tuple[KernelOrigin, ...] = ("model",) if request.conv_and_norm == "model" else ("model", "bundled")
+    kinds: tuple[KernelOrigin, ...] = (
+        ("model",) if request.conv_and_norm == "model" else ("model", "bundled")
+    )
     bundled = ConvAndNorm(mixers if "bundled" in kinds else ())
     timer, isolated = CudaTimer(device), IsolatedFirstCall(request.first_call_s)
     each = zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True)
     lengths = []
-    for kind, (ids, prompt, segment_length) in product(kinds, sorted(each, key=lambda one: one[1].seqlen)):
+    for kind, (ids, prompt, segment_length) in product(
+        kinds, sorted(each, key=lambda one: one[1].seqlen)
+    ):
         length = _Length(
             request=request,
             model=loaded.whole,
@@ -125,7 +141,10 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
         writer.update(steps=dict(steps))
         for length in lengths:
             earlier = [writer.earlier.get(case.name) for case in length.cases.values()]
-            if all(case and (case.samples or case.reason or case.result != "passed") for case in earlier):
+            if all(
+                case and (case.samples or case.reason or case.result != "passed")
+                for case in earlier
+            ):
                 continue
             first = next(iter(length.cases.values()))
             what = f"{first.size}, {first.where.removeprefix('prefill, ')}"
@@ -147,7 +166,8 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
 def _cases(
     length: _Length, subject: Subject, prompt: Prompt, resolved: Resolved
 ) -> Iterator[tuple[Case, dict[str, Implementation]]]:
-    """The baseline's case first; other libraries, except a baseline, only with the model's own convolution and norm.
+    """The baseline's case first; other libraries, except a baseline, only with the model's own
+    convolution and norm.
 
     With the implementation, by operator.
     """
@@ -192,13 +212,15 @@ def _cases(
 
 @dataclass(kw_only=True)
 class _Length:
-    """Runs the whole model on one prompt with each implementation: compares operators, profiles, then times.
+    """Runs the whole model on one prompt with each implementation: compares operators, profiles,
+    then times.
 
     model: a causal language model in eval mode.  ids: (b, l) int64 on its device.
     mixers: all of its.  layer: the one whose operator is timed alone.
     bundled: the convolution and norm of the model that run; None: its own.
     comparer: of the operators.
-    cases: by implementation.  of: the implementation of each operator.  seen: those whose prefill has begun.
+    cases: by implementation.  of: the implementation of each operator.  seen: those whose prefill
+    has begun.
     logits: (b, vocabulary), fp32, on the CPU: the baseline's.
     """
 
@@ -226,7 +248,9 @@ class _Length:
         return len(self.mixers) * self.segments
 
     def run(self, writer: Writer, clock: StepClock) -> None:
-        """A step begins only if the budget is not spent.  BadInputError if the model bypasses its operator."""
+        """A step begins only if the budget is not spent.  BadInputError if the model bypasses its
+        operator.
+        """
         with clock.step("one layer's operator alone"):
             self._compare_operators()
         for name in self.cases:
@@ -250,13 +274,17 @@ class _Length:
 
     @contextmanager
     def running(self, compute: Compute, *, marks: bool = False) -> Iterator[CallCount]:
-        """The model runs with `compute` as its operator.  marks: its parts are marked for a profile."""
+        """The model runs with `compute` as its operator.  marks: its parts are marked for a
+        profile.
+        """
         with ExitStack() as stack:
             if self.bundled:
                 stack.enter_context(self.bundled.installed())
             if marks:
                 stack.enter_context(parts_marked(self.model, self.mixers))
-            yield stack.enter_context(intercept(self.mixers, marking("operator", compute) if marks else compute))
+            yield stack.enter_context(
+                intercept(self.mixers, marking("operator", compute) if marks else compute)
+            )
 
     def _compute(self, name: str) -> Compute:
         precision = precision_of(self.cases[name].precision)
@@ -264,7 +292,9 @@ class _Length:
 
     @contextmanager
     def _judging(self, *names: str) -> Iterator[None]:
-        """Errors of the implementation become its status.  Passes BadInputError and MissingCapabilityError on."""
+        """Errors of the implementation become its status.  Passes BadInputError and
+        MissingCapabilityError on.
+        """
         owns = [self.cases[name] for name in names if self.cases[name].kind == "own"]
         try:
             with while_it_runs(next(iter(owns), None)):
@@ -273,7 +303,9 @@ class _Length:
             raise
         except Exception as error:
             status, reason = status_of(error, self.timer.device, ", ".join(names) or "the model")
-            self.cases |= {name: self.cases[name].changed(status=status, reason=reason) for name in names}
+            self.cases |= {
+                name: self.cases[name].changed(status=status, reason=reason) for name in names
+            }
 
     def _found(self, name: str, **fields: Any) -> None:
         """Fields of the case's `Prefill`."""
@@ -282,7 +314,8 @@ class _Length:
         self.cases[name] = case.changed(prefill=case.prefill.changed(**fields))
 
     def _compare_operators(self) -> None:
-        """On the model's own tensors while it waits in `layer`: kernels are compiled and tuned, and timed alone.
+        """On the model's own tensors while it waits in `layer`: kernels are compiled and tuned, and
+        timed alone.
 
         Their outputs are not judged: `ssdprof run` does that.
         """
@@ -292,14 +325,20 @@ class _Length:
                 compared.append(call.mixer.name)
                 entries = []
                 for name, case in self.cases.items():
-                    one, precision = self.of[name][call.mixer.operator], precision_of(case.precision)
-                    bound = Call(implementation=one, inputs=call.inputs, precision=precision, label=name)
+                    one, precision = (
+                        self.of[name][call.mixer.operator],
+                        precision_of(case.precision),
+                    )
+                    bound = Call(
+                        implementation=one, inputs=call.inputs, precision=precision, label=name
+                    )
                     entries.append(Entry(case=case, call=bound))
                 verdicts = {entry.key: entry.case for entry in entries}
                 for found in self.comparer.compare(entries, self.layer.name, verdicts):
                     name = found.implementation
                     told = {
-                        key: getattr(found, key) for key in ("status", "later_fault", "nonfinite", "variant", "plan")
+                        key: getattr(found, key)
+                        for key in ("status", "later_fault", "nonfinite", "variant", "plan")
                     }
                     reason = "" if found.result == "passed" else found.reason
                     self.cases[name] = self.cases[name].changed(**told, reason=reason)
@@ -347,13 +386,19 @@ class _Length:
         """Raises BadInputError if one whole prefill bypassed its operator."""
         if count["steps"] or count["calls"] != self.operator_calls:
             raise BadInputError(
-                f"This model made {count['calls']} operator calls where {self.operator_calls} were expected: "
+                f"This model made {count['calls']} operator calls where {self.operator_calls} "
+                "were expected: "
                 "part of it bypasses its operator.",
-                "Choose a --segment that leaves no single token, and load the model without use_kernels.",
+                (
+                    "Choose a --segment that leaves no single token, and load the model without "
+                    "use_kernels."
+                ),
             )
 
     def _sample(self, writer: Writer, clock: StepClock) -> None:
-        passed = {name: self.cases[name] for name in self.seen if self.cases[name].result == "passed"}
+        passed = {
+            name: self.cases[name] for name in self.seen if self.cases[name].result == "passed"
+        }
         if not passed:
             return
         runs = {name: partial(self._timed, self._compute(name)) for name in passed}
@@ -366,7 +411,12 @@ class _Length:
                 found = {name: {"reason": reason} for name in passed}
             else:
                 found = time_in_turns(
-                    runs, self.timer, plan, check=lambda *_: "", process=writer.process, clocks=("call",)
+                    runs,
+                    self.timer,
+                    plan,
+                    check=lambda *_: "",
+                    process=writer.process,
+                    clocks=("call",),
                 )
         for name, case in passed.items():
             self.cases[name] = case.changed(**found[name])
@@ -377,10 +427,17 @@ class _Length:
             return self.first_token()
 
     def _round_s(self, runs: Mapping[str, Callable[[], Any]], clock: StepClock) -> float:
-        """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that work is long."""
+        """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that
+        work is long.
+        """
         prefills = (self.cases[name].prefill for name in runs)
         busy_s = 1e-6 * sum(us for one in prefills if one for us in one.part_us.values())
-        if sampling_plan(busy_s, self.request.seconds, self.request.smallest_difference).warmup_rounds == 0:
+        if (
+            sampling_plan(
+                busy_s, self.request.seconds, self.request.smallest_difference
+            ).warmup_rounds
+            == 0
+        ):
             return busy_s
         began = clock.now()
         for name, run in runs.items():
@@ -391,8 +448,8 @@ class _Length:
 def sampling_plan(round_s: float, seconds: float, smallest_difference: float) -> SamplingPlan:
     """How to sample rounds that take about `round_s` seconds in about `seconds`.
 
-    Five or more recordings at new addresses, each with a warm-up, if the time allows; else the fewest that give an
-    interval, with one round each, in the same memory and without a warm-up.
+    Five or more recordings at new addresses, each with a warm-up, if the time allows; else the
+    fewest that give an interval, with one round each, in the same memory and without a warm-up.
     """
     short = SamplingPlan(
         smallest_difference=smallest_difference,
@@ -405,4 +462,6 @@ def sampling_plan(round_s: float, seconds: float, smallest_difference: float) ->
     )
     if short.min_recordings * (short.warmup_rounds + short.min_rounds) * round_s <= seconds:
         return short
-    return replace(short, min_recordings=3, max_recordings=8, warmup_rounds=0, min_rounds=1, max_rounds=1)
+    return replace(
+        short, min_recordings=3, max_recordings=8, warmup_rounds=0, min_rounds=1, max_rounds=1
+    )

@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 from ssdprof.core.base import LONGEST_SEQLEN, DType
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import COMPARED
-from ssdprof.operators.generate import MOST_STEPS, Cell, InputDType, InputGenerator, Layout, Shape, Tokens
+from ssdprof.operators.generate import (
+    MOST_STEPS,
+    Cell,
+    InputDType,
+    InputGenerator,
+    Layout,
+    Shape,
+    Tokens,
+)
 from ssdprof.operators.operator import Operator
 
 K = TypeVar("K")
@@ -34,23 +42,31 @@ def parse_seq(seq: str) -> int:
     if not 1 <= seqlen <= LONGEST_SEQLEN:
         raise BadInputError(
             f"{seq!r} is not a number of tokens.",
-            f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k (131,072).",
+            (
+                f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k "
+                "(131,072)."
+            ),
         )
     return seqlen
 
 
 def parse_seqs(seqs: str) -> tuple[int, ...]:
-    """Prompt lengths of a list such as "1k,16k", in order and without duplicates.  Raises BadInputError."""
+    """Prompt lengths of a list such as "1k,16k", in order and without duplicates.  Raises
+    BadInputError.
+    """
     return tuple(dict.fromkeys(parse_seq(seq) for seq in seqs.split(",")))
 
 
 def parse_packed(word: str) -> Tokens:
     """Packed sequences of random lengths: "64x1k-4k".  Raises BadInputError."""
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
-    tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
+    tokens = match and Tokens(
+        sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2])
+    )
     if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
         raise BadInputError(
-            f"{word!r} does not describe packed sequences.", "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k."
+            f"{word!r} does not describe packed sequences.",
+            "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k.",
         )
     return tokens
 
@@ -69,7 +85,9 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
     if "" in names:
-        raise BadInputError(f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}.")
+        raise BadInputError(
+            f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
+        )
     return names
 
 
@@ -79,34 +97,48 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
 def parse_tokens(
     seqs: str, batches: str, extra: str, packed: str, *, max_tokens: int
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
-    """The layouts of tokens to measure, and those left out because they have more than `max_tokens` tokens.
+    """The layouts of tokens to measure, and those left out because they have more than `max_tokens`
+    tokens.
 
-    seqs, batches: lists like "1k,...,256k" and "1,8"; every pair with at most `max_tokens` is measured
+    seqs, batches: lists like "1k,...,256k" and "1,8"; every pair with at most `max_tokens` is
+    measured
     extra: pairs like "8x4k,32x1k", measured at any size; "" for none
     packed: sequences of random lengths like "64x1k-4k"; "" for none
     """
     pairs = [Tokens(sequences=b, seqlen=l) for b, l in product(_batches(batches), lengths(seqs))]
     fitting = [pair for pair in pairs if pair.sequences * pair.seqlen <= max_tokens]
-    wanted = dict.fromkeys([*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))])
+    wanted = dict.fromkeys(
+        [*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))]
+    )
     if not wanted:
-        raise BadInputError(f"Every cell has more than {max_tokens:,} tokens.", "Raise --max-tokens, or ask for less.")
+        raise BadInputError(
+            f"Every cell has more than {max_tokens:,} tokens.",
+            "Raise --max-tokens, or ask for less.",
+        )
     return tuple(wanted), tuple(pair for pair in pairs if pair not in wanted)
 
 
-def parse_kept(verify: str, every: str, batches: str, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
-    """Sequences whose states on the way are kept: "4,8" drafted tokens, after each; or `tokens`, after every "64,1k".
+def parse_kept(
+    verify: str, every: str, batches: str, tokens: tuple[Tokens, ...]
+) -> tuple[Tokens, ...]:
+    """Sequences whose states on the way are kept: "4,8" drafted tokens, after each; or `tokens`,
+    after every "64,1k".
 
     Raises BadInputError.
     """
     if not verify:
-        return tuple(replace(one, state_every=number) for one in tokens for number in lengths(every))
+        return tuple(
+            replace(one, state_every=number) for one in tokens for number in lengths(every)
+        )
     drafted = lengths(verify)
     if every or max(drafted) > MOST_STEPS:
         raise BadInputError(
             f"--verify keeps the state after each of at most {MOST_STEPS} tokens.",
             "Give 2 to 8 tokens, or --seq and --state-every.",
         )
-    return tuple(Tokens(sequences=b, seqlen=l, state_every=1) for b, l in product(_batches(batches), drafted))
+    return tuple(
+        Tokens(sequences=b, seqlen=l, state_every=1) for b, l in product(_batches(batches), drafted)
+    )
 
 
 def lengths(words: str) -> tuple[int, ...]:
@@ -120,7 +152,8 @@ def lengths(words: str) -> tuple[int, ...]:
         last = parse_seq(next(rest, ""))
         if not found or last <= found[-1]:
             raise BadInputError(
-                f"In {words!r}, '...' does not lead to a longer length.", "Write it between two lengths: 1k,...,256k."
+                f"In {words!r}, '...' does not lead to a longer length.",
+                "Write it between two lengths: 1k,...,256k.",
             )
         while 2 * found[-1] < last:
             found.append(2 * found[-1])
@@ -157,21 +190,28 @@ def _known(option: str, words: Sequence[str], known: Sequence[K], more: str = ""
     named = {str(value): value for value in known}
     for word in map(str.strip, words):
         if word not in named:
-            raise BadInputError(f"{option} does not know {word!r}.", f"Give one or more of {', '.join(named)}{more}.")
+            raise BadInputError(
+                f"{option} does not know {word!r}.",
+                f"Give one or more of {', '.join(named)}{more}.",
+            )
     return tuple(dict.fromkeys(named[word.strip()] for word in words))
 
 
 def _batches(words: str) -> Iterable[int]:
     for word in _words(words):
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
-            raise BadInputError(f"{word!r} is not a batch.", "Give numbers of sequences, such as 1,8,32.")
+            raise BadInputError(
+                f"{word!r} is not a batch.", "Give numbers of sequences, such as 1,8,32."
+            )
         yield int(word)
 
 
 def _pair(word: str) -> Tokens:
     match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)", word)
     if match is None:
-        raise BadInputError(f"{word!r} is not a cell.", "Give sequences x length, such as 8x4k or 32x1k.")
+        raise BadInputError(
+            f"{word!r} is not a cell.", "Give sequences x length, such as 8x4k or 32x1k."
+        )
     return Tokens(sequences=int(match[1]), seqlen=parse_seq(match[2]))
 
 
@@ -180,10 +220,14 @@ def _words(text: str) -> list[str]:
 
 
 def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, ...]:
-    """ "mamba2-2.7b,80x64x128x1" -> shapes, each once; "all" is every model, None the first.  Raises BadInputError."""
+    """ "mamba2-2.7b,80x64x128x1" -> shapes, each once; "all" is every model, None the first.
+    Raises BadInputError.
+    """
     if words is None:
         words = next(iter(known.shapes))
-    names = tuple(known.shapes) if words == "all" else tuple(word.strip() for word in words.split(","))
+    names = (
+        tuple(known.shapes) if words == "all" else tuple(word.strip() for word in words.split(","))
+    )
     return tuple(dict.fromkeys(_shape(known, name) for name in names))
 
 
@@ -191,16 +235,22 @@ def _shape(known: InputGenerator[Any], name: str) -> Shape:
     found = known.shapes.get(name) or known.parse(name)
     if found is None:
         raise BadInputError(
-            f"{name!r} is not a known shape.", f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}."
+            f"{name!r} is not a known shape.",
+            f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}.",
         )
     return found
 
 
 def parse_ways(operator: Operator[Any], words: str) -> tuple[str, ...]:
-    """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises BadInputError."""
+    """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises
+    BadInputError.
+    """
     known = operator.generated.ways
     wanted = {word.strip() for word in words.split(",") if word.strip()}
     for word in sorted(wanted - known.keys()):
         meanings = ", ".join(f"{name} ({meaning})" for name, meaning in known.items())
-        raise BadInputError(f"--draw does not know {word!r}.", f"For {operator.name} there are: {meanings or 'none'}.")
+        raise BadInputError(
+            f"--draw does not know {word!r}.",
+            f"For {operator.name} there are: {meanings or 'none'}.",
+        )
     return tuple(word for word in known if word in wanted)

@@ -1,6 +1,7 @@
 """`ssdprof run`, and `capture` without the comparison: from a model or stored captures to a report.
 
-locate -> fetch -> build prompts -> load -> capture each layer -> compare on it -> compare answers, if requested
+locate -> fetch -> build prompts -> load -> capture each layer -> compare on it -> compare answers,
+if requested
 """
 
 from __future__ import annotations
@@ -74,33 +75,48 @@ class Resolved:
     @property
     def absent(self) -> tuple[str, ...]:
         """A sentence for each unavailable implementation."""
-        return tuple(dict.fromkeys(one.absent for one in (*self.found, *self.baselines) if one.absent))
+        return tuple(
+            dict.fromkeys(one.absent for one in (*self.found, *self.baselines) if one.absent)
+        )
 
     @property
     def present(self) -> tuple[str, ...]:
         """Names of the available implementations; the baseline only if it was named among them."""
         return tuple(dict.fromkeys(one.name for one in self.found if not one.absent))
 
-    def pairs(self, precisions: Precisions, operator: str, dtype: DType, call: CallRef | None) -> list[Pair]:
+    def pairs(
+        self, precisions: Precisions, operator: str, dtype: DType, call: CallRef | None
+    ) -> list[Pair]:
         """`paired` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
-        if call is not None and call.kind == "decode":  # computed in fp32, whatever the precision of the prompt
+        # computed in fp32, whatever the precision of the prompt
+        if call is not None and call.kind == "decode":
             names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
-        compared = [one for one in (self.resolve(operator, name) for name in names) if not one.absent]
+        compared = [
+            one for one in (self.resolve(operator, name) for name in names) if not one.absent
+        ]
         first = self.resolve(operator, baseline)
         return paired(compared, first, wanted, dtype)
 
 
 def paired(
-    compared: Sequence[Implementation], first: Implementation, wanted: Sequence[PrecisionRecord], dtype: DType
+    compared: Sequence[Implementation],
+    first: Implementation,
+    wanted: Sequence[PrecisionRecord],
+    dtype: DType,
 ) -> list[Pair]:
-    """Every case: what runs, at which precision, and that of the baseline; baselines come first, compared or not.
+    """Every case: what runs, at which precision, and that of the baseline; baselines come first,
+    compared or not.
 
     wanted: precisions of those that have none of their own.  dtype: of the inputs.
-    first: the baseline.  It runs at exact intermediates and equal states; if its own precisions lack these, at the
-        first of them.
+    first: the baseline.  It runs at exact intermediates and equal states; if its own precisions
+        lack these, at the first of them.
     """
-    own = {one.name: own_precisions(one, dtype, ()) for one in (*compared, first) if one.precisions is not None}
+    own = {
+        one.name: own_precisions(one, dtype, ())
+        for one in (*compared, first)
+        if one.precisions is not None
+    }
     cases = [(one, precision) for precision in wanted for one in compared if one.name not in own]
     cases += [(one, precision) for one in compared for precision in own.get(one.name, ())]
     known = own.get(first.name, ())
@@ -114,14 +130,18 @@ def paired(
         group(precision)
     for one, precision in cases:
         group(precision)[one.name, precision] = one
-    return [(one, precision, base) for base, of in groups.items() for (_, precision), one in of.items()]
+    return [
+        (one, precision, base) for base, of in groups.items() for (_, precision), one in of.items()
+    ]
 
 
-def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequence[LayerRef]) -> Resolved:
+def resolve_implementations(
+    names: Sequence[str], baseline: str, layers: Sequence[LayerRef]
+) -> Resolved:
     """Resolve the names for the operators of the layers.
 
-    Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError if the
-    baseline is unavailable, or all that would be compared with it.
+    Raises BadInputError for an unknown name and an own kernel that cannot be imported,
+    MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
     """
     resolve = resolver(limits.device())
     of = dict.fromkeys(layer.operator for layer in layers)
@@ -131,12 +151,17 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
     for one in baselines if any(not one.absent for one in compared) else [*baselines, *compared]:
         required(one)
     return Resolved(
-        resolve=resolve, names=tuple(names), baseline_name=baseline, found=tuple(found), baselines=tuple(baselines)
+        resolve=resolve,
+        names=tuple(names),
+        baseline_name=baseline,
+        found=tuple(found),
+        baselines=tuple(baselines),
     )
 
 
 def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = None) -> Resolved:
-    """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run` calls it too.
+    """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run`
+    calls it too.
 
     ranks: processes that share the layers.
     Loads nothing.  `plan.choose` decides whether a model's weights fit.
@@ -148,8 +173,12 @@ def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = Non
         )
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if found.serving.decode and not set(STEPS) <= set(kernels.names(name)):
-            raise BadInputError(f"Decode steps of {name} cannot be replayed.", "Leave out --decode.")
-    whole = found.serving == Serving() and (isinstance(found, Subject) or found.manifest.prompts[0].kind != "recorded")
+            raise BadInputError(
+                f"Decode steps of {name} cannot be replayed.", "Leave out --decode."
+            )
+    whole = found.serving == Serving() and (
+        isinstance(found, Subject) or found.manifest.prompts[0].kind != "recorded"
+    )
     if replay.verify and not (whole and replay.verify < min(found.seqlens)):
         raise BadInputError(
             f"--verify {replay.verify} needs prompts of more tokens, each in one call.",
@@ -168,38 +197,55 @@ def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = Non
     return resolved
 
 
-def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:
-    """BadInputError for a layer of these sizes whose heads a server could not divide among `ranks`."""
+def refuse_sharding(
+    ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int
+) -> None:
+    """BadInputError for a layer of these sizes whose heads a server could not divide among
+    `ranks`.
+    """
     refusal = operators.get(layer.operator).refusal
     fitting: list[int] = []
     if refusal is None:
         why = f"{operators.get(layer.operator).layers} layers cannot be divided here"
     elif why := refusal(sizes, ranks):
-        fitting = [number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)]
+        fitting = [
+            number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)
+        ]
     if why:
         raise BadInputError(
             f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
-            f"Give {words(map(str, fitting), 'or')}." if fitting else "Leave out --tensor-parallel.",
+            f"Give {words(map(str, fitting), 'or')}."
+            if fitting
+            else "Leave out --tensor-parallel.",
         )
 
 
 def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
-    """The conditions without those on times if there is no GPU.  MissingCapabilityError if an option gave one."""
+    """The conditions without those on times if there is no GPU.  MissingCapabilityError if an
+    option gave one.
+    """
     if torch.cuda.is_available():
         return options.conditions
     of_times = [one for one in options.conditions if one.metric in ("speedup", "time")]
     for one in of_times:
         option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
         if options.min_speedup is not None or one.spelling in (options.gate or ()):
-            require_gpu(f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out.")
-        watcher.say(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
+            require_gpu(
+                f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out."
+            )
+        watcher.say(
+            f"{one.spelling.split()[0]} of the settings file is not judged: this machine has "
+            "no "
+            "GPU."
+        )
     return tuple(one for one in options.conditions if one not in of_times)
 
 
 def run(
     found: Subject | Stored, replay: RunOptions, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
-    """Capture a model's layers on each prompt, or open stored captures, and compare implementations on them.
+    """Capture a model's layers on each prompt, or open stored captures, and compare implementations
+    on them.
 
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
@@ -258,8 +304,15 @@ def run(
             else:
                 mine.run(on_layer)
         # with --decode the model is whole, but none are compared
-        if isinstance(found, Subject) and found.whole and not found.serving.decode and not sampler():
-            names = tuple(dict.fromkeys(one.name for one in resolved.found if one.kind != "library"))
+        if (
+            isinstance(found, Subject)
+            and found.whole
+            and not found.serving.decode
+            and not sampler()
+        ):
+            names = tuple(
+                dict.fromkeys(one.name for one in resolved.found if one.kind != "library")
+            )
             wanted = AnswersOptions(model=replay.model, implementations=names, weights="own")
             compare_answers(loaded, wanted, precisions, watcher, writer)
     return load_report(writer.folder)
@@ -268,14 +321,18 @@ def run(
 def _requested(
     found: Subject | Stored, prompts: Sequence[Prompt], pairs: Pairs, dtype: DType, verify: int
 ) -> Iterator[Requested]:
-    """Every implementation and precision in every call of every layer; what a server recorded is told there."""
+    """Every implementation and precision in every call of every layer; what a server recorded is
+    told there.
+    """
     for prompt in prompts:
         for layer in found.layers:
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
             if verify:
                 calls = (drafted_call(prompt.seqlen, prompt.batch),)
             if prompt.kind == "recorded" and isinstance(found, Stored):
-                own = (one for one in found.chosen if (one.layer, one.seqlen) == (layer, prompt.seqlen))
+                own = (
+                    one for one in found.chosen if (one.layer, one.seqlen) == (layer, prompt.seqlen)
+                )
                 calls = tuple(one.call for one in own)
             for call in calls:
                 size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
@@ -314,11 +371,16 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
     layers = recording.ref.layers
     folder = options.out or captures.default_folder(recording.ref, recording.prompts, layers)
     writer = captures.CaptureWriter(
-        folder, checkpoint=recording.ref, prompts=recording.prompts, segment_length=recording.prompts[0].seqlen,
+        folder,
+        checkpoint=recording.ref,
+        prompts=recording.prompts,
+        segment_length=recording.prompts[0].seqlen,
         overwrite=options.force,
-    )  # fmt: skip
+    )
     calls = sum(map(len, recording.passes))
-    watcher.say(f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip())
+    watcher.say(
+        f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip()
+    )
     kept = nullcontext() if options.dry_run else writer
     with limits.memory_errors(), kept as out, watcher.step("Reading calls", calls) as advance:
         for captured in recording.layers(options.layers):
@@ -328,7 +390,9 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
     return folder, writer.manifest
 
 
-def capture(subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher) -> tuple[Path, CaptureManifest]:
+def capture(
+    subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher
+) -> tuple[Path, CaptureManifest]:
     """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest."""
     check_capture(out, overwrite=overwrite)
     if why := unusable_gpu():
@@ -337,7 +401,11 @@ def capture(subject: Subject, out: Path | None, *, overwrite: bool, watcher: Wat
     folder = out or captures.default_folder(subject.ref, loaded.prompts, subject.layers)
     writer = loaded.stored_in(folder, overwrite=overwrite)
     try:
-        with limits.memory_errors(), writer, watcher.step("Capturing layers", subject.calls) as advance:
+        with (
+            limits.memory_errors(),
+            writer,
+            watcher.step("Capturing layers", subject.calls) as advance,
+        ):
             loaded.run(lambda captured: (writer.add(captured), advance(1)))
     except KeyboardInterrupt:
         if writer.kept or not writer.manifest.layers:

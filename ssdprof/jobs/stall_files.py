@@ -22,12 +22,16 @@ def dump(report: StallReport) -> str:
 
 
 def load(file: Path) -> StallReport:
-    """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another version."""
+    """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another
+    version.
+    """
     try:
         document = files.read_json(file)
         version = document.get("stalls_version")
         if version != STALLS_VERSION:
-            raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
+            raise BadInputError(
+                f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN
+            )
         return StallReport.model_validate(document)
     except OSError as error:
         raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
@@ -53,7 +57,8 @@ def write(folder: Path, report: StallReport) -> None:
 
 
 def write_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
-    """Write a Markdown file, and next to it FILE-roofline.svg and FILE-<design>.svg for each design.
+    """Write a Markdown file, and next to it FILE-roofline.svg and FILE-<design>.svg for each
+    design.
 
     Raises what `files.write_text` raises.
     """
@@ -74,4 +79,7 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """Part of a file's name -> (title, SVG)."""
-    return {files.safe_name(name): (title, svg) for name, (title, (svg, _)) in plots.of_stalls(report).items()}
+    return {
+        files.safe_name(name): (title, svg)
+        for name, (title, (svg, _)) in plots.of_stalls(report).items()
+    }

@@ -1,6 +1,7 @@
 """`ssdprof stalls`: captured tensors -> ncu -> records -> files in the run's folder.
 
-locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read -> analyse
+locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read ->
+analyse
 """
 
 from __future__ import annotations
@@ -51,13 +52,21 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
             place = Path(where or "").expanduser()
             return folder, _profile([place], lambda: _of_model(request), request, folder, watcher)
         _refuse_changed(run[1])
-        return folder, _profile([run[0] / CAPTURES], lambda: _of_run(run[1], request), request, folder, watcher)
+        return folder, _profile(
+            [run[0] / CAPTURES], lambda: _of_run(run[1], request), request, folder, watcher
+        )
 
 
 def profile_run(
-    asked: ModelOptions, folder: Path, report: Report, watcher: Watcher, *, tuned: Path | None = None
+    asked: ModelOptions,
+    folder: Path,
+    report: Report,
+    watcher: Watcher,
+    *,
+    tuned: Path | None = None,
 ) -> StallReport:
-    """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the run's folder.
+    """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the
+    run's folder.
 
     The tensors are those that the run read or stored, else newly captured ones.
     asked: the request of the run.  tuned: see `StallsOptions`.  Raises what `profile` raises.
@@ -65,8 +74,11 @@ def profile_run(
     require_gpu_for_stalls()
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
-    # the prompt as one call of every operator, without decode steps; a pack is drawn with the same lengths
-    whole = replace(asked, layers=str(layer), seqlens=None if asked.packed else (longest,), chunk=None, decode=0)
+    # the prompt as one call of every operator, without decode steps; a pack is drawn with the same
+    # lengths
+    whole = replace(
+        asked, layers=str(layer), seqlens=None if asked.packed else (longest,), chunk=None, decode=0
+    )
     request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
     places = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
@@ -74,9 +86,15 @@ def profile_run(
 
 
 def _profile(
-    places: Sequence[Path], wanted: Callable[[], ModelOptions], request: StallsOptions, folder: Path, watcher: Watcher
+    places: Sequence[Path],
+    wanted: Callable[[], ModelOptions],
+    request: StallsOptions,
+    folder: Path,
+    watcher: Watcher,
 ) -> StallReport:
-    """Launch, profile, read, write into `folder`.  places: that may hold captures of what is `wanted`."""
+    """Launch, profile, read, write into `folder`.  places: that may hold captures of what is
+    `wanted`.
+    """
     with _captured(places, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -86,7 +104,10 @@ def _profile(
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
         ):
             launched, left_out = _launch(captures, layer, request, Path(cache), watcher, advance)
-            reports = [folder / f"{files.safe_name(one.implementation)}.ncu-rep" for one in launched.values()]
+            reports = [
+                folder / f"{files.safe_name(one.implementation)}.ncu-rep"
+                for one in launched.values()
+            ]
             try:
                 program, newest = ncu.find()
                 for (job, one), report in zip(launched.items(), reports, strict=True):
@@ -100,7 +121,9 @@ def _profile(
             [] if missing else [read(report) for report in reports],
             tuple(launched.values()),
             missing=missing,
-            model=f"{checkpoint.repo_id}, random weights" if checkpoint.random_weights else checkpoint.repo_id,
+            model=f"{checkpoint.repo_id}, random weights"
+            if checkpoint.random_weights
+            else checkpoint.repo_id,
             layer=layer.layer,
             dims=stored_dims(layer),
             precision=_precision(request),
@@ -115,7 +138,12 @@ def _profile(
 
 
 def _launch(
-    captures: Path, layer: LayerCapture, request: StallsOptions, cache: Path, watcher: Watcher, advance: Advance
+    captures: Path,
+    layer: LayerCapture,
+    request: StallsOptions,
+    cache: Path,
+    watcher: Watcher,
+    advance: Advance,
 ) -> tuple[dict[ncu.Job, Launched], tuple[str, ...]]:
     """Each implementation's launches, and a sentence for each library that cannot be profiled."""
     launched: dict[ncu.Job, Launched] = {}
@@ -133,14 +161,22 @@ def _launch(
         try:
             one = ncu.launch(job, timeout_s=request.timeout_s)
             if not one.launches:
-                raise BadInputError(f"{one.implementation} launches no Triton kernel.", "Leave it out of --impl.")
+                raise BadInputError(
+                    f"{one.implementation} launches no Triton kernel.", "Leave it out of --impl."
+                )
             launched[job] = one
         except SsdprofError as error:
             kind = kind_of(operators.get(layer.layer.operator), name)
             if kind == "own":  # a crash or a timeout of the user's kernel counts as a failed gate
-                code = ExitCode.GATE_FAILED if isinstance(error, MissingCapabilityError) else error.exit_code
+                code = (
+                    ExitCode.GATE_FAILED
+                    if isinstance(error, MissingCapabilityError)
+                    else error.exit_code
+                )
                 raise SsdprofError(
-                    f"{name} cannot be profiled.  {error.message}", "'ssdprof run' shows what is wrong with it.", code
+                    f"{name} cannot be profiled.  {error.message}",
+                    "'ssdprof run' shows what is wrong with it.",
+                    code,
                 ) from error
             if kind == "bundled" or (name == request.implementations[-1] and not launched):
                 raise
@@ -159,7 +195,11 @@ def require_gpu_for_stalls() -> None:
     if limits.device().type != "cuda":
         raise MissingCapabilityError(
             "Warp stalls need an NVIDIA GPU, and this machine has none.",
-            "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
+            (
+                "Record them on a machine with a GPU, and read them here with: ssdprof stalls "
+                "--from "
+                "FILE."
+            ),
         )
 
 
@@ -168,9 +208,14 @@ def require_gpu_for_stalls() -> None:
 
 @contextmanager
 def _captured(
-    places: Sequence[Path], wanted: Callable[[], ModelOptions], request: StallsOptions, watcher: Watcher
+    places: Sequence[Path],
+    wanted: Callable[[], ModelOptions],
+    request: StallsOptions,
+    watcher: Watcher,
 ) -> Iterator[tuple[Path, LayerCapture]]:
-    """A folder of captures and one layer in it: stored, else captured anew, which exists while the context is open."""
+    """A folder of captures and one layer in it: stored, else captured anew, which exists while the
+    context is open.
+    """
     stored = next((place for place in places if is_capture(place)), None)
     if stored is not None:
         yield stored, _choose(stored, request)
@@ -178,7 +223,9 @@ def _captured(
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
             subject = find(wanted())
-            folder, _ = capture(subject, Path(temporary) / "captures", overwrite=False, watcher=watcher)
+            folder, _ = capture(
+                subject, Path(temporary) / "captures", overwrite=False, watcher=watcher
+            )
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # what it kept goes with the folder
         yield folder, _choose(folder, request)
@@ -191,14 +238,19 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
         stored
         for stored in every
         if stored.whole
-        and all(knows(operators.get(stored.layer.operator), word) for word in request.implementations)
+        and all(
+            knows(operators.get(stored.layer.operator), word) for word in request.implementations
+        )
         and request.layer in (None, stored.layer.index)
         and request.seqlen in (None, stored.seqlen)
     ]
     if not found:
         there = sorted({(stored.layer.index, stored.seqlen) for stored in every})
         raise BadInputError(
-            f"{folder} holds no such layer with a whole prompt that {' and '.join(request.implementations)} could run.",
+            (
+                f"{folder} holds no such layer with a whole prompt that "
+                f"{' and '.join(request.implementations)} could run."
+            ),
             f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
     longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
@@ -210,11 +262,16 @@ def _refuse_changed(report: Report) -> None:
     hint = "Name the model or its captures instead of the run."
     if report.cast:
         raise BadInputError(
-            f"The inputs of this run were {report.cast_words}, and stalls are profiled in the model's own dtype.", hint
+            (
+                f"The inputs of this run were {report.cast_words}, and stalls are profiled in the "
+                "model's own dtype."
+            ),
+            hint,
         )
     if report.tensor_parallel > 1:
         raise BadInputError(
-            f"This run replayed the share of the first of {report.tensor_parallel} tensor-parallel ranks, and "
+            f"This run replayed the share of the first of {report.tensor_parallel} "
+            "tensor-parallel ranks, and "
             "stalls are profiled with all heads.",
             hint,
         )
@@ -228,20 +285,27 @@ def _of_run(report: Report, request: StallsOptions) -> ModelOptions:
     if not prompts or not layers:
         raise BadInputError(
             "The run has no such layer or prompt.",
-            f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} tokens, its layers are "
+            f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} "
+            "tokens, its layers are "
             f"{', '.join(str(layer.index) for layer in report.captured)}.",
         )
     prompt = max(prompts, key=lambda one: one.seqlen)
     if prompt.kind == "file":
         raise BadInputError(
             "The run's prompt came from a file, which the run does not store.",
-            "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
+            (
+                "Run it with --save-captures, or name the model: its operators are then run on the "
+                "built-in text."
+            ),
         )
     if prompt.kind == "recorded":
-        raise BadInputError("The run's calls were recorded by a server.", "Name the folder of their captures.")
+        raise BadInputError(
+            "The run's calls were recorded by a server.", "Name the folder of their captures."
+        )
     if prompt.serving.packed:
         raise BadInputError(
-            "The run's sequences were packed, and the run did not store them.", "Run it with --save-captures."
+            "The run's sequences were packed, and the run did not store them.",
+            "Run it with --save-captures.",
         )
     return ServedModelOptions(
         model=report.model.requested,
@@ -265,7 +329,9 @@ def _of_model(request: StallsOptions) -> ModelOptions:
 def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder in one that may be new; both are removed if nothing was written into them."""
     if (folder / stall_files.RECORD).exists() and not overwrite:
-        raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
+        raise BadInputError(
+            f"{folder} holds stalls already.", "Give --force to replace them, or --out."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder

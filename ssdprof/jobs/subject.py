@@ -1,7 +1,7 @@
 """Options -> what a command is asked to do, and its subject.
 
-Runs before torch is imported, so that wrong options, names and layers are refused at once.  Every function raises
-BadInputError; those that find a model, ModelUnavailableError if it is not there.
+Runs before torch is imported, so that wrong options, names and layers are refused at once.  Every
+function raises BadInputError; those that find a model, ModelUnavailableError if it is not there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `optio
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # of the lengths of packed sequences
-_WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")  # of a config's layer_types
+# of a config's layer_types
+_WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ class Subject:
     """The subject of a request: a checkpoint, its selected layers, and the prompt lengths.
 
     seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
-    whole: the whole model is needed, with its language-model head; else only the layers up to the last selected one.
+    whole: the whole model is needed, with its language-model head; else only the layers up to the
+    last selected one.
     head: the language-model head is needed; it is, if `whole`.
     dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
@@ -85,7 +87,9 @@ class Subject:
     @property
     def calls(self) -> int:
         """Expected number of captures: all layers on all prompts."""
-        return len(self.layers) * sum(len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens)
+        return len(self.layers) * sum(
+            len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,10 @@ class Stored:
     @property
     def seqlens(self) -> tuple[int, ...]:
         """The distinct lengths of the prompts in tokens."""
-        found = (capture.call.prompt_seqlen if capture.call else capture.seqlen for capture in self.chosen)
+        found = (
+            capture.call.prompt_seqlen if capture.call else capture.seqlen
+            for capture in self.chosen
+        )
         return tuple(dict.fromkeys(found))
 
     @property
@@ -124,16 +131,23 @@ class Stored:
 def captures_of(request: declared.ModelOptions) -> Path | None:
     """The folder of stored captures, if the request names one, or a run that stored them."""
     folder = Path(request.model).expanduser()
-    return next((one for one in (folder, folder / CAPTURES, RUNS / folder / CAPTURES) if is_capture(one)), None)
+    return next(
+        (one for one in (folder, folder / CAPTURES, RUNS / folder / CAPTURES) if is_capture(one)),
+        None,
+    )
 
 
 def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:
-    """Locate the model and select its layers; downloads small files.  whole, head: see `Subject`."""
+    """Locate the model and select its layers; downloads small files.  whole, head: see
+    `Subject`.
+    """
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
     if isinstance(kinds, list) and {"mamba", "linear_attention"} & set(map(str, kinds)):
         # a wrong layer is refused before torch is imported
-        select_indices(request.layers, [i for i, kind in enumerate(kinds) if kind not in _WITHOUT_OPERATOR])
+        select_indices(
+            request.layers, [i for i, kind in enumerate(kinds) if kind not in _WITHOUT_OPERATOR]
+        )
     chosen = select_indices(request.layers, [layer.index for layer in located.layers])
     layers = tuple(layer for layer in located.layers if layer.index in chosen)
     from ssdprof.jobs import limits  # imports torch, so after all other checks
@@ -148,9 +162,14 @@ def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = Fa
     _refuse_too_many(request.batch * max(seqlens))
     serving = Serving(packed=lengths, chunk=request.chunk, decode=request.decode)
     return Subject(
-        request=request, located=located, layers=layers, seqlens=seqlens, serving=serving, whole=whole,
+        request=request,
+        located=located,
+        layers=layers,
+        seqlens=seqlens,
+        serving=serving,
+        whole=whole,
         head=whole or head,
-    )  # fmt: skip
+    )
 
 
 def _refuse_too_many(tokens: int) -> None:
@@ -164,8 +183,8 @@ def _refuse_too_many(tokens: int) -> None:
 def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
     """As `find`, or the wanted layers of stored captures.
 
-    BadInputError for options that do not apply to stored captures, and for a model whose layers are too large for
-    every implementation.
+    BadInputError for options that do not apply to stored captures, and for a model whose layers are
+    too large for every implementation.
     """
     folder = captures_of(request)
     if folder is None:
@@ -173,7 +192,9 @@ def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
         refuse_large(subject)
         return subject
     if request.answers:
-        raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
+        raise BadInputError(
+            f"{folder} holds stored captures, and answers need the model.", "Name the model."
+        )
     if _model_options(request) - {"model", "layers"} or request.save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
@@ -182,10 +203,14 @@ def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
     manifest = read_manifest(folder)
     if not manifest.prompts:
         raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
-    indices = select_indices(request.layers, tuple(dict.fromkeys(stored.layer.index for stored in manifest.layers)))
+    indices = select_indices(
+        request.layers, tuple(dict.fromkeys(stored.layer.index for stored in manifest.layers))
+    )
     chosen = tuple(stored for stored in manifest.layers if stored.layer.index in indices)
     if not chosen:
-        raise BadInputError(f"{folder} holds no layer: its capture was interrupted.", "Capture again.")
+        raise BadInputError(
+            f"{folder} holds no layer: its capture was interrupted.", "Capture again."
+        )
     return Stored(request=request, folder=folder, manifest=manifest, chosen=chosen)
 
 
@@ -196,7 +221,9 @@ def _model_options(request: declared.ServedModelOptions) -> set[str]:
 
 
 def refuse_large(subject: Subject) -> None:
-    """BadInputError for layers that are too large for bundled implementations (`largest` of the operator's outline)."""
+    """BadInputError for layers that are too large for bundled implementations (`largest` of the
+    operator's outline).
+    """
     for layer, mixer in zip(subject.located.layers, subject.located.mixers, strict=True):
         if layer in subject.layers:
             refuse_larger(subject.ref, layer, mixer.sizes)
@@ -207,7 +234,11 @@ def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int])
     for name, most in operators.get(layer.operator).generated.largest.items():
         if sizes[name] > most:
             raise BadInputError(
-                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels take at most {most}.",
+                (
+                    f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
+                    "take "
+                    f"at most {most}."
+                ),
                 "Choose a model with smaller layers.",
             )
 
@@ -221,12 +252,16 @@ def read(options: Options) -> Options:
     Refuses options of a model that exclude each other.
     """
     known = {one.name: one.metadata for one in fields(options)}  # type: ignore[arg-type]
-    typed = {name: getattr(options, name) for name, metadata in known.items() if "typed" in metadata}
+    typed = {
+        name: getattr(options, name) for name, metadata in known.items() if "typed" in metadata
+    }
     if isinstance(options, declared.ModelOptions):
         if options.prompt_file is not None and options.prompt == "random":
             raise reading.both("--prompt random", "--prompt-file")
         check_layers(options.layers)
-    values: dict[str, Any] = {name: _READ[name](word) for name, word in typed.items() if isinstance(word, str)}
+    values: dict[str, Any] = {
+        name: _READ[name](word) for name, word in typed.items() if isinstance(word, str)
+    }
     if "conditions" in known:
         values["conditions"] = _conditions(options)
     found: Options = replace(options, **values)  # type: ignore[type-var]
@@ -237,10 +272,15 @@ def read(options: Options) -> Options:
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
     """Those of the command line, then those of the settings file, if the command reads it."""
-    given = of_options(getattr(options, "gate", None) or (), **{name: getattr(options, name, None) for name in LIMITS})
+    given = of_options(
+        getattr(options, "gate", None) or (),
+        **{name: getattr(options, name, None) for name in LIMITS},
+    )
     if not hasattr(options, "config"):
         return given
-    return settings.gates(options.config, given, prefill=isinstance(options, declared.PrefillOptions))
+    return settings.gates(
+        options.config, given, prefill=isinstance(options, declared.PrefillOptions)
+    )
 
 
 def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
@@ -254,21 +294,34 @@ def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
         ):
             if given:
                 why = "packed sequences are one call of their own lengths"
-                raise reading.both("--packed", option, why, f"Leave out {option}, or give --batch instead of --packed.")
+                raise reading.both(
+                    "--packed",
+                    option,
+                    why,
+                    f"Leave out {option}, or give --batch instead of --packed.",
+                )
     if options.chunk is not None and options.segment_length is not None:
-        raise reading.both("--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment.")
+        raise reading.both(
+            "--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment."
+        )
     if options.chunk == 1:
         raise BadInputError(
-            "--chunked-prefill 1 would be decoding: models compute single tokens by another function.",
+            (
+                "--chunked-prefill 1 would be decoding: models compute single tokens by another "
+                "function."
+            ),
             "Give 2 or more tokens, such as 8k, or use --decode.",
         )
 
 
 def refuse_ranks(*what: str) -> None:
-    """BadInputError if torchrun started several processes.  what: the options or command that they cannot share."""
+    """BadInputError if torchrun started several processes.  what: the options or command that they
+    cannot share.
+    """
     if what and (count := started()) > 1:
         raise BadInputError(
-            f"{count} ranks cannot share {' and '.join(what)}.", "Start a single process, without torchrun."
+            f"{count} ranks cannot share {' and '.join(what)}.",
+            "Start a single process, without torchrun.",
         )
 
 
@@ -283,26 +336,42 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     if asked.stalls and asked.tensor_parallel > 1:
         raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
     if asked.verify:  # in fp32, as decode steps; `fused` takes single steps
-        names = ("fused", "recurrent") if asked.implementations == declared.COMPARED else asked.implementations
+        names = (
+            ("fused", "recurrent")
+            if asked.implementations == declared.COMPARED
+            else asked.implementations
+        )
         baseline = "fused" if asked.baseline == declared.COMPARED[0] else asked.baseline
-        asked = replace(asked, implementations=names, baseline=baseline, intermediates="exact", states=("fp32",))
+        asked = replace(
+            asked, implementations=names, baseline=baseline, intermediates="exact", states=("fp32",)
+        )
     whole = (asked.packed, asked.chunk, asked.decode) == (None, None, 0)
     if asked.verify and not whole:
         raise BadInputError(
-            "--verify is of prompts in one call.", "Leave out --packed, --chunked-prefill and --decode."
+            "--verify is of prompts in one call.",
+            "Leave out --packed, --chunked-prefill and --decode.",
         )
     served = not whole or (asked.batch, asked.tensor_parallel, asked.verify) != (1, 1, 0)
     if served and (asked.answers or asked.prefill):
         raise BadInputError(
             f"{given[0]} runs one whole sequence through all heads of the model.",
-            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and --verify.",
+            (
+                "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
+                "--verify."
+            ),
         )
     if asked.prefill and (folder := captures_of(asked)) is not None:
-        raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
+        raise BadInputError(
+            f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
+        )
     if asked.trace is not None:
         goes_on = asked.out is not None and (asked.out / HEADER).exists()  # perhaps with its trace
         check_target(asked.trace, replace=goes_on, hint="Name another file.")
-    alone = {"--save-captures": asked.save_captures, "--processes": asked.processes > 1, "--trace": asked.trace}
+    alone = {
+        "--save-captures": asked.save_captures,
+        "--processes": asked.processes > 1,
+        "--trace": asked.trace,
+    }
     refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
     if ranks is None or ranks.first:
@@ -344,12 +413,18 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
     return replace(asked, implementations=names)
 
 
-def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
-    """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
+def bench(
+    options: declared.BenchOptions,
+) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
+    """The request, the names of all implementations, other libraries first, and cells that
+    --max-tokens leaves out.
+    """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
     asked, operator = read(options), operators.get(options.operator)
     most = reading.parse_seq(options.max_tokens)
-    tokens, too_large = reading.parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
+    tokens, too_large = reading.parse_tokens(
+        options.seq, options.batch, options.cells, options.packed, max_tokens=most
+    )
     if options.verify or options.state_every:
         option = "--verify" if options.verify else "--state-every"
         given = {"--packed": options.packed, "--cells": options.verify and options.cells}
@@ -363,7 +438,10 @@ def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = [word.strip() for word in options.against.split(",") if word.strip()]
     if options.published is not None:  # gives one of them its checkout
-        against = [*(name for name in against if name != "published"), f"published={options.published}"]
+        against = [
+            *(name for name in against if name != "published"),
+            f"published={options.published}",
+        ]
     libraries = tuple(dict.fromkeys(against))
     also = reading.parse_implementations("--also", options.also) if options.also else ()
     sizes = reading.parse_chunk_sizes(options.chunk_size)
@@ -371,19 +449,25 @@ def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[
         check_folder(options.out)
     if sizes and not operator.generated.chunk_sizes:
         raise BadInputError(
-            f"--chunk-size does not apply to {operator.name}: its kernels choose their own.", "Leave it out."
+            f"--chunk-size does not apply to {operator.name}: its kernels choose their own.",
+            "Leave it out.",
         )
     drawn = reading.parse_ways(operator, options.draw)
     request = replace(
         asked,
-        measured=reading.expand(shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, drawn),
-        baseline=options.baseline or next(iter(libraries), "fused" if options.verify else operator.baseline),
+        measured=reading.expand(
+            shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, drawn
+        ),
+        baseline=options.baseline
+        or next(iter(libraries), "fused" if options.verify else operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
     return request, (*libraries, *asked.implementations, *also), too_large
 
 
-def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
+def tune(
+    options: declared.TuneOptions,
+) -> tuple[declared.TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
     """The cells of drawn inputs, or none and the lengths of captured ones."""
     refuse_ranks("ssdprof tune")
     if options.clear:
@@ -394,24 +478,34 @@ def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cel
     if options.where is not None:
         if options.shape is not None or options.batch is not None or options.dtype is not None:
             raise BadInputError(
-                "Captured inputs have their own shape, batch and dtype.", "Leave out --shape, --batch and --dtype."
+                "Captured inputs have their own shape, batch and dtype.",
+                "Leave out --shape, --batch and --dtype.",
             )
         return options, (), None if options.seq is None else reading.lengths(options.seq)
-    tokens, _ = reading.parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
+    tokens, _ = reading.parse_tokens(
+        options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31
+    )
     dtypes = reading.parse_dtypes(options.dtype or "bf16")
-    return options, reading.expand(reading.parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
+    return (
+        options,
+        reading.expand(reading.parse_shapes(known, options.shape), dtypes, tokens, "contiguous"),
+        None,
+    )
 
 
 def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(
-            "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
+            "The name is empty.",
+            "Name a run, a model or captures, or leave it out for the latest run.",
         )
     for file in filter(None, (options.markdown, options.html)):
         check_target(file, replace=options.force)
     asked = read(options)
-    if asked.files and any(one is not None for one in (asked.where, asked.layer, asked.seqlen, asked.out)):
+    if asked.files and any(
+        one is not None for one in (asked.where, asked.layer, asked.seqlen, asked.out)
+    ):
         raise BadInputError(
             "--from reads existing reports and profiles nothing.",
             "Leave out the run or model, --layer, --seq and --out.",

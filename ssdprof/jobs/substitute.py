@@ -21,18 +21,20 @@ from ssdprof.operators.tensors import precision_of
 
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
-Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32, or None if the call does not need them
+# out, and final states in fp32, or None if the call does not need them
+Compute = Callable[[OperatorCall], Result]
 
 
 def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Mixer]) -> Compute:
     """The implementation `name` at `precision`, for the operators that `sites` call.
 
-    Raises what `resolve` and `required` raise.  The result raises UnsupportedError for calls that the
-    implementation does not support.
+    Raises what `resolve` and `required` raise.  The result raises UnsupportedError for calls that
+    the implementation does not support.
     """
     wanted = precision_of(precision)
     runs = {
-        operator: required(resolve(operators.get(operator), name)).run for operator in {site.operator for site in sites}
+        operator: required(resolve(operators.get(operator), name)).run
+        for operator in {site.operator for site in sites}
     }
 
     def compute(call: OperatorCall) -> Result:
@@ -56,7 +58,8 @@ def by_layer(
     layers: indices of decoder layers; None: all.  elsewhere: by default the model's own function.
     """
     chosen = {
-        site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere for site in sites
+        site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere
+        for site in sites
     }
     return lambda call: chosen[call.mixer.layer_index](call)
 
@@ -92,14 +95,19 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
 
 
 def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
-    """Microseconds of the kernels of every part: see `Prefill.parts`; the sum is the time of all work."""
+    """Microseconds of the kernels of every part: see `Prefill.parts`; the sum is the time of all
+    work.
+    """
     names: tuple[PartName, ...] = get_args(PartName)
     by_part = grouped(work, lambda one: one[0] if one[0] in names else "rest")
     return {name: _kernel_times(by_part[name]) for name in names if name in by_part}
 
 
 def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
-    kernels = {kernel: sum(us for *_, us in own) for kernel, own in grouped(work, lambda one: one[1]).items()}
+    kernels = {
+        kernel: sum(us for *_, us in own)
+        for kernel, own in grouped(work, lambda one: one[1]).items()
+    }
     every = sorted(kernels.items(), key=lambda item: -item[1])
     others = {"others": sum(us for _, us in every[_SHOWN:])} if len(every) > _SHOWN else {}
     return dict(every[:_SHOWN]) | others
@@ -117,7 +125,9 @@ def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn
 
 
 def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
-    """The other modules with weight matrices in a decoder layer, outermost ones only, experts and routers included."""
+    """The other modules with weight matrices in a decoder layer, outermost ones only, experts and
+    routers included.
+    """
     found: list[nn.Module] = []
     taken: tuple[str, ...] = ()
     for name, module in model.named_modules():

@@ -1,6 +1,7 @@
 """`ssdprof tune`: finds faster configurations of the fused kernels on this GPU.
 
-inputs drawn or captured -> a search for each layer, one axis after the other -> configurations for later runs
+inputs drawn or captured -> a search for each layer, one axis after the other -> configurations for
+later runs
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.reports import CAPTURES, Writer, load
 
-MARGIN = 0.01  # a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
-SCREENING = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf)
+# a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
+MARGIN = 0.01
+SCREENING = SamplingPlan(
+    min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
+)
 DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
-COMMITTED = "committed"  # the name of this configuration; another one is named by its difference from it
+# the name of this configuration; another one is named by its difference from it
+COMMITTED = "committed"
 
 Run = Callable[[Any, Config], Output]
 
@@ -54,7 +59,8 @@ Run = Callable[[Any, Config], Output]
 class Problem:
     """The subject of one search.
 
-    inputs: of one call, or one for each length that shares the find.  cases: of the committed configuration on each.
+    inputs: of one call, or one for each length that shares the find.  cases: of the committed
+    configuration on each.
     """
 
     operator: Operator[Any]
@@ -67,7 +73,9 @@ class Problem:
         return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
 
     def run(self, inputs: Any, config: Config) -> Output:
-        output: Output = self.operator.tunable.run(inputs, precision_of(self.cases[0].precision), config)
+        output: Output = self.operator.tunable.run(
+            inputs, precision_of(self.cases[0].precision), config
+        )
         return output
 
 
@@ -75,26 +83,35 @@ def difference(config: Config, committed: Config) -> str:
     """The difference in words: "segment 43, ring 2"; empty if there is none."""
     before = asdict(committed)
     return ", ".join(
-        f"{name} {value}" for name, value in asdict(config).items() if name != "reason" and value != before[name]
+        f"{name} {value}"
+        for name, value in asdict(config).items()
+        if name != "reason" and value != before[name]
     )
 
 
 # --- the inputs: of each layer, whose inputs may share a find
 
-Source = tuple[dict[str, Any], Callable[[], Any]]  # what a case says of the inputs, and what creates them
+# what a case says of the inputs, and what creates them
+Source = tuple[dict[str, Any], Callable[[], Any]]
 Sources = Sequence[Sequence[Source]]
 
 
 def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> Sources:
     """Random inputs of any shape, as in `ssdprof bench`."""
     return [
-        [({"drawn": drawn_of(one, None)}, partial(operator.generated.draw, one, device)) for one in own]
+        [
+            ({"drawn": drawn_of(one, None)}, partial(operator.generated.draw, one, device))
+            for one in own
+        ]
         for own in grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").values()
     ]
 
 
-def captured(operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device) -> Sources:
-    """The operator's middle layer in a folder of captures, or in a run with stored captures, at each length.
+def captured(
+    operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device
+) -> Sources:
+    """The operator's middle layer in a folder of captures, or in a run with stored captures, at
+    each length.
 
     Decode steps are left out, because the tuned kernels are made for prompts.
     seqlens: lengths; None: all.  Raises BadInputError if there is no such layer.
@@ -104,7 +121,8 @@ def captured(operator: Operator[Any], where: str, seqlens: Sequence[int] | None,
         folder = load(where)[0] / CAPTURES
         if not is_capture(folder):
             raise BadInputError(
-                f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
+                f"The run {where} has kept no captures.",
+                "Run it with --save-captures, or name a --shape.",
             )
     manifest, read = captures.load(folder)
     found = (
@@ -127,7 +145,9 @@ def captured(operator: Operator[Any], where: str, seqlens: Sequence[int] | None,
     return [list(map(source, lengths))]
 
 
-def problems(operator: Operator[Any], sources: Sequence[Source], intermediates: Intermediates) -> Iterator[Problem]:
+def problems(
+    operator: Operator[Any], sources: Sequence[Source], intermediates: Intermediates
+) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
     waiting: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for place, create in sources:
@@ -143,7 +163,10 @@ def problems(operator: Operator[Any], sources: Sequence[Source], intermediates: 
 
 
 def _problem(
-    operator: Operator[Any], loaded: Sequence[tuple[dict[str, Any], Any]], kernel: str, intermediates: Intermediates
+    operator: Operator[Any],
+    loaded: Sequence[tuple[dict[str, Any], Any]],
+    kernel: str,
+    intermediates: Intermediates,
 ) -> Problem:
     tuning, judged = operator.tunable, operator.judged
     loaded = sorted(loaded, key=lambda one: judged.dims(one[1]).seqlen)
@@ -153,7 +176,13 @@ def _problem(
     cases = []
     for place, inputs in loaded:
         dims, work = judged.cost(inputs)
-        size: dict[str, Any] = {"dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, **work, **place}
+        size: dict[str, Any] = {
+            "dims": dims,
+            "batch": dims.batch,
+            "seqlen": dims.seqlen,
+            **work,
+            **place,
+        }
         cases.append(Case(**size, implementation=COMMITTED, precision=wanted, status="ran"))
     return Problem(
         operator=operator,
@@ -170,7 +199,12 @@ def _problem(
 def gpu_to_tune() -> torch.device:
     """The current GPU.  MissingCapabilityError without one."""
     return require_gpu(
-        "Tuning needs", "Run it on a machine with the GPU to tune for: what it finds applies to GPUs of the same name."
+        "Tuning needs",
+        (
+            "Run it on a machine with the GPU to tune for: what it finds applies to GPUs of the "
+            "same "
+            "name."
+        ),
     )
 
 
@@ -185,14 +219,20 @@ def tune(
     budget: float | None = None,
     **header: Any,
 ) -> Report:
-    """Search for every source.  The report has a case for each candidate on each input, and a note for each search.
+    """Search for every source.  The report has a case for each candidate on each input, and a note
+    for each search.
 
-    on_search: called after each with the report so far, the calls that it was for, and what it found.
+    on_search: called after each with the report so far, the calls that it was for, and what it
+    found.
     budget: seconds of wall clock after which no search begins; None: no limit.
     Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
     began, timer = time.monotonic(), CudaTimer(device)
-    fields: dict[str, Any] = {"environment": collect(), "baseline": COMMITTED, "smallest_difference": MARGIN}
+    fields: dict[str, Any] = {
+        "environment": collect(),
+        "baseline": COMMITTED,
+        "smallest_difference": MARGIN,
+    }
     writer = Writer(Path(), draft(kind="tune", **fields, **header), None)
 
     def leave_out(place: str, reason: str) -> None:
@@ -213,18 +253,27 @@ def tune(
                 writer.update(seconds=time.monotonic() - began)
                 on_search(writer.report, problem.calls, find)
         except torch.OutOfMemoryError as error:
-            leave_out(f"{operator.name}, {wanted}", f"not all of it was searched: out of memory: {first_line(error)}")
+            leave_out(
+                f"{operator.name}, {wanted}",
+                f"not all of it was searched: out of memory: {first_line(error)}",
+            )
     writer.update(complete=True)
     return writer.report
 
 
-def planned(operator: Operator[Any], sources: Sources, intermediates: Sequence[Intermediates]) -> PlannedSearches:
-    """The first candidates of the searches that `tune` would run.  Later candidates start from the best one."""
+def planned(
+    operator: Operator[Any], sources: Sources, intermediates: Sequence[Intermediates]
+) -> PlannedSearches:
+    """The first candidates of the searches that `tune` would run.  Later candidates start from the
+    best one.
+    """
     found: PlannedSearches = {}
     for group, wanted in product(sources, intermediates):
         for problem in problems(operator, group, wanted):
             axes = operator.tunable.axes(problem.committed)
-            options = (option for axis in axes for option in axis(problem.committed, problem.inputs[-1]))
+            options = (
+                option for axis in axes for option in axis(problem.committed, problem.inputs[-1])
+            )
             changes = (difference(option, problem.committed) for option in options)
             found[str(problem)] = tuple(change for change in changes if change)
     return found
@@ -236,15 +285,20 @@ def planned(operator: Operator[Any], sources: Sources, intermediates: Sequence[I
 def search(
     problem: Problem, timer: CudaTimer, run: Run | None = None
 ) -> tuple[tuple[Case, ...], TunedConfig | None, str]:
-    """Search one axis after the other, each from the best so far; then time the best against the committed one.
+    """Search one axis after the other, each from the best so far; then time the best against the
+    committed one.
 
     run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
     Returns the cases of all candidates, what was found, and the outcome in words.
     """
     run, tuning, longest = run or problem.run, problem.operator.tunable, problem.inputs[-1]
-    comparer, committed = Comparer(timer=timer, oracle_must_fit=True), replace(problem.committed, reason="")
+    comparer, committed = (
+        Comparer(timer=timer, oracle_must_fit=True),
+        replace(problem.committed, reason=""),
+    )
     on_short: dict[Config, Case] = {}  # by the configuration for a short input
-    # by name; those of the committed configuration have the samples of all turns, others of their latest
+    # by name; those of the committed configuration have the samples of all turns, others of their
+    # latest
     every: dict[str, Case] = {}
     turns = count(1)
 
@@ -317,18 +371,25 @@ def search(
         return list(replace(comparer, timer=None).compare(entries, str(problem)))
 
     def in_turns(configs: Iterable[Config], plan: SamplingPlan) -> dict[Config, list[Case]]:
-        """The cases, one for each input, of the configurations that are right and could be timed."""
+        """The cases, one for each input, of the configurations that are right and could be
+        timed.
+        """
         turn = replace(comparer, sampling=plan, process=str(next(turns)))
         found: dict[Config, list[Case]] = {config: [] for config in passing(dict.fromkeys(configs))}
         for place, inputs in zip(problem.cases, problem.inputs, strict=True):
             entries = {config: entry_of(config, place, inputs) for config in found}
-            verdicts = {entry.key: on_short[tuning.for_short(config, longest)] for config, entry in entries.items()}
+            verdicts = {
+                entry.key: on_short[tuning.for_short(config, longest)]
+                for config, entry in entries.items()
+            }
             cases = turn.compare(list(entries.values()), str(problem), verdicts)
             latest = {case.name: case for case in cases}
             for config, entry in entries.items():
                 found[config].append(latest[entry.case.name])
                 keep(latest[entry.case.name])
-        return {config: cases for config, cases in found.items() if all(case.samples for case in cases)}
+        return {
+            config: cases for config, cases in found.items() if all(case.samples for case in cases)
+        }
 
     def keep(case: Case) -> None:
         known = every.get(case.name)

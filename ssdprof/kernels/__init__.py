@@ -1,4 +1,5 @@
-"""Bundled kernels, usable without the rest of ssdprof.  Imports nothing of ssdprof outside this package.
+"""Bundled kernels, usable without the rest of ssdprof.  Imports nothing of ssdprof outside this
+package.
 
 Importing this package is cheap.  Each name below is imported with its dependencies at first use.
 
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
 
 _HOME = {
-    "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Precision": "precision", "SSDInputs": "ssd.inputs",
-    "SSDOutput": "ssd.inputs", "UnsupportedError": "registry", "gdn_fused": "gdn.fused",
-    "gdn_recurrent": "gdn.recurrent", "gdn_reference": "gdn.reference", "gdn_unfused": "gdn.unfused.pipeline",
-    "KDAInputs": "kda.inputs",
-    "ssd_fused": "ssd.fused", "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
+    "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Precision": "precision",
+    "SSDInputs": "ssd.inputs", "SSDOutput": "ssd.inputs", "UnsupportedError": "registry",
+    "gdn_fused": "gdn.fused", "gdn_recurrent": "gdn.recurrent", "gdn_reference": "gdn.reference",
+    "gdn_unfused": "gdn.unfused.pipeline", "KDAInputs": "kda.inputs", "ssd_fused": "ssd.fused",
+    "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }  # fmt: skip
 _STEPS = ("recurrent", "unfused_step")
@@ -46,22 +47,32 @@ _NAMES = {
     "kda": ("reference", "unfused", "fused", *_STEPS),
 }
 _MODULES = (  # which register them, beside what they import
-    "ssd.reference", "ssd.unfused", "ssd.fused", "gdn.reference", "gdn.unfused.pipeline", "gdn.fused", "kda.reference",
-    "kda.unfused", "kda.fused",
-)  # fmt: skip
+    "ssd.reference",
+    "ssd.unfused",
+    "ssd.fused",
+    "gdn.reference",
+    "gdn.unfused.pipeline",
+    "gdn.fused",
+    "kda.reference",
+    "kda.unfused",
+    "kda.fused",
+)
 
 __all__ = ["get", "names", *_HOME]
 
 
 def get(operator: str, name: str) -> Implementation:
-    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered names."""
+    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered
+    names.
+    """
     for module in _MODULES:
         import_module(f"{__name__}.{module}")
     return registry.get(operator, name)
 
 
 def names(operator: str) -> list[str]:
-    """Names of an operator's implementations: the bundled ones, the oracle first, then others by registration.
+    """Names of an operator's implementations: the bundled ones, the oracle first, then others by
+    registration.
 
     Imports no torch.
     """

@@ -1,8 +1,9 @@
-"""Shared code of Gluon kernels: names that later versions of Triton changed, aggregates, slots and phases of rings.
+"""Shared code of Gluon kernels: names that later versions of Triton changed, aggregates, slots and
+phases of rings.
 
-An aggregate holds the arguments of a program's roles, or a program's work, one or more segments.  Each operator has its
-own for a segment and for all arguments of a role, because the order of its fields is that of the arguments in machine
-code.
+An aggregate holds the arguments of a program's roles, or a program's work, one or more segments.
+Each operator has its own for a segment and for all arguments of a role, because the order of its
+fields is that of the arguments in machine code.
 """
 
 from typing import Any
@@ -15,13 +16,15 @@ from triton.language.core import _aggregate
 
 STAGES = {"segments": "ticket", "segment_at": "ticket", "chunks": "ticket"}
 
-# Later versions of Triton have other names for these: the barrier of a role's threads, TMA copies, and views of shared
-# memory with another layout.
+# Later versions of Triton have other names for these: the barrier of a role's threads, TMA copies,
+# and views of shared memory with another layout.
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _descriptor = gl.shared_memory_descriptor
-reinterpret = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
+reinterpret = (
+    _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
+)
 
 
 @gluon.constexpr_function
@@ -33,20 +36,25 @@ def constants(value):
 
 
 def aggregate(cls: type) -> Any:
-    """A Gluon aggregate with a constructor: its annotated fields, in their order or by name, some with defaults."""
+    """A Gluon aggregate with a constructor: its annotated fields, in their order or by name, some
+    with defaults.
+    """
     kinds = cls.__annotations__
     defaults = {name: getattr(cls, name) for name in kinds if hasattr(cls, name)}
 
     @gluon.constexpr_function
     def __init__(self, *values, **named):
         for name, value in (defaults | dict(zip(kinds, values, strict=False)) | named).items():
-            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else constants(value))
+            setattr(
+                self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else constants(value)
+            )
 
     cls.__init__ = __init__
     return _aggregate(cls)
 
 
-# Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in Triton 3.9.
+# Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in
+# Triton 3.9.
 
 
 @gluon.jit
@@ -81,11 +89,13 @@ def add(a, b):
 def place_in(i, SIZE: gl.constexpr):
     """i % SIZE for i >= 0.
 
-    The result passes through inline assembly, which hides the division from LLVM: compiling addresses that depend on a
-    division takes long.
+    The result passes through inline assembly, which hides the division from LLVM: compiling
+    addresses that depend on a division takes long.
     """
     place = gl.to_tensor(i).to(gl.uint32) % SIZE
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [place], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -104,8 +114,8 @@ def scalar(buffer):
 def arrive(barrier):
     """Every thread arrives by itself, so that no warp waits for others.
 
-    This is safe: a warp's accesses to shared memory happen in order, the caller has waited for products that read it,
-    and a fence separates stores from the arrival that announces them.
+    This is safe: a warp's accesses to shared memory happen in order, the caller has waited for
+    products that read it, and a fence separates stores from the arrival that announces them.
     """
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
@@ -113,4 +123,6 @@ def arrive(barrier):
 @gluon.jit
 def masked(v, bits):
     """v where all of `bits` are set, 0 where none is set.  Processes two numbers at a time."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        "and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2
+    )

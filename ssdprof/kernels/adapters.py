@@ -1,11 +1,13 @@
-"""Kernels of other libraries, as `registry.Implementation`s: code that the adapters of all operators share.
+"""Kernels of other libraries, as `registry.Implementation`s: code that the adapters of all
+operators share.
 
-An adapter contains no code of the library.  It rejects inputs for which the library silently returns wrong results.
-Plans give no workspace, because it is measured.
+An adapter contains no code of the library.  It rejects inputs for which the library silently
+returns wrong results.  Plans give no workspace, because it is measured.
 
-Tuners of libraries choose by few sizes of the model, so that the first call decides for all later ones.  Here calls of
-different kinds are tuned separately, which a user of the library does not get.  The tuners still choose among the
-library's configurations by measured times, but these are compiled in parallel, and measured for a quarter of the time.
+Tuners of libraries choose by few sizes of the model, so that the first call decides for all later
+ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.
+The tuners still choose among the library's configurations by measured times, but these are compiled
+in parallel, and measured for a quarter of the time.
 """
 
 from __future__ import annotations
@@ -42,9 +44,12 @@ def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
 
 
 def library_kernel(
-    operator: str, name: str, unsupported: Callable[[Any, Precision], str], call: Callable[[Any, Precision], Any],
+    operator: str,
+    name: str,
+    unsupported: Callable[[Any, Precision], str],
+    call: Callable[[Any, Precision], Any],
     plan: Callable[[Any, Precision], Plan] | Plan,
-) -> Implementation:  # fmt: skip
+) -> Implementation:
     """A library's kernel.  unsupported: why it does not take inputs; "" if it does."""
     told = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
 
@@ -53,7 +58,9 @@ def library_kernel(
             raise UnsupportedError(f"{name}: {reason}")
         return then(inputs, precision)
 
-    return Implementation(operator=operator, name=name, run=partial(checked, call), plan=partial(checked, told))
+    return Implementation(
+        operator=operator, name=name, run=partial(checked, call), plan=partial(checked, told)
+    )
 
 
 def content(file: Path) -> str:
@@ -70,16 +77,24 @@ def package_version(package: str) -> str:
 
 
 class Tunings:
-    """Keeps the choices of the modules' tuners separately for each kind of call; all share compiled kernels.
+    """Keeps the choices of the modules' tuners separately for each kind of call; all share compiled
+    kernels.
 
     Every process chooses anew.
     """
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
-        found = [tuner for module in modules for thing in vars(module).values() if (tuner := _tuner(thing)) is not None]
+        found = [
+            tuner
+            for module in modules
+            for thing in vars(module).values()
+            if (tuner := _tuner(thing)) is not None
+        ]
         self._tuners = list({id(tuner): tuner for tuner in found}.values())
         self._kind: Hashable = object()
-        self._choices = defaultdict[Hashable, list[dict[Any, Any]]](lambda: [{} for _ in self._tuners])
+        self._choices = defaultdict[Hashable, list[dict[Any, Any]]](
+            lambda: [{} for _ in self._tuners]
+        )
         for tuner in self._tuners:
             _hasten(tuner)
 
@@ -92,7 +107,9 @@ class Tunings:
             tuner.cache = choices
 
     def zero_before_each_try(self, argument: str) -> None:
-        """Zero a buffer before each measurement, for kernels that count in it and skip work if it is not zero."""
+        """Zero a buffer before each measurement, for kernels that count in it and skip work if it
+        is not zero.
+        """
 
         def zero(arguments: dict[str, Any], reset_only: bool = False) -> None:  # noqa: ARG001
             arguments[argument].zero_()
@@ -111,14 +128,20 @@ def _tuner(thing: Any) -> Autotuner | None:
 def _hasten(tuner: Autotuner) -> None:
     tuner.do_bench = partial(do_bench, warmup=_WARMUP_MS, rep=_MEASURE_MS)
     tuner.early_config_prune = partial(_compiled, tuner.fn, tuner.early_config_prune)
-    tuner.cache_results = False  # on disk, where a choice may come from a process whose GPU was busy
+    # on disk, where a choice may come from a process whose GPU was busy
+    tuner.cache_results = False
 
 
 def _compiled(
-    kernel: Any, prune: Callable[..., list[triton.Config]] | None, configs: list[triton.Config],
-    arguments: dict[str, Any], **options: Any,
-) -> list[triton.Config]:  # fmt: skip
-    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures."""
+    kernel: Any,
+    prune: Callable[..., list[triton.Config]] | None,
+    configs: list[triton.Config],
+    arguments: dict[str, Any],
+    **options: Any,
+) -> list[triton.Config]:
+    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it
+    measures.
+    """
     kept = configs if prune is None else prune(configs, arguments, **options)
 
     def compile_all() -> None:

@@ -1,4 +1,6 @@
-"""The first of an operator's fused kernels that supports a call runs it: the choice, its plan, and kept launches."""
+"""The first of an operator's fused kernels that supports a call runs it: the choice, its plan, and
+kept launches.
+"""
 
 from __future__ import annotations
 
@@ -50,24 +52,32 @@ class Variant:
         settings.pop("reason", None)
         launches, workspace_bytes, reason = self.work(call, config)
         return Plan(
-            variant="interpreter" if INTERPRETED and self.name == "portable" else self.name, launches=launches,
-            config=settings, workspace_bytes=workspace_bytes, reason=reason,
-        )  # fmt: skip
+            variant="interpreter" if INTERPRETED and self.name == "portable" else self.name,
+            launches=launches,
+            config=settings,
+            workspace_bytes=workspace_bytes,
+            reason=reason,
+        )
 
 
 class Fused:
     """name: of the implementation
     variants: in order of preference.  The last one supports every call
-    rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the call
+    rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the
+    call
     refuse: raises UnsupportedError for inputs that no variant supports
     """
 
     def __init__(
-        self, name: str, variants: Sequence[Variant], rows: tuple[str, ...] = (),
+        self,
+        name: str,
+        variants: Sequence[Variant],
+        rows: tuple[str, ...] = (),
         refuse: Callable[[Any], None] = lambda _inputs: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
-        self.launches: dict[Hashable, PreparedLaunch] = {}  # without one, a call chooses its kernel and configuration
+        # without one, a call chooses its kernel and configuration
+        self.launches: dict[Hashable, PreparedLaunch] = {}
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
@@ -77,7 +87,8 @@ class Fused:
     def place(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
         """The kernel, the call as it gets it, and the names of tensors to copy first.
 
-        In that call, tensors that are to be copied have the shapes and strides of copies, and no meaning.
+        In that call, tensors that are to be copied have the shapes and strides of copies, and no
+        meaning.
         """
         self._refuse(call.inputs)
         refuse_device(self.name, getattr(call.inputs, call.inputs.FIRST))
@@ -93,43 +104,74 @@ class Fused:
         return variant, call, ()
 
     def run(
-        self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False,  # noqa: B008
+        self,
+        inputs: Any,
+        precision: Precision = Precision(),  # noqa: B008
+        *,
+        batch_invariant: bool = False,
         state_v_first: bool = False,
-    ) -> Output:  # fmt: skip
-        """Output in the inputs' dtype, final states in fp32.  UnsupportedError for inputs that no kernel supports.
+    ) -> Output:
+        """Output in the inputs' dtype, final states in fp32.  UnsupportedError for inputs that no
+        kernel supports.
 
-        A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
+        A launch is prepared once per signature of the inputs, because this is most of a call's time
+        on the host.
         """
         refuse_gradient(self.name, vars(inputs).values())
-        signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
+        signature = (
+            inputs.signature,
+            precision.intermediates,
+            precision.state_dtype,
+            batch_invariant,
+            state_v_first,
+        )
         arguments = (inputs, precision, batch_invariant, state_v_first)
         return kept(self.launches, signature, self.prepare, *arguments)(inputs)
 
     def prepare(
-        self, inputs: Any, precision: Precision, batch_invariant: bool = False, state_v_first: bool = False
+        self,
+        inputs: Any,
+        precision: Precision,
+        batch_invariant: bool = False,
+        state_v_first: bool = False,
     ) -> PreparedLaunch:
         """The launch of a call, which is not kept here."""
         inputs.check()
         call = FusedCall(
-            inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first
+            inputs=inputs,
+            precision=precision,
+            batch_invariant=batch_invariant,
+            state_v_first=state_v_first,
         )
         variant, call, names = self.place(call)
         launch = variant.prepare(call, variant.configure(call))
-        return (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch
+        return (
+            (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch
+        )
 
     def plan(
-        self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
-    ) -> Plan:  # fmt: skip
-        """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
+        self,
+        inputs: Any,
+        precision: Precision = Precision(),  # noqa: B008
+        *,
+        batch_invariant: bool = False,
+    ) -> Plan:
+        """The kernel that would run, with its configuration and reason.  Allocates and launches
+        nothing.
+        """
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         variant, call, names = self.place(call)
         plan = variant.plan(call)
-        copies = sum(getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names)
+        copies = sum(
+            getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names
+        )
         return replace(
             plan,
             launches=plan.launches + len(names),
             workspace_bytes=plan.workspace_bytes + copies,
-            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}" if names else plan.reason,
+            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}"
+            if names
+            else plan.reason,
         )
 
 

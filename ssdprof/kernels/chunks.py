@@ -1,11 +1,12 @@
-"""Locations of the chunks of a call: computed for a batch, in a table on the device for packed sequences.
+"""Locations of the chunks of a call: computed for a batch, in a table on the device for packed
+sequences.
 
-A chunk has `power_of_two_chunk` positions and never crosses the boundary of two sequences.  For packed sequences,
-ceil(l / chunk) + sequences chunks are always sufficient, so that the host reads no lengths.  Unused chunks are empty
-and at the end of the table.
+A chunk has `power_of_two_chunk` positions and never crosses the boundary of two sequences.  For
+packed sequences, ceil(l / chunk) + sequences chunks are always sufficient, so that the host reads
+no lengths.  Unused chunks are empty and at the end of the table.
 
-Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks, and the last program
-also those of the empty chunks.
+Grid of the table's kernel: (sequences).  One program writes the spans of its sequence's chunks, and
+the last program also those of the empty chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-import ssdprof.kernels.functions  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
+# chooses the interpreter or a GPU before a kernel is defined
+import ssdprof.kernels.functions  # noqa: F401
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.tensors import strides_of_each
@@ -33,7 +35,8 @@ class Chunks:
 
     count: chunks per row of the batch; an upper bound for packed sequences.  total: of all rows
     spans: (count, 2) int64: first position, and the position after the last; None for a batch
-    bounds: (sequences + 1) int64: sequence i has chunks bounds[i] .. bounds[i+1]-1; None for a batch
+    bounds: (sequences + 1) int64: sequence i has chunks bounds[i] .. bounds[i+1]-1; None for a
+    batch
     """
 
     inputs: Inputs
@@ -48,12 +51,17 @@ class Chunks:
         if inputs.cu_seqlens is None:
             return cls(inputs=inputs, size=size, count=count)
         spans, bounds = (
-            torch.empty(shape, dtype=torch.int64, device=inputs.device) for shape in ((count, 2), (sequences + 1,))
+            torch.empty(shape, dtype=torch.int64, device=inputs.device)
+            for shape in ((count, 2), (sequences + 1,))
         )
         launch(
-            _chunk_table_kernel, sequences, (inputs.cu_seqlens, spans, bounds),
-            (inputs.cu_seqlens.stride(0), sequences, count), CHUNK_SIZE=size, BLOCK=_BLOCK,
-        )  # fmt: skip
+            _chunk_table_kernel,
+            sequences,
+            (inputs.cu_seqlens, spans, bounds),
+            (inputs.cu_seqlens.stride(0), sequences, count),
+            CHUNK_SIZE=size,
+            BLOCK=_BLOCK,
+        )
         return cls(inputs=inputs, size=size, count=count, spans=spans, bounds=bounds)
 
     @property
@@ -62,23 +70,37 @@ class Chunks:
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A new tensor (batch, count, *sizes)."""
-        return torch.empty(self.inputs.values.shape[0], self.count, *sizes, dtype=dtype, device=self.inputs.device)
+        return torch.empty(
+            self.inputs.values.shape[0], self.count, *sizes, dtype=dtype, device=self.inputs.device
+        )
 
     def launch(
-        self, kernel: Any, programs: int, given: tuple[torch.Tensor | None, ...], made: tuple[torch.Tensor, ...],
-        *scalars: Any, **options: Any,
-    ) -> None:  # fmt: skip
-        """Launch a stage's kernel: of given and new tensors, with `spans` between them, their strides, the number of
-        positions, and scalars."""
+        self,
+        kernel: Any,
+        programs: int,
+        given: tuple[torch.Tensor | None, ...],
+        made: tuple[torch.Tensor, ...],
+        *scalars: Any,
+        **options: Any,
+    ) -> None:
+        """Launch a stage's kernel: of given and new tensors, with `spans` between them, their
+        strides, the number of positions, and scalars.
+        """
         launch(
-            kernel, programs, (*given, self.spans, *made),
-            (strides_of_each(*given, *made), self.inputs.length, *scalars), CHUNK_SIZE=self.size, **options,
-        )  # fmt: skip
+            kernel,
+            programs,
+            (*given, self.spans, *made),
+            (strides_of_each(*given, *made), self.inputs.length, *scalars),
+            CHUNK_SIZE=self.size,
+            **options,
+        )
 
 
 @triton.jit
 def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
-    """(start, length) of chunk i_c in its row, in int64 and int32; length <= 0 for an unused chunk."""
+    """(start, length) of chunk i_c in its row, in int64 and int32; length <= 0 for an unused
+    chunk.
+    """
     if spans_ptr is None:
         start = tl.cast(i_c, tl.int64) * CHUNK_SIZE
         length = seqlen - start
@@ -90,7 +112,9 @@ def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
 
 @triton.jit
 def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr):
-    """(head, row of the batch, chunk, its first position, its positions) of a unit of (rows * chunks * heads)."""
+    """(head, row of the batch, chunk, its first position, its positions) of a unit of (rows *
+    chunks * heads).
+    """
     i_h, i_bc = unit % heads, unit // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)

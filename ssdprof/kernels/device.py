@@ -1,10 +1,12 @@
 """Where kernels run: on a GPU, whose properties are cached, or in Triton's interpreter on the CPU.
 
-Without an NVIDIA GPU, kernels run in the interpreter.  Triton reads this choice when a kernel is defined, so this
-module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET has precedence.
+Without an NVIDIA GPU, kernels run in the interpreter.  Triton reads this choice when a kernel is
+defined, so this module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET
+has precedence.
 
-The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards zero.  The patch here
-widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU does.
+The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards
+zero.  The patch here widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU
+does.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from ssdprof.kernels.registry import UnsupportedError
 
 
 def has_gpu() -> bool:
-    """Asks NVML if possible: a process forked after the start of the driver could not use the driver."""
+    """Asks NVML if possible: a process forked after the start of the driver could not use the
+    driver.
+    """
     return torch.cuda.device_count() > 0
 
 
@@ -52,7 +56,9 @@ def gpu_name(tensor: torch.Tensor) -> str:
 
 
 def interpret() -> None:
-    """Interpret kernels defined from now on, and Triton's own device functions, which its import has defined."""
+    """Interpret kernels defined from now on, and Triton's own device functions, which its import
+    has defined.
+    """
     triton.knobs.runtime.interpret = True
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("triton.language"):
@@ -62,11 +68,13 @@ def interpret() -> None:
 
 
 def skip_idle_work() -> None:
-    """Skip work of the interpreter that has no effect and takes longer than the computation of small blocks.
+    """Skip work of the interpreter that has no effect and takes longer than the computation of
+    small blocks.
 
-    At every call of a device function, it searches for functions to replace, although the launch has replaced them.  It
-    checks 32-bit sums and products for overflow, but drops the result unless its option `debug` is set.  For every
-    value, it computes again what depends on the dtype and the shape alone.
+    At every call of a device function, it searches for functions to replace, although the launch
+    has replaced them.  It checks 32-bit sums and products for overflow, but drops the result unless
+    its option `debug` is set.  For every value, it computes again what depends on the dtype and the
+    shape alone.
     """
 
     def patch_builtin(pkg: Any, *rest: Any) -> None:
@@ -78,7 +86,11 @@ def skip_idle_work() -> None:
             if tl.core.is_builtin(member):
                 interpreter._patch_attr(pkg, name, member, *rest)
 
-    init_tensor, init_block, np_dtype = tl.core.tensor.__init__, tl.core.block_type.__init__, interpreter._get_np_dtype
+    init_tensor, init_block, np_dtype = (
+        tl.core.tensor.__init__,
+        tl.core.block_type.__init__,
+        interpreter._get_np_dtype,
+    )
     tensors: dict[Any, dict[str, Any]] = {}
     blocks: dict[Any, dict[str, Any]] = {}
     np_dtypes: dict[str, Any] = {}
@@ -117,7 +129,9 @@ def _builtins(pkg: Any) -> tuple[str, ...]:
 
 
 def follow_bfloat16() -> None:
-    """Replace the interpreter's casts, products and element-wise operations that involve bfloat16."""
+    """Replace the interpreter's casts, products and element-wise operations that involve
+    bfloat16.
+    """
     builder: Any = InterpreterBuilder
     cast, binary, dot = builder.cast_impl, builder.binary_op, builder.create_dot
 
@@ -165,17 +179,26 @@ if INTERPRETED:
 
 
 def refuse_gradient(name: str, tensors: Iterable[Any]) -> None:
-    """Raises UnsupportedError if one of the tensors requires a gradient.  name: of the implementation."""
-    if torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors):
-        raise UnsupportedError(f"{name}: forward only; call it under torch.no_grad() or detach the inputs")
+    """Raises UnsupportedError if one of the tensors requires a gradient.  name: of the
+    implementation.
+    """
+    if torch.is_grad_enabled() and any(
+        isinstance(one, torch.Tensor) and one.requires_grad for one in tensors
+    ):
+        raise UnsupportedError(
+            f"{name}: forward only; call it under torch.no_grad() or detach the inputs"
+        )
 
 
 def refuse_device(name: str, tensor: torch.Tensor, *, oldest: tuple[int, int] = (8, 0)) -> None:
-    """Raises UnsupportedError for a device that the kernels do not run on.  oldest: compute capability."""
+    """Raises UnsupportedError for a device that the kernels do not run on.  oldest: compute
+    capability.
+    """
     if tensor.is_cuda:
         if capability(tensor) < oldest:
             raise UnsupportedError(f"{name}: needs a GPU of compute capability 8.0 or newer")
     elif not INTERPRETED:
         raise UnsupportedError(
-            f"{name}: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {tensor.device}"
+            f"{name}: without TRITON_INTERPRET=1, tensors must be on the GPU, not on "
+            f"{tensor.device}"
         )

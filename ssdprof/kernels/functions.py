@@ -1,4 +1,6 @@
-"""Device functions and constants that all kernels share: dtypes, products, decays and strided offsets."""
+"""Device functions and constants that all kernels share: dtypes, products, decays and strided
+offsets.
+"""
 
 import math
 
@@ -6,23 +8,28 @@ import torch
 import triton
 import triton.language as tl
 
-import ssdprof.kernels.device  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
+# chooses the interpreter or a GPU before a kernel is defined
+import ssdprof.kernels.device  # noqa: F401
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-# Input precision of tl.dot for fp32 operands: each is the sum of two tf32 numbers, with three products and fp32
-# accumulation.  The result is close to fp32; plain tf32 keeps 3 digits.  It does not affect 16-bit operands.
+# Input precision of tl.dot for fp32 operands: each is the sum of two tf32 numbers, with three
+# products and fp32 accumulation.  The result is close to fp32; plain tf32 keeps 3 digits.  It does
+# not affect 16-bit operands.
 DOT_PRECISION = tl.constexpr("tf32x3")
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-SERIES = tl.constexpr(-0.125)  # from here to 0, five terms of expm1's series have an error below 5e-9
+# from here to 0, five terms of expm1's series have an error below 5e-9
+SERIES = tl.constexpr(-0.125)
 
 STAGES = {"softplus": "chunk_cumsum"}
 
 
 @triton.jit
 def ptr_offset(index, strides):
-    """Element offset of `index` in a tensor with `strides` (two tuples of equal length), in int64."""
+    """Element offset of `index` in a tensor with `strides` (two tuples of equal length), in
+    int64.
+    """
     offset = tl.zeros((), tl.int64)
     for axis in tl.static_range(len(strides)):
         offset += tl.cast(index[axis], tl.int64) * strides[axis]
@@ -31,7 +38,8 @@ def ptr_offset(index, strides):
 
 @triton.jit
 def in_units(strides, UNIT: tl.constexpr):
-    """Make known to the compiler that all strides except the last are multiples of UNIT (`strides_unit`).
+    """Make known to the compiler that all strides except the last are multiples of UNIT
+    (`strides_unit`).
 
     The compiler itself detects only multiples of 16.
     """
@@ -41,13 +49,16 @@ def in_units(strides, UNIT: tl.constexpr):
         known = ()
         for axis in tl.static_range(len(strides) - 1):
             known = known + (strides[axis] // UNIT * UNIT,)
-        last = strides[len(strides) - 1] + tl.zeros([], tl.int32)  # Triton 3.9 returns no constant in a new tuple
+        # Triton 3.9 returns no constant in a new tuple
+        last = strides[len(strides) - 1] + tl.zeros([], tl.int32)
         return known + (last,)
 
 
 @triton.jit
 def decay_exp2(log2_decay):
-    """2 ** log2_decay, clamped to 1, because a rounded difference of cumulative sums may exceed it.  NaN stays NaN."""
+    """2 ** log2_decay, clamped to 1, because a rounded difference of cumulative sums may exceed it.
+    NaN stays NaN.
+    """
     return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -55,8 +66,9 @@ def decay_exp2(log2_decay):
 def decay_exp(log_decay):
     """exp(log_decay), clamped to 1, for states that decay at every position.  NaN stays NaN.
 
-    A GPU's exp2 has a bias of about 2e-8, so that a state with decays close to 1 would have an error of 2e-5 after a
-    thousand positions.  Decays close to 1 are therefore computed from a series.
+    A GPU's exp2 has a bias of about 2e-8, so that a state with decays close to 1 would have an
+    error of 2e-5 after a thousand positions.  Decays close to 1 are therefore computed from a
+    series.
     """
     v = tl.minimum(log_decay, 0.0, propagate_nan=tl.PropagateNan.ALL)
     series = v * (1.0 + v * (1 / 2 + v * (1 / 6 + v * (1 / 24 + v * (1 / 120)))))

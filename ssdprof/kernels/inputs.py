@@ -1,4 +1,6 @@
-"""What the inputs of all operators have in common: checks, sequences, and the signature of a call."""
+"""What the inputs of all operators have in common: checks, sequences, and the signature of a
+call.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
-    """The properties of a tensor that determine which kernels support it and what Triton compiles for it.
+    """The properties of a tensor that determine which kernels support it and what Triton compiles
+    for it.
 
-    Equal for tensors that differ only in their values, and in their addresses by a multiple of 16 bytes.
+    Equal for tensors that differ only in their values, and in their addresses by a multiple of 16
+    bytes.
     """
     if tensor is None:
         return None
@@ -22,8 +26,9 @@ def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
 
 
 class Output(NamedTuple):
-    """out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states' shape; more with
-    state_every."""
+    """out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states'
+    shape; more with state_every.
+    """
 
     out: torch.Tensor
     final_states: torch.Tensor
@@ -37,15 +42,17 @@ class Inputs:
     """The base of an operator's inputs, a frozen dataclass.
 
     operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
-    LINEAR: tensors that, multiplied together by a number, multiply the output by it: values, of the output's shape,
-        then initial states, if there are any
+    LINEAR: tensors that, multiplied together by a number, multiply the output by it: values, of the
+        output's shape, then initial states, if there are any
     states_shape: the shape of initial states
-    state_every: positions; 1: after each one.  The states after so many of every sequence, and at its end, are wanted;
-        0: only those at the end.  Above 1 sequences are not packed.  An implementation that does not keep them
-        (`Implementation.keeps`) refuses; a report calls it once for each state
-    state_indices: (sequences) int32 or int64: the row of the initial states, then a pool, with which each sequence
-        begins.  None: row i for sequence i.  The host does not read the values.  An implementation that does not read
-        pools (`Implementation.pools`) refuses; a report gives it copies of the rows, in its time
+    state_every: positions; 1: after each one.  The states after so many of every sequence, and at
+        its end, are wanted; 0: only those at the end.  Above 1 sequences are not packed.  An
+        implementation that does not keep them (`Implementation.keeps`) refuses; a report calls it
+        once for each state
+    state_indices: (sequences) int32 or int64: the row of the initial states, then a pool, with
+        which each sequence begins.  None: row i for sequence i.  The host does not read the values.
+        An implementation that does not read pools (`Implementation.pools`) refuses; a report gives
+        it copies of the rows, in its time
     """
 
     operator: ClassVar[str]
@@ -58,7 +65,9 @@ class Inputs:
 
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
-        """All fields by name, without a check.  The caller knows the signature, or calls `check` later."""
+        """All fields by name, without a check.  The caller knows the signature, or calls `check`
+        later.
+        """
         inputs = object.__new__(cls)
         inputs.__dict__.update(values)
         return inputs
@@ -83,7 +92,11 @@ class Inputs:
     def initial(self) -> torch.Tensor | None:
         """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
         states = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
-        return states if states is None or self.state_indices is None else states[self.state_indices.long()]
+        return (
+            states
+            if states is None or self.state_indices is None
+            else states[self.state_indices.long()]
+        )
 
     def after(self, states: torch.Tensor | None) -> Self:
         """The inputs with these initial states, one for each sequence."""
@@ -100,24 +113,32 @@ class Inputs:
         if same_dtype and tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} as {self.FIRST} is, not {tensor.dtype}")
         if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
-            raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
+            raise ValueError(
+                f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}"
+            )
 
     def _check_sequences(self) -> None:
         if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
-            raise ValueError(f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}")
+            raise ValueError(
+                f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}"
+            )
         slots = self.state_indices
         if slots is not None:
             if (pool := getattr(self, self.LINEAR[1])) is None or not sum(pool.shape[:1]):
                 raise ValueError(f"state_indices needs {self.LINEAR[1]}, a pool of states")
             if slots.shape != (self.sequences,) or slots.dtype not in (torch.int32, torch.int64):
                 found = f"{tuple(slots.shape)} {slots.dtype}"
-                raise ValueError(f"state_indices must be ({self.sequences},), int32 or int64, not {found}")
+                raise ValueError(
+                    f"state_indices must be ({self.sequences},), int32 or int64, not {found}"
+                )
         if self.cu_seqlens is None:
             return
         if self._first.shape[0] != 1:
             raise ValueError(f"cu_seqlens needs a batch of 1, not {self._first.shape[0]}")
         if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
+            raise ValueError(
+                f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}"
+            )
         if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
 
@@ -125,7 +146,9 @@ class Inputs:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and value.device != self._first.device:
-                raise ValueError(f"{field.name} is on {value.device}, {self.FIRST} on {self._first.device}")
+                raise ValueError(
+                    f"{field.name} is on {value.device}, {self.FIRST} on {self._first.device}"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +166,9 @@ class Inputs:
 
     @property
     def final_shape(self) -> tuple[int, ...]:
-        """The shape of the final states; with `state_every` a row for each state, sequence by sequence."""
+        """The shape of the final states; with `state_every` a row for each state, sequence by
+        sequence.
+        """
         if not self.state_every:
             return tuple(self.states_shape)
         return (self._first.shape[0] * -(-self.length // self.state_every), *self.states_shape[1:])

@@ -1,8 +1,10 @@
-"""Launches a kernel repeatedly without searching for its compiled form again, and without Triton's launcher.
+"""Launches a kernel repeatedly without searching for its compiled form again, and without Triton's
+launcher.
 
-At every launch, Triton finds the compiled form by the type, alignment and value of every argument, encodes every
-descriptor again and unpacks some eighty Python objects.  Where these properties are known to be unchanged, only the
-first launch goes through Triton.  Each later one writes the addresses of its tensors and calls the CUDA driver.
+At every launch, Triton finds the compiled form by the type, alignment and value of every argument,
+encodes every descriptor again and unpacks some eighty Python objects.  Where these properties are
+known to be unchanged, only the first launch goes through Triton.  Each later one writes the
+addresses of its tensors and calls the CUDA driver.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from triton.runtime.cache import triton_key
 from ssdprof.kernels.device import INTERPRETED, has_gpu
 
 _FIXED = {
-    "enable_fp_fusion": True,  # otherwise a setting of Triton decides, which will be off from Triton 3.10 on
-    "sanitize_overflow": False,  # otherwise Triton builds, and drops again, a check of every integer sum and product
+    # otherwise a setting of Triton decides, which will be off from Triton 3.10 on
+    "enable_fp_fusion": True,
+    # otherwise Triton builds, and drops again, a check of every integer sum and product
+    "sanitize_overflow": False,
 }
 Kept = TypeVar("Kept")
 
@@ -45,20 +49,23 @@ class Launcher:
     scalars: the arguments after the tensors, including tuples of strides
     options: compile-time arguments in capitals, and launch options such as num_warps
 
-    A kernel takes its descriptors, then its other tensors as one tuple, `tensors`, then the scalars, then its
-    compile-time arguments as one, `S`.  A kernel without such parameters takes every tensor, and every compile-time
-    argument, as a parameter.
+    A kernel takes its descriptors, then its other tensors as one tuple, `tensors`, then the
+    scalars, then its compile-time arguments as one, `S`.  A kernel without such parameters takes
+    every tensor, and every compile-time argument, as a parameter.
 
-    The current device, and for each tensor what `place` tells, must be the same in all launches.  Triton settings that
-    affect compilation, such as its debug mode, are those of the first launch.
+    The current device, and for each tensor what `place` tells, must be the same in all launches.
+    Triton settings that affect compilation, such as its debug mode, are those of the first launch.
     """
 
     def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
         names = _arguments(kernel.fn)
         if "S" in names and "S" not in options:
-            wrap = (lambda value: value) if INTERPRETED else tl.constexpr  # Triton takes no attribute for a constant
+            # Triton takes no attribute for a constant
+            wrap = (lambda value: value) if INTERPRETED else tl.constexpr
             constants = {name: wrap(value) for name, value in options.items() if name.isupper()}
-            options = {"S": Constants(**constants)} | {n: v for n, v in options.items() if n not in constants}
+            options = {"S": Constants(**constants)} | {
+                n: v for n, v in options.items() if n not in constants
+            }
         self.kernel, self._scalars, self._options = kernel, scalars, options
         self._constants = (*scalars, *(options[name] for name in names if name in options))
         self._descriptors = names.index("tensors") if "tensors" in names else None
@@ -75,7 +82,8 @@ class Launcher:
             return
         # the first launch; in the interpreter, every launch
         wait_for_hash()
-        # compiling creates so many objects that garbage collection would take a twentieth of the time
+        # compiling creates so many objects that garbage collection would take a twentieth of the
+        # time
         with no_garbage_collection():
             self._compiled = self.kernel[grid](*grouped, *self._scalars, **self._options, **_FIXED)
         if self._compiled is not None:
@@ -86,9 +94,15 @@ MOST_KEPT = 4096  # prepared launches
 _kept: dict[Hashable, Launcher] = {}  # a call with new sizes adds a few
 
 
-def kept(launches: dict[Hashable, Kept], signature: Hashable, prepare: Callable[..., Kept], *arguments: Any) -> Kept:
-    """The launch for the signature of a call.  If there is none, `prepare(*arguments)`, which takes most of a call's
-    time on the host, is added."""
+def kept(
+    launches: dict[Hashable, Kept],
+    signature: Hashable,
+    prepare: Callable[..., Kept],
+    *arguments: Any,
+) -> Kept:
+    """The launch for the signature of a call.  If there is none, `prepare(*arguments)`, which takes
+    most of a call's time on the host, is added.
+    """
     launch = launches.get(signature)
     if launch is None:
         if len(launches) >= MOST_KEPT:
@@ -98,14 +112,22 @@ def kept(launches: dict[Hashable, Kept], signature: Hashable, prepare: Callable[
 
 
 def place(tensor: torch.Tensor | None) -> Hashable:
-    """The properties of a tensor that select a compiled kernel, if the kernel receives only its address."""
+    """The properties of a tensor that select a compiled kernel, if the kernel receives only its
+    address.
+    """
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
 
 
 def launch(
-    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple[Any, ...], **options: Any
+    kernel: Any,
+    programs: int,
+    tensors: tuple[torch.Tensor | None, ...],
+    scalars: tuple[Any, ...],
+    **options: Any,
 ) -> None:
-    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be that of the tensors."""
+    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be
+    that of the tensors.
+    """
     # the key has the types too, because 0, 0.0 and False are equal but different arguments
     key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
     kept(_kept, key, Launcher, kernel, scalars, options)(programs, *tensors)
@@ -116,11 +138,12 @@ def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(signature(function).parameters)
 
 
-# --- Triton's hash of itself, which it needs to compile a kernel for a GPU, or to find a compiled one.  It takes 0.4 s,
-# once per process, to read 400 MB.  A thread does it while the caller prepares the first call: hashing does not hold
-# Python's global lock.
+# --- Triton's hash of itself, which it needs to compile a kernel for a GPU, or to find a compiled
+# one.  It takes 0.4 s, once per process, to read 400 MB.  A thread does it while the caller
+# prepares the first call: hashing does not hold Python's global lock.
 
-_hashing = Thread(target=triton_key, name="Triton's hash of itself", daemon=True)  # `triton_key` caches its result
+# `triton_key` caches its result
+_hashing = Thread(target=triton_key, name="Triton's hash of itself", daemon=True)
 if has_gpu() and not INTERPRETED:
     _hashing.start()
 
@@ -147,7 +170,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 _WARP = 32
 _MOST_ENCODED = 256  # addresses per descriptor whose encoding is kept: more than a model has layers
-_SCRATCH = 2  # most parameters at the end for addresses of scratch memory, which Triton allocates if a kernel needs it
+# most parameters at the end for addresses of scratch memory, which Triton allocates if a kernel
+# needs it
+_SCRATCH = 2
 _SLOT = 8  # bytes per parameter that is not a descriptor
 
 Address = ctypes.c_uint64
@@ -155,8 +180,8 @@ Map = ctypes.c_uint64 * 16  # an encoded descriptor: CUtensorMap
 SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
-# A parameter of a kernel: its ctypes type, the value of a number, the index of its tensor or descriptor among the
-# tensors of a launch (-1: none), Triton's data for encoding a descriptor
+# A parameter of a kernel: its ctypes type, the value of a number, the index of its tensor or
+# descriptor among the tensors of a launch (-1: none), Triton's data for encoding a descriptor
 Field = tuple[Any, int | float, int, dict[str, Any] | None]
 
 
@@ -164,8 +189,8 @@ Field = tuple[Any, int | float, int, dict[str, Any] | None]
 def cuda_driver() -> Any | None:
     """The CUDA driver's `launch` and `parameter`; None without a driver of version 12.4 or newer.
 
-    They return a status, 0 on success, and release Python's global lock, because a launch blocks while the queue of the
-    stream is full.
+    They return a status, 0 on success, and release Python's global lock, because a launch blocks
+    while the queue of the stream is full.
     """
     try:
         library = ctypes.CDLL("libcuda.so.1")
@@ -181,12 +206,18 @@ def cuda_driver() -> Any | None:
 class DirectLaunch:
     """A compiled kernel and its parameters.  A call writes the parameters that depend on addresses.
 
-    tensors: of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not recognised.
+    tensors: of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not
+    recognised.
     """
 
-    def __init__(self, driver: Any, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]) -> None:
+    def __init__(
+        self, driver: Any, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]
+    ) -> None:
         self._driver, self._function = driver, compiled.function
-        self._threads, self._shared_bytes = _WARP * compiled.metadata.num_warps, compiled.metadata.shared
+        self._threads, self._shared_bytes = (
+            _WARP * compiled.metadata.num_warps,
+            compiled.metadata.shared,
+        )
         self._lock = Lock()
         self._memory = ctypes.create_string_buffer(len(fields) * _SLOT)
         self._parameters = (ctypes.c_void_p * len(fields))()
@@ -206,7 +237,9 @@ class DirectLaunch:
                 parameter.value = value
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
-        """Launch.  False if nothing was launched: the caller then uses Triton's launcher, which reports the error."""
+        """Launch.  False if nothing was launched: the caller then uses Triton's launcher, which
+        reports the error.
+        """
         if _hooked():
             return False
         active = triton.runtime.driver.active
@@ -217,12 +250,24 @@ class DirectLaunch:
             for number, place, encoded in self._descriptors:
                 self._parameters[number] = encoded(tensors[place])
             return not self._driver.launch(
-                self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, self._parameters, None
+                self._function,
+                programs,
+                1,
+                1,
+                self._threads,
+                1,
+                1,
+                self._shared_bytes,
+                stream,
+                self._parameters,
+                None,
             )
 
 
 def _encoder(meta: dict[str, Any]) -> Callable[[Any], int]:
-    """A function from a descriptor to the address of its encoded form.  It keeps one encoded form per address."""
+    """A function from a descriptor to the address of its encoded form.  It keeps one encoded form
+    per address.
+    """
     kept: dict[int, tuple[int, Any]] = {}
 
     def of(descriptor: Any) -> int:
@@ -240,7 +285,8 @@ def _encoder(meta: dict[str, Any]) -> Callable[[Any], int]:
 
 def encode(descriptor: Any, meta: dict[str, Any]) -> Any:
     """Triton's object that contains the encoded descriptor."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg as make  # absent without NVIDIA's backend
+    # absent without NVIDIA's backend
+    from triton.backends.nvidia.driver import make_tensordesc_arg as make
 
     unused = [None] * (make.__code__.co_argcount - 2)  # Triton 3.9 has a third parameter
     return make(descriptor, meta, *unused)[0]
@@ -254,11 +300,15 @@ def _map_in(encoded: Any) -> int:
     return int(where)
 
 
-def direct_launch(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> DirectLaunch | None:
-    """A direct launch of the kernel that Triton compiled for these arguments; the last of `tensors` may be a tuple.
+def direct_launch(
+    compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]
+) -> DirectLaunch | None:
+    """A direct launch of the kernel that Triton compiled for these arguments; the last of `tensors`
+    may be a tuple.
 
-    None if the CUDA driver is older than 12.4, if the launch has options or arguments that this package does not use,
-    or if the kernel's parameters differ from those that Triton 3.6 derives from the arguments.
+    None if the CUDA driver is older than 12.4, if the launch has options or arguments that this
+    package does not use, or if the kernel's parameters differ from those that Triton 3.6 derives
+    from the arguments.
     """
     driver = cuda_driver()
     if driver is None:
@@ -269,11 +319,13 @@ def direct_launch(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any,
         fields = list(_fields(compiled, tensors, constants))
         sizes = _sizes(driver, compiled.function, parameter_count(compiled.asm["ptx"]))
         scratch = len(sizes) - len(fields)
-        fields += [(Address, 0, -1, None)] * scratch  # 0, because `_is_plain` requires that there is no scratch memory
+        # 0, because `_is_plain` requires that there is no scratch memory
+        fields += [(Address, 0, -1, None)] * scratch
         if scratch > _SCRATCH or [ctypes.sizeof(kind) for kind, *_ in fields] != sizes:
             return None
         return DirectLaunch(driver, compiled, fields, list(_leaves(tensors)))
-    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):  # another version of Triton
+    # another version of Triton
+    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):
         return None
 
 
@@ -283,9 +335,13 @@ def _leaves(arguments: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether the launch uses neither clusters, cooperative or dependent launches, nor scratch memory."""
+    """Whether the launch uses neither clusters, cooperative or dependent launches, nor scratch
+    memory.
+    """
     special = metadata.launch_cooperative_grid or metadata.launch_pdl
-    return metadata.num_ctas == 1 and not (special or metadata.global_scratch_size or metadata.profile_scratch_size)
+    return metadata.num_ctas == 1 and not (
+        special or metadata.global_scratch_size or metadata.profile_scratch_size
+    )
 
 
 def _fields(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> Iterator[Field]:
@@ -315,13 +371,16 @@ def _fields(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...])
 def parameter_count(ptx: str) -> int:
     """Parameters of a module's only kernel.
 
-    The driver reveals the number only by an error for the first index beyond it, which `compute-sanitizer` reports.
+    The driver reveals the number only by an error for the first index beyond it, which
+    `compute-sanitizer` reports.
     """
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 
 
 def _sizes(driver: Any, function: int, count: int) -> list[int]:
-    """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are fewer than `count`."""
+    """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are fewer than
+    `count`.
+    """
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
 
     def of(index: int) -> int:
@@ -335,4 +394,7 @@ def _sizes(driver: Any, function: int, count: int) -> list[int]:
 def _hooked() -> bool:
     """Whether a launch hook of Triton is set."""
     hooks = triton.knobs.runtime
-    return bool(getattr(hooks.launch_enter_hook, "calls", None) or getattr(hooks.launch_exit_hook, "calls", None))
+    return bool(
+        getattr(hooks.launch_enter_hook, "calls", None)
+        or getattr(hooks.launch_exit_hook, "calls", None)
+    )

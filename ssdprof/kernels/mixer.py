@@ -1,6 +1,8 @@
-"""Kernels of a mixer around its operator: the causal convolution before it, the gated RMS norm after it.
+"""Kernels of a mixer around its operator: the causal convolution before it, the gated RMS norm
+after it.
 
-They compute in fp32 and round once.  Oracles: `convolved` and `normed` in tests/kernels/test_mixer.py.
+They compute in fp32 and round once.  Oracles: `convolved` and `normed` in
+tests/kernels/test_mixer.py.
 """
 
 from __future__ import annotations
@@ -20,10 +22,16 @@ BLOCK_D = 128  # channels per program of the convolution; in 16 bit they are two
 
 
 @triton.jit
-def _load_positions(x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr):
-    """x[i_b, o_s, o_d], [positions, channels], in x's dtype; before the sequence the initial state, or 0."""
+def _load_positions(
+    x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr
+):
+    """x[i_b, o_s, o_d], [positions, channels], in x's dtype; before the sequence the initial state,
+    or 0.
+    """
     m_x = m & ((o_s >= 0) & (o_s < length))[:, None]
-    b_x = tl.load(x_ptr + ptr_offset((i_b, o_s[:, None], o_d[None, :]), x_strides), mask=m_x, other=0.0)
+    b_x = tl.load(
+        x_ptr + ptr_offset((i_b, o_s[:, None], o_d[None, :]), x_strides), mask=m_x, other=0.0
+    )
     if initial_ptr is not None:
         offset = ptr_offset((i_b, o_d[None, :], (o_s + WIDTH - 1)[:, None]), initial_strides)
         b_x += tl.load(initial_ptr + offset, mask=m & (o_s < 0)[:, None], other=0.0).to(b_x.dtype)
@@ -44,18 +52,34 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     # --- the sum
     b_y = tl.zeros((S.BLOCK_L, S.BLOCK_D), tl.float32)
     if bias_ptr is not None:
-        b_y += tl.load(bias_ptr + ptr_offset((o_d,), bias_strides), mask=m_d, other=0.0).to(tl.float32)[None, :]
+        b_y += tl.load(bias_ptr + ptr_offset((o_d,), bias_strides), mask=m_d, other=0.0).to(
+            tl.float32
+        )[None, :]
     for k in tl.static_range(S.WIDTH):
         b_x = _load_positions(
-            x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_l + (k - S.WIDTH + 1), o_d, m_d[None, :], length,
+            x_ptr,
+            initial_ptr,
+            x_strides,
+            initial_strides,
+            i_b,
+            o_l + (k - S.WIDTH + 1),
+            o_d,
+            m_d[None, :],
+            length,
             S.WIDTH,
-        )  # fmt: skip
-        b_weight = tl.load(weight_ptr + ptr_offset((o_d, k), weight_strides), mask=m_d, other=0.0).to(tl.float32)
+        )
+        b_weight = tl.load(
+            weight_ptr + ptr_offset((o_d, k), weight_strides), mask=m_d, other=0.0
+        ).to(tl.float32)
         b_y += b_x.to(tl.float32) * b_weight[None, :]
     if S.SILU:
         b_y = b_y * tl.sigmoid(b_y)
     out_offset = ptr_offset((i_b, o_l[:, None], o_d[None, :]), out_strides)
-    tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=(o_l < length)[:, None] & m_d[None, :])
+    tl.store(
+        out_ptr + out_offset,
+        b_y.to(out_ptr.dtype.element_ty),
+        mask=(o_l < length)[:, None] & m_d[None, :],
+    )
 
     # --- final state: the last positions
     if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
@@ -63,18 +87,32 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
             o_w = tl.arange(0, S.BLOCK_W)
             m_w = (o_w < S.WIDTH - 1)[:, None] & m_d[None, :]
             b_last = _load_positions(
-                x_ptr, initial_ptr, x_strides, initial_strides, i_b, length - (S.WIDTH - 1) + o_w, o_d, m_w, length,
+                x_ptr,
+                initial_ptr,
+                x_strides,
+                initial_strides,
+                i_b,
+                length - (S.WIDTH - 1) + o_w,
+                o_d,
+                m_w,
+                length,
                 S.WIDTH,
-            )  # fmt: skip
+            )
             final_offset = ptr_offset((i_b, o_d[None, :], o_w[:, None]), final_strides)
             tl.store(final_ptr + final_offset, b_last, mask=m_w)
 
 
 def causal_conv1d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = True,
-    initial_state: torch.Tensor | None = None, wants_final_state: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """The causal depthwise convolution: (out, final_state); final_state is None unless wants_final_state.
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    silu: bool = True,
+    initial_state: torch.Tensor | None = None,
+    wants_final_state: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The causal depthwise convolution: (out, final_state); final_state is None unless
+    wants_final_state.
 
         y[t, d]   = bias[d] + sum_{k < w} weight[d, k] * x[t - (w - 1) + k, d]
         out[t, d] = y[t, d] * sigmoid(y[t, d])   with silu, else y[t, d]
@@ -83,13 +121,16 @@ def causal_conv1d(
 
     In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None
           initial_state (b, d, w - 1) or None, oldest first
-    Out:  out (b, l, d), contiguous, in x's dtype | final_state (b, d, w - 1) in x's dtype: the last w - 1 positions
+    Out:  out (b, l, d), contiguous, in x's dtype | final_state (b, d, w - 1) in x's dtype: the last
+          w - 1 positions
     Grid: (b * l-blocks * d-blocks).  One program owns a block of positions of a block of channels.
     Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 
-    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths without support.
+    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths
+    without support.
     """
-    # with an initial state, a quarter of the elements per thread, because its addresses need registers too
+    # with an initial state, a quarter of the elements per thread, because its addresses need
+    # registers too
     block_l, num_warps = (32, 4) if initial_state is None else (16, 8)
     batch, length, channels = x.shape
     width = weight.shape[-1]
@@ -101,15 +142,23 @@ def causal_conv1d(
     _check("bias", bias, (channels,))
     _check("initial_state", initial_state, (batch, channels, width - 1))
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    final = torch.empty((batch, channels, width - 1), device=x.device, dtype=x.dtype) if wants_final_state else None
+    final = (
+        torch.empty((batch, channels, width - 1), device=x.device, dtype=x.dtype)
+        if wants_final_state
+        else None
+    )
     launch(
         _causal_conv1d_kernel,
         batch * triton.cdiv(length, block_l) * triton.cdiv(channels, BLOCK_D),
         (x, weight, bias, initial_state, out, final),
         (strides_of_each(x, weight, bias, initial_state, out, final), length, channels),
-        SILU=silu, WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_L=block_l,
-        BLOCK_D=BLOCK_D, num_warps=num_warps,
-    )  # fmt: skip
+        SILU=silu,
+        WIDTH=width,
+        BLOCK_W=triton.next_power_of_2(width - 1),
+        BLOCK_L=block_l,
+        BLOCK_D=BLOCK_D,
+        num_warps=num_warps,
+    )
     return out, final
 
 
@@ -129,9 +178,12 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
     channel = i_g[:, None] * S.GROUP_SIZE + o_c[None, :]
     index = ((i_bl // length)[:, None], (i_bl % length)[:, None], channel)
 
-    b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_G]
+    # [BLOCK_ROWS, BLOCK_G]
+    b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)
     b_gate = tl.load(gate_ptr + ptr_offset(index, gate_strides), mask=m, other=0.0).to(tl.float32)
-    b_weight = tl.load(weight_ptr + ptr_offset((channel,), weight_strides), mask=m, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight_ptr + ptr_offset((channel,), weight_strides), mask=m, other=0.0).to(
+        tl.float32
+    )
     b_gate = b_gate * tl.sigmoid(b_gate)
     if not S.NORM_FIRST:
         b_x *= b_gate
@@ -142,31 +194,52 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, group_size: int, norm_first: bool
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    group_size: int,
+    norm_first: bool,
+) -> torch.Tensor:
     """The RMS norm with a gate, over groups of neighbouring channels.
 
         gate first:  y = x * silu(gate),  out = y / sqrt(mean(y^2) + eps) * weight        Mamba-2
-        norm first:  out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)                gated delta rule
+        norm first:  out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)                gated
+        delta rule
 
     In:   x, gate (l, d) or (b, l, d), any strides | weight (d)
     Out:  out, as x, contiguous
-    Grid: (blocks of b * l * groups rows).  One program owns whole groups: rows of group_size channels.
-    Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv:2412.06464), section 3.4.
+    Grid: (blocks of b * l * groups rows).  One program owns whole groups: rows of group_size
+          channels.
+    Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv:2412.06464),
+            section 3.4.
 
-    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes without support.
+    Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes
+    without support.
     """
-    # about 4,096 channels per program, 32 per thread; a larger group has its own program, with more threads
+    # about 4,096 channels per program, 32 per thread; a larger group has its own program, with more
+    # threads
     block = triton.next_power_of_2(group_size)
     block_rows, num_warps = max(1, 4096 // block), min(16, max(4, block // 1024))
     width = x.shape[-1]
     if x.dtype not in TL_DTYPE or gate.dtype not in TL_DTYPE:
-        raise UnsupportedError(f"gated_rms_norm: x and gate are fp32, fp16 or bf16, not {x.dtype} and {gate.dtype}")
+        raise UnsupportedError(
+            f"gated_rms_norm: x and gate are fp32, fp16 or bf16, not {x.dtype} and {gate.dtype}"
+        )
     if group_size > MAX_GROUP_SIZE:
-        raise UnsupportedError(f"gated_rms_norm: groups of at most {MAX_GROUP_SIZE} channels, not {group_size}")
-    if x.ndim not in (2, 3) or gate.shape != x.shape or weight.shape != (width,) or width % group_size:
+        raise UnsupportedError(
+            f"gated_rms_norm: groups of at most {MAX_GROUP_SIZE} channels, not {group_size}"
+        )
+    if (
+        x.ndim not in (2, 3)
+        or gate.shape != x.shape
+        or weight.shape != (width,)
+        or width % group_size
+    ):
         raise ValueError(
-            f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and groups of {group_size} "
+            f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and "
+            f"groups of {group_size} "
             "do not fit together"
         )
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
@@ -176,12 +249,18 @@ def gated_rms_norm(
         triton.cdiv(rows, block_rows),
         (x, gate, weight, out),
         (
-            (_three(x), _three(gate), weight.stride(), _three(out)), x.shape[-2], width // group_size,
-            rows, float(eps),
+            (_three(x), _three(gate), weight.stride(), _three(out)),
+            x.shape[-2],
+            width // group_size,
+            rows,
+            float(eps),
         ),
-        NORM_FIRST=norm_first, GROUP_SIZE=group_size, BLOCK_ROWS=block_rows,
-        BLOCK_G=block, num_warps=num_warps,
-    )  # fmt: skip
+        NORM_FIRST=norm_first,
+        GROUP_SIZE=group_size,
+        BLOCK_ROWS=block_rows,
+        BLOCK_G=block,
+        num_warps=num_warps,
+    )
     return out
 
 

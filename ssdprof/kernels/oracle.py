@@ -1,4 +1,6 @@
-"""Shared code of the oracles: they return their output in blocks of positions, sequence after sequence."""
+"""Shared code of the oracles: they return their output in blocks of positions, sequence after
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import torch
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.registry import Implementation, Plan, register
 
-ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work, and does not affect the result
+# positions per chunk of the chunked forms: takes little work, and does not affect the result
+ORACLE_CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +41,9 @@ class Span:
             yield Span(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
 
 
-# A piece of the output: its span, the output (stop - start, heads, values) there, the state (heads, ...) after it, and
-# the row of the call's final states in which that state is; None: in none of them
+# A piece of the output: its span, the output (stop - start, heads, values) there, the state (heads,
+# ...) after it, and the row of the call's final states in which that state is; None: in none of
+# them
 Block = tuple[Span, torch.Tensor, torch.Tensor, int | None]
 Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -47,14 +51,18 @@ Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, 
 def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[Span]:
     """The sequences of a (batch, length, ...) tensor, in order.
 
-    Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... = length.
+    Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... =
+    length.
     """
     if cu_seqlens is None:
         return [Span(sequence=row, batch=row, start=0, stop=length) for row in range(batch)]
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to {length}")
-    return [Span(sequence=i, batch=0, start=start, stop=stop) for i, (start, stop) in enumerate(pairwise(bounds))]
+    return [
+        Span(sequence=i, batch=0, start=start, stop=stop)
+        for i, (start, stop) in enumerate(pairwise(bounds))
+    ]
 
 
 def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
@@ -67,11 +75,12 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 def blocks_of(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Iterator[Block]:
-    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
+    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after
+    sequence.
 
-    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state;
-    blocks also end where `state_every` wants one.
-    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
+    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has
+    its final state; blocks also end where `state_every` wants one.  Reads the values of cu_seqlens
+    on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
 
     evaluate: (inputs, span, dtype, the state before it) -> out of the span, and the state after it
     """
@@ -94,12 +103,14 @@ def blocks_of(
 
 def chunked(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
-) -> Output:  # fmt: skip
+) -> Output:
     """The blocks of `blocks_of` joined.  Output and final states in `dtype`."""
     return joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype)
 
 
-def joined(inputs: Inputs, blocks: Iterable[Block], dtype: torch.dtype, state_dtype: torch.dtype) -> Output:
+def joined(
+    inputs: Inputs, blocks: Iterable[Block], dtype: torch.dtype, state_dtype: torch.dtype
+) -> Output:
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
     final_states = torch.empty(inputs.final_shape, dtype=state_dtype, device=inputs.values.device)
     for span, piece, state, row in blocks:
@@ -110,18 +121,26 @@ def joined(inputs: Inputs, blocks: Iterable[Block], dtype: torch.dtype, state_dt
 
 
 def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
-    """The oracle as an implementation: computes in fp64 at every precision, and rounds once.  Torch operations only."""
+    """The oracle as an implementation: computes in fp64 at every precision, and rounds once.  Torch
+    operations only.
+    """
     plan = Plan(
-        variant="torch", launches=0, config={"chunk_size": ORACLE_CHUNK},
+        variant="torch",
+        launches=0,
+        config={"chunk_size": ORACLE_CHUNK},
         reason="fp64, rounded once at the end; torch operations, not kernels of ours",
-    )  # fmt: skip
+    )
 
     def run(inputs: Inputs, _precision: object = None) -> Output:
         return joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32)
 
     register(
         Implementation(
-            operator=operator, name="reference", run=run, plan=lambda _inputs, _precision: plan, keeps=lambda _: True
+            operator=operator,
+            name="reference",
+            run=run,
+            plan=lambda _inputs, _precision: plan,
+            keeps=lambda _: True,
         )
     )
     return run
@@ -130,10 +149,12 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
 def segment_sums(steps: torch.Tensor) -> torch.Tensor:
     """(..., l) -> (..., l, s): the sum of steps s+1..l, which is 0 for s = l and -inf for s > l.
 
-    Each pair is summed by itself.  In a difference of cumulative sums, one huge step would cancel the digits of later
-    ones.
+    Each pair is summed by itself.  In a difference of cumulative sums, one huge step would cancel
+    the digits of later ones.
     """
     length = steps.shape[-1]
     causal = torch.ones(length, length, dtype=torch.bool, device=steps.device).tril()
-    sums = steps[..., :, None].expand(*steps.shape, length).masked_fill(~causal.tril(-1), 0).cumsum(-2)
+    sums = (
+        steps[..., :, None].expand(*steps.shape, length).masked_fill(~causal.tril(-1), 0).cumsum(-2)
+    )
     return sums.masked_fill(~causal, -torch.inf)

@@ -1,4 +1,6 @@
-"""Precision of the two kinds of numbers that an implementation may round: intermediates and inter-chunk states."""
+"""Precision of the two kinds of numbers that an implementation may round: intermediates and
+inter-chunk states.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +12,9 @@ import torch
 class Precision:
     """Dtypes inside an SSD implementation.
 
-    intermediates: "exact" computes decays and their products with C B^T and with x in fp32, as the unfused original
-        does; "relaxed" computes them in 16 bit (the input's dtype; bfloat16 for fp32 inputs).
+    intermediates: "exact" computes decays and their products with C B^T and with x in fp32, as the
+        unfused original does; "relaxed" computes them in 16 bit (the input's dtype; bfloat16 for
+        fp32 inputs).
     state_dtype: the dtype in which states pass from chunk to chunk or from segment to segment.
     """
 
@@ -20,9 +23,13 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.intermediates not in ("exact", "relaxed"):
-            raise ValueError(f"intermediates must be 'exact' or 'relaxed', not {self.intermediates!r}")
+            raise ValueError(
+                f"intermediates must be 'exact' or 'relaxed', not {self.intermediates!r}"
+            )
         if self.state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"state_dtype must be float32, float16 or bfloat16, not {self.state_dtype}")
+            raise ValueError(
+                f"state_dtype must be float32, float16 or bfloat16, not {self.state_dtype}"
+            )
 
     @property
     def exact(self) -> bool:

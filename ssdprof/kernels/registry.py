@@ -1,4 +1,6 @@
-"""Implementations of each operator, by name, and configurations that replace the committed ones.  Imports no torch."""
+"""Implementations of each operator, by name, and configurations that replace the committed ones.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(Exception):
-    """An implementation does not support these inputs or this precision.  The message names the reason."""
+    """An implementation does not support these inputs or this precision.  The message names the
+    reason.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +32,23 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)` launches nothing.
+    """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)`
+    launches nothing.
 
     Both raise UnsupportedError for inputs that the implementation does not support.
 
     kind: bundled with ssdprof, of another library, the user's own, or what a server computed.
     version: of a library; module:function of a user's own kernel.
-    absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is available.
+    absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is
+    available.
     needs_gpu: whether it runs on an NVIDIA GPU only.
     cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
     neglects: the share of a state that it may drop where a sequence is cut; 0: none
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
     keeps: (inputs with `state_every`) -> whether it returns all these states; else `run` refuses.
     pools: whether it reads initial states by `state_indices`; else `run` refuses.
-    copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and reads instead of them.
+    copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and
+    reads instead of them.
     """
 
     operator: str
@@ -61,15 +68,25 @@ class Implementation:
     copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
 
     def __post_init__(self) -> None:
-        of = self.run.args[1] if isinstance(self.run, partial) and self.run.func is _checked else self.run
+        of = (
+            self.run.args[1]
+            if isinstance(self.run, partial) and self.run.func is _checked
+            else self.run
+        )
         object.__setattr__(self, "run", partial(_checked, self, of))
 
 
-def _checked(one: Implementation, run: Callable[[Any, Precision], Any], inputs: Any, precision: Precision) -> Any:
+def _checked(
+    one: Implementation, run: Callable[[Any, Precision], Any], inputs: Any, precision: Precision
+) -> Any:
     if getattr(inputs, "state_every", 0) and not one.keeps(inputs):
-        raise UnsupportedError(f"{one.name}: it does not keep the state every {inputs.state_every} positions")
+        raise UnsupportedError(
+            f"{one.name}: it does not keep the state every {inputs.state_every} positions"
+        )
     if getattr(inputs, "state_indices", None) is not None and not one.pools:
-        raise UnsupportedError(f"{one.name}: one initial state for each sequence, no pool with state_indices")
+        raise UnsupportedError(
+            f"{one.name}: one initial state for each sequence, no pool with state_indices"
+        )
     return run(inputs, precision)
 
 
@@ -80,7 +97,13 @@ def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implemen
         raise UnsupportedError(absent)
 
     return Implementation(
-        operator=operator, name=name, run=refuse, plan=refuse, kind="library", absent=absent, hint=hint
+        operator=operator,
+        name=name,
+        run=refuse,
+        plan=refuse,
+        kind="library",
+        absent=absent,
+        hint=hint,
     )
 
 
@@ -111,11 +134,15 @@ def register(implementation: Implementation) -> Implementation:
 
 
 def get(operator: str, name: str) -> Implementation:
-    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered names."""
+    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered
+    names.
+    """
     try:
         return _implementations[operator, name]
     except KeyError:
-        raise KeyError(f"no implementation {name!r} of {operator}; there are: {', '.join(names(operator))}") from None
+        raise KeyError(
+            f"no implementation {name!r} of {operator}; there are: {', '.join(names(operator))}"
+        ) from None
 
 
 def names(operator: str) -> list[str]:
@@ -123,8 +150,8 @@ def names(operator: str) -> list[str]:
     return [name for op, name in _implementations if op == operator]
 
 
-# The calls of one kernel that share a configuration: names and values of gpu (torch's name), operator, kernel, and the
-# properties on which the configuration depends, in alphabetical order
+# The calls of one kernel that share a configuration: names and values of gpu (torch's name),
+# operator, kernel, and the properties on which the configuration depends, in alphabetical order
 CallKey = tuple[tuple[str, Any], ...]
 
 
@@ -132,14 +159,18 @@ def key_of_calls(**properties: Any) -> CallKey:
     return tuple(sorted(properties.items()))
 
 
-# Configurations that a search has found to be faster on a GPU than the committed ones.  There are none until a program
-# calls `use_overrides`: the library reads no file.  `ssdprof` loads those that `ssdprof tune` has saved.
+# Configurations that a search has found to be faster on a GPU than the committed ones.  There are
+# none until a program
+# calls `use_overrides`: the library reads no file.  `ssdprof` loads those that `ssdprof tune` has
+# saved.
 _overrides: dict[CallKey, Any] = {}
 _listeners: list[Callable[[], None]] = []
 
 
 def use_overrides(operator: str, configs: Mapping[CallKey, Any]) -> None:
-    """Use exactly these configurations for an operator from now on, in this process; with none, the committed ones."""
+    """Use exactly these configurations for an operator from now on, in this process; with none, the
+    committed ones.
+    """
     for key in [key for key in _overrides if ("operator", operator) in key]:
         del _overrides[key]
     _overrides.update(configs)

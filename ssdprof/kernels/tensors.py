@@ -1,4 +1,6 @@
-"""Tensors as arguments of kernels: strides, the workspace of a call, TMA descriptors, and copies that TMA can read."""
+"""Tensors as arguments of kernels: strides, the workspace of a call, TMA descriptors, and copies
+that TMA can read.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,27 @@ def strides_of_each(*tensors: torch.Tensor | None) -> tuple[tuple[int, ...], ...
 
 
 def is_expanded(tensor: torch.Tensor | None) -> bool:
-    """Whether several indices share an element, as after `expand`.  Such a tensor must not be written to."""
+    """Whether several indices share an element, as after `expand`.  Such a tensor must not be
+    written to.
+    """
     return tensor is not None and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def strides_unit(*tensors: torch.Tensor) -> int:
-    """The largest power of two up to 16 that divides all strides except the last ones; for `in_units`."""
+    """The largest power of two up to 16 that divides all strides except the last ones; for
+    `in_units`.
+    """
     return gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 
 def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and dimensions.
+    """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and
+    dimensions.
 
-    If rows are contiguous, the strides inside a tile are compile-time constants.  They then depend on the model and not
-    on the call, and a constant offset costs no register.
+    If rows are contiguous, the strides inside a tile are compile-time constants.  They then depend
+    on the model and not on the call, and a constant offset costs no register.
     """
     if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
         return strides_of(tensor)
@@ -55,22 +62,30 @@ def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def offset_dtype(
-    chunk: int, tensors: Iterable[torch.Tensor | None], sizes: tuple[int, int], *states: tuple[int, ...]
+    chunk: int,
+    tensors: Iterable[torch.Tensor | None],
+    sizes: tuple[int, int],
+    *states: tuple[int, ...],
 ) -> tl.dtype:
-    """The dtype of offsets in tiles of `chunk` positions of tensors, and in states of `sizes` with these strides."""
-    spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tensors if one is not None]
+    """The dtype of offsets in tiles of `chunk` positions of tensors, and in states of `sizes` with
+    these strides.
+    """
+    spans = [
+        chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tensors if one is not None
+    ]
     spans += [sizes[0] * strides[2] + sizes[1] * strides[3] for strides in states if strides]
     return tl.int32 if max(spans) < 2**31 else tl.int64
 
 
-# --- the workspace: one allocation for everything except a call's outputs.  A launch needs only an address and a dtype;
-# on the host, these take a tenth of the time of a tensor or a view.
+# --- the workspace: one allocation for everything except a call's outputs.  A launch needs only an
+# address and a dtype; on the host, these take a tenth of the time of a tensor or a view.
 
 ALIGNMENT = 512  # bytes, as torch's own allocations on a GPU
 
 
 class Part:
-    """A part of a tensor's memory, as an argument of a launch: an object with a dtype and an address.
+    """A part of a tensor's memory, as an argument of a launch: an object with a dtype and an
+    address.
 
     begin, nbytes: in bytes; the base of a descriptor may begin before its tensor
     """
@@ -86,17 +101,24 @@ class Part:
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         """A strided view.  Requires an fp32 part, because the workspace is fp32."""
-        view: torch.Tensor = self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
+        view: torch.Tensor = self.memory.as_strided(
+            shape, strides, self.begin // self.memory.element_size()
+        )
         return view
 
     def tensor(self) -> torch.Tensor:
         """A one-dimensional view."""
-        view: torch.Tensor = self.memory.view(torch.uint8)[self.begin : self.begin + self.nbytes].view(self.dtype)
+        view: torch.Tensor = self.memory.view(torch.uint8)[
+            self.begin : self.begin + self.nbytes
+        ].view(self.dtype)
         return view
 
 
-def places(parts: dict[str, tuple[Any, ...] | None]) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
-    """The bytes of a workspace of consecutive parts, each aligned to `ALIGNMENT`, and the arguments of each `Part`.
+def places(
+    parts: dict[str, tuple[Any, ...] | None],
+) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
+    """The bytes of a workspace of consecutive parts, each aligned to `ALIGNMENT`, and the arguments
+    of each `Part`.
 
     parts: dtype and sizes of each; None: it has no place
     """
@@ -118,7 +140,11 @@ _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def described(
-    dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int = 0
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    block: tuple[int, ...],
+    ahead: int = 0,
 ) -> Described:
     """A descriptor of tiles `block`, which begins `ahead` bytes before its tensor.
 
@@ -136,15 +162,22 @@ def described(
 
 
 def tiles(
-    like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int], packed: bool
+    like: torch.Tensor,
+    strides: Strides,
+    *,
+    sizes: tuple[int, int],
+    block: tuple[int, int, int],
+    packed: bool,
 ) -> Described:
     """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 
-    Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).
+    Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k,
+    position, column).
 
-    For packed sequences, a tile begins at (end, k, l - length + position, column), where `end` is the row after the
-    sequence's last one.  The third coordinate of a sequence's end is then always l.  The two coordinates together count
-    l rows too many, so the descriptor begins l rows before the tensor.  No address before the tensor is read.
+    For packed sequences, a tile begins at (end, k, l - length + position, column), where `end` is
+    the row after the sequence's last one.  The third coordinate of a sequence's end is then always
+    l.  The two coordinates together count l rows too many, so the descriptor begins l rows before
+    the tensor.  No address before the tensor is read.
 
     like: a tensor with the dtype, batch and length
     strides: of b, l and k, in elements
@@ -165,12 +198,16 @@ def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described
 
 
 def row_stride(tensor: torch.Tensor) -> int:
-    """Stride between positions of (b, l, ...), in elements.  PyTorch's own stride is arbitrary if l is 1."""
+    """Stride between positions of (b, l, ...), in elements.  PyTorch's own stride is arbitrary if l
+    is 1.
+    """
     return tensor.stride(0 if tensor.shape[1] == 1 else 1)
 
 
 def steps(tensor: torch.Tensor, step: int) -> Strides:
-    """Strides between sequences and between positions, valid also for a single sequence, and `step`."""
+    """Strides between sequences and between positions, valid also for a single sequence, and
+    `step`.
+    """
     row = row_stride(tensor)
     return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
 
@@ -179,7 +216,13 @@ def unreadable(**tensors: torch.Tensor) -> str:
     """Why TMA cannot read one of these tensors (b, l, heads, columns); empty if it can read all."""
     for name, tensor in tensors.items():
         row = row_stride(tensor)
-        if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
+        if (
+            tensor.stride(3) != 1
+            or row % 8
+            or tensor.stride(2) % 8
+            or tensor.data_ptr() % 16
+            or row <= 0
+        ):
             return f"strides or alignment of {name}, which TMA cannot read"
         if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
             return f"batch stride of {name}, which TMA cannot read"
@@ -193,13 +236,15 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Layout of a tile in shared memory.  Cached, because computing it takes most of the preparation of a launch."""
+    """Layout of a tile in shared memory.  Cached, because computing it takes most of the
+    preparation of a launch.
+    """
     return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
 
 
-# --- copies of tensors whose rows are not contiguous.  torch's depthwise convolution, which transformers runs without
-# the package `causal_conv1d`, writes neighbouring positions next to each other.  A copy reads such a tensor along
-# positions and writes it along columns.
+# --- copies of tensors whose rows are not contiguous.  torch's depthwise convolution, which
+# transformers runs without the package `causal_conv1d`, writes neighbouring positions next to each
+# other.  A copy reads such a tensor along positions and writes it along columns.
 
 BLOCK_POSITIONS = 64
 MOST_COLUMNS = 128  # of a program
@@ -220,7 +265,9 @@ def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
 
 
 def is_scattered(tensor: torch.Tensor) -> bool:
-    """Whether TMA cannot read rows of a tensor (b, l, heads, columns), or heads do not lie side by side."""
+    """Whether TMA cannot read rows of a tensor (b, l, heads, columns), or heads do not lie side by
+    side.
+    """
     return bool(unreadable(tensor=tensor)) or tensor.stride(2) != tensor.shape[3]
 
 
@@ -230,7 +277,9 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def contiguous_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as a contiguous tensor of its shape: what a copy looks like, with other contents."""
+    """The memory of a tensor as a contiguous tensor of its shape: what a copy looks like, with
+    other contents.
+    """
     strides = torch.empty(tensor.shape, device="meta").stride()
     return tensor.as_strided(tensor.shape, strides, 0)
 
@@ -243,7 +292,13 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     programs = triton.cdiv(length, BLOCK_POSITIONS) * triton.cdiv(columns, block) * heads * batch
     if programs:
         launch(
-            _rows_kernel, programs, (tensor, target), (tensor.stride(), length, heads),
-            COLUMNS=columns, BLOCK_L=BLOCK_POSITIONS, BLOCK_C=block, num_warps=4,
-        )  # fmt: skip
+            _rows_kernel,
+            programs,
+            (tensor, target),
+            (tensor.stride(), length, heads),
+            COLUMNS=columns,
+            BLOCK_L=BLOCK_POSITIONS,
+            BLOCK_C=block,
+            num_warps=4,
+        )
     return target

@@ -1,18 +1,20 @@
-"""The comparator: measures how far an output is from the fp64 oracle, and how much of its error budget it uses.
+"""The comparator: measures how far an output is from the fp64 oracle, and how much of its error
+budget it uses.
 
-It compares three tensors: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
-(`OracleSpec.rounded`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
+It compares three tensors: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that
+the precision allows (`OracleSpec.rounded`); `ours`, the output under test.  For each head, in the
+maximum norm and in the RMS norm,
 
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
-must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).  The error of a single
-`lo` may be small by chance, so the largest of several counts, in which each operand has another error.
-docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
-ever held whole, in their own dtype.
+must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).
+The error of a single `lo` may be small by chance, so the largest of several counts, in which each
+operand has another error.  docs/measuring.md says why.  All three are compared in blocks of
+positions: only the outputs under test are ever held whole, in their own dtype.
 
-Every sum is in fp64 and every comparison too: a difference of two fp32, fp16 or bf16 numbers is then exact unless their
-exponents are more than 29 binary digits apart, so the comparator's own rounding does not affect a result.
-The host reads nothing before `result`.
+Every sum is in fp64 and every comparison too: a difference of two fp32, fp16 or bf16 numbers is
+then exact unless their exponents are more than 29 binary digits apart, so the comparator's own
+rounding does not affect a result.  The host reads nothing before `result`.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ K = TypeVar("K")  # of candidates
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # of lo with fp32 inputs
-_WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
-_LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}  # positions; on a GPU it leaves room for all draws at once
+# of one block and the tensors computed from it
+_WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}
+# positions; on a GPU it leaves room for all draws at once
+_LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +64,23 @@ class Candidate:
     @property
     def nulls(self) -> dict[str, bool]:
         """Rounded forms that it may be, and whether they cut operands."""
-        return {f"{self.precision}, cut" if cuts else str(self.precision): cuts for cuts in {False, self.cuts}}
+        return {
+            f"{self.precision}, cut" if cuts else str(self.precision): cuts
+            for cuts in {False, self.cuts}
+        }
 
 
 def compare(
-    inputs: Any, candidates: Mapping[K, Candidate], *, on_progress: Callable[[int], None] = lambda _: None
+    inputs: Any,
+    candidates: Mapping[K, Candidate],
+    *,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> dict[K, tuple[Accuracy, ...]]:
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
     on_progress: called with the number of positions done since the last call; there are b * l.
-    Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output; BadInputError for
-    an operator without a oracle.
+    Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output;
+    BadInputError for an operator without a oracle.
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
@@ -83,13 +93,20 @@ def compare(
     rounded = {
         null: [
             oracle.rounded(inputs, candidate.precision),
-            *(oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts) for one in range(count // together)),
+            *(
+                oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts)
+                for one in range(count // together)
+            ),
         ]
         for candidate in candidates.values()
         for null, cuts in candidate.nulls.items()
     }
-    outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates, coarse)
-    states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates, coarse)
+    outs = _TensorSums(
+        "out", {key: c.output[0] for key, c in candidates.items()}, candidates, coarse
+    )
+    states = _TensorSums(
+        "final_states", {key: c.output[1] for key, c in candidates.items()}, candidates, coarse
+    )
     largest_exponent = torch.zeros(form.shape[2], device=device)
     sequence, origin = -1, 0
     for span, exact_out, exact_state, row in oracle.blocks(inputs, length):
@@ -98,17 +115,28 @@ def compare(
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         wide, whole = operator.repeated(inputs, span, together)
-        given = (inputs, span, gate), (wide, whole, gate if wide is inputs else oracle.gate(wide, whole))
+        given = (
+            (inputs, span, gate),
+            (wide, whole, gate if wide is inputs else oracle.gate(wide, whole)),
+        )
         outs.add(
             _head_first(exact_out).double(),
             {null: _advanced(several, *given, together) for null, several in rounded.items()},
-            Region(shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin),
+            Region(
+                shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin
+            ),
         )
         if row is not None:
             states.add(
                 _rows(exact_state),
                 {
-                    null: map(_rows, (exact.state, *(state for one in drawn for state in one.state.chunk(together))))
+                    null: map(
+                        _rows,
+                        (
+                            exact.state,
+                            *(state for one in drawn for state in one.state.chunk(together)),
+                        ),
+                    )
                     for null, (exact, *drawn) in rounded.items()
                 },
                 Region(shape=states.shape, row=row, positions=None),
@@ -130,7 +158,9 @@ def assert_passes(output: Output, inputs: Any, precision: Precision) -> None:
 
 
 def _advanced(forms: list[Rounded], given: Any, wide: Any, together: int) -> Iterator[torch.Tensor]:
-    """out of a span (h, l, ...) by each evaluation: without random errors, then several draws at a time."""
+    """out of a span (h, l, ...) by each evaluation: without random errors, then several draws at a
+    time.
+    """
     exact, *drawn = forms
     yield _head_first(exact.advance(*given)[0])
     for one in drawn:
@@ -141,7 +171,11 @@ class _TensorSums:
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
-        self, name: TensorName, tensors: Mapping[Any, torch.Tensor], candidates: Mapping[Any, Candidate], coarse: bool
+        self,
+        name: TensorName,
+        tensors: Mapping[Any, torch.Tensor],
+        candidates: Mapping[Any, Candidate],
+        coarse: bool,
     ) -> None:
         first = next(iter(tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
@@ -159,12 +193,20 @@ class _TensorSums:
         baselines = {key: c.baseline for key, c in candidates.items() if c.baseline is not None}
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
-        self._from_baseline = {key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()}
+        self._from_baseline = {
+            key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()
+        }
         self._evidence = Evidence(self.shape[1] if name == "out" else None, judged=coarse)
-        self._fits_oracle = {dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE}
+        self._fits_oracle = {
+            dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
+        }
 
-    def add(self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region) -> None:
-        """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h, rows, width)."""
+    def add(
+        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region
+    ) -> None:
+        """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h,
+        rows, width).
+        """
         floor = high.to(self._dtype)
         if self.name == "final_states":
             for dtype in _COARSE:
@@ -173,7 +215,9 @@ class _TensorSums:
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
         start = place.positions[0] if place.positions else 0
         errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
-        self._evidence.add(high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin)
+        self._evidence.add(
+            high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin
+        )
         for key, ours in cut.items():
             self._from_oracle[key].add(ours, high, place)
             baseline = self._candidates[key].baseline
@@ -182,7 +226,10 @@ class _TensorSums:
 
     def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
-        from_baseline, claimed = self._from_baseline.get(key), self._candidates[key].precision.state_dtype
+        from_baseline, claimed = (
+            self._from_baseline.get(key),
+            self._candidates[key].precision.state_dtype,
+        )
         of_states = self.name == "final_states"
         return Accuracy(
             tensor=self.name,
@@ -190,14 +237,22 @@ class _TensorSums:
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._evidence.checks(list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps),
-            budget=tuple(use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))),
+            checks=self._evidence.checks(
+                list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps
+            ),
+            budget=tuple(
+                use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))
+            ),
             coarser=self._coarser_than(key, claimed) if of_states else None,
             claimed=dtype_name(claimed) if of_states else None,
         )
 
-    def _budget_use(self, key: Any, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
-        """Errors of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
+    def _budget_use(
+        self, key: Any, eps: torch.Tensor, norm: Literal["max", "rms"]
+    ) -> BudgetUse | None:
+        """Errors of the head that uses most of its budget.  None without a budget: the exact output
+        is not finite.
+        """
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._evidence.norms([*self._candidates[key].nulls])
 
@@ -210,14 +265,22 @@ class _TensorSums:
         head = int((error / budget).argmax())
         if not bool(budget[head].isfinite()):
             return None
-        used, most, position = float(error[head]), float(budget[head]), deviation.position_of_max(head)
+        used, most, position = (
+            float(error[head]),
+            float(budget[head]),
+            deviation.position_of_max(head),
+        )
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
     def _coarser_than(self, key: Any, claimed: torch.dtype) -> DType | None:
-        """The dtype of fp32 states that hold only 16-bit numbers in a head, which no norm shows; None if none does."""
+        """The dtype of fp32 states that hold only 16-bit numbers in a head, which no norm shows;
+        None if none does.
+        """
         for dtype in _COARSE:
             coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
-            if coarser and bool((_fits(self._tensors[key].transpose(0, 1), dtype) & ~self._fits_oracle[dtype]).any()):
+            if coarser and bool(
+                (_fits(self._tensors[key].transpose(0, 1), dtype) & ~self._fits_oracle[dtype]).any()
+            ):
                 return dtype_name(dtype)
         return None
 
@@ -233,16 +296,26 @@ def _rows(state: torch.Tensor) -> torch.Tensor:
 
 
 def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether every element of a head survives a rounding to `dtype`, or is near zero: (h, ...) -> (h)."""
+    """Whether every element of a head survives a rounding to `dtype`, or is near zero: (h, ...) ->
+    (h).
+    """
     fits = (tensor.to(dtype).to(tensor.dtype) == tensor) | (tensor.abs() < FLUSHED)
     return fits.flatten(1).all(1)
 
 
 def check_output(output: Output, inputs: Any) -> None:
-    """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for these inputs."""
+    """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for
+    these inputs.
+    """
     device = inputs.device
-    for name, tensor, form in zip(_NAMES, output, operators.get(inputs.operator).judged.forms(inputs), strict=True):
-        if tuple(tensor.shape) != form.shape or tensor.dtype != form.dtype or tensor.device != device:
+    for name, tensor, form in zip(
+        _NAMES, output, operators.get(inputs.operator).judged.forms(inputs), strict=True
+    ):
+        if (
+            tuple(tensor.shape) != form.shape
+            or tensor.dtype != form.dtype
+            or tensor.device != device
+        ):
             raise ValueError(
                 f"{name} must be {form.dtype} of shape {tuple(form.shape)} on {device}, "
                 f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
@@ -258,12 +331,20 @@ def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> 
 
 
 def _drawn_together(operator: Operator[Any], inputs: Any, block: int, count: int) -> int:
-    """The number of draws that are evaluated at once, a divisor of `count`: on a GPU as many as fit into the memory of
-    a block, since small operations take the time of their launches.  A rounded form takes a third of it at most."""
+    """The number of draws that are evaluated at once, a divisor of `count`: on a GPU as many as fit
+    into the memory of a block, since small operations take the time of their launches.  A rounded
+    form takes a third of it at most.
+    """
     if inputs.device.type == "cpu" or not operator.divided:
         return 1
-    fitting = 3 * _WORKING_BYTES["cuda"] // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
-    return max(some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0)
+    fitting = (
+        3
+        * _WORKING_BYTES["cuda"]
+        // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
+    )
+    return max(
+        some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0
+    )
 
 
 # --- the difference of two tensors, block by block
@@ -273,9 +354,11 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence of `final_states`.
+    """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence
+    of `final_states`.
 
-    Blocks are compared with the head first, as (h, rows, width): rows are positions, or those of a state.
+    Blocks are compared with the head first, as (h, rows, width): rows are positions, or those of a
+    state.
     """
 
     shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
@@ -297,20 +380,25 @@ class Region:
             return (self.row * heads + head) * prod(rest) + j
         _, length, heads, *rest = self.shape
         width = prod(rest)
-        return ((self.row * length + self.positions[0] + j // width) * heads + head) * width + j % width
+        return (
+            (self.row * length + self.positions[0] + j // width) * heads + head
+        ) * width + j % width
 
 
 class RunningDeviation:
     """Accumulates a `Deviation`.  scale: RMS of the tensor, fp64, on its device."""
 
-    def __init__(self, against: str, shape: tuple[int, ...], heads: int, scale: torch.Tensor) -> None:
+    def __init__(
+        self, against: str, shape: tuple[int, ...], heads: int, scale: torch.Tensor
+    ) -> None:
         device = scale.device
         self.against = against
         self.shape = shape
         self._scale = scale
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
-        self._squares: torch.Tensor | None = None  # of error and other in slices of the positions: (2, slices), fp64
+        # of error and other in slices of the positions: (2, slices), fp64
+        self._squares: torch.Tensor | None = None
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
         self._matches = torch.zeros(2 * len(TOLERANCES) - 1, dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
@@ -320,8 +408,9 @@ class RunningDeviation:
     def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
         """Compare a block; both (h, rows, width), fp64.
 
-        An element matches if it equals the other one or if both are finite and |ours - other| <= atol + rtol |other|.
-        So a NaN never matches, and an infinity matches only the same infinity.
+        An element matches if it equals the other one or if both are finite and |ours - other| <=
+        atol + rtol |other|.  So a NaN never matches, and an infinity matches only the same
+        infinity.
         """
         if ours.numel() == 0:
             return
@@ -340,7 +429,9 @@ class RunningDeviation:
 
         equal = ours == other
         absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
-        shares = [(absolute, one) for one in TOLERANCES] + [(relative, one) for one in TOLERANCES[1:]]
+        shares = [(absolute, one) for one in TOLERANCES] + [
+            (relative, one) for one in TOLERANCES[1:]
+        ]
         for i, (share, tolerance) in enumerate(shares):
             self._matches[i] += (equal | (share <= tolerance)).sum()
 
@@ -359,10 +450,12 @@ class RunningDeviation:
         index = torch.arange(start, stop, device=device) * slices // self.shape[1]
         in_slice = torch.arange(slices, device=device)[:, None] == index
         for sums, squares in zip(self._squares, rows, strict=True):
-            sums += torch.where(in_slice, squares.sum(0), 0.0).sum(1)  # index_add_ has no fixed order of additions
+            # index_add_ has no fixed order of additions
+            sums += torch.where(in_slice, squares.sum(0), 0.0).sum(1)
 
     def result(self) -> Deviation:
-        """worst_head: the one with the largest RMS ratio of its own; worst_position: that of max_abs, in any head.
+        """worst_head: the one with the largest RMS ratio of its own; worst_position: that of
+        max_abs, in any head.
 
         Waits for the device.
         """
@@ -375,14 +468,18 @@ class RunningDeviation:
             elements=self.elements,
             matches=(zero, small, large),
             matches_rms=(small_rms, large_rms),
-            rms_ratio=_finite(float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))),
+            rms_ratio=_finite(
+                float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))
+            ),
             max_abs=float(self.error.max.max()),
             worst_head=int(ratios.argmax()),
             worst_position=self.position_of_max(int(self.error.max.argmax())),
             nonfinite=nonfinite,
             first_nonfinite=unravel(int(self._first_nonfinite), self.shape) if nonfinite else None,
             scale_max_abs=float(self.other.max.max()),
-            along=() if self._squares is None else tuple(map(_finite, rms_ratio(*self._squares).tolist())),
+            along=()
+            if self._squares is None
+            else tuple(map(_finite, rms_ratio(*self._squares).tolist())),
         )
 
     def position_of_max(self, head: int) -> tuple[int, ...]:
@@ -418,7 +515,9 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def oracle_output(inputs: Any) -> Output:
-    """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed in blocks."""
+    """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed
+    in blocks.
+    """
     oracle = operators.get(inputs.operator).judged
     blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
@@ -432,8 +531,8 @@ _ODD = 6364136223846793005  # Knuth's multiplier
 def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
     """For each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
 
-    The same for the same bits in any run and on any device.  One changed element always changes it, because an odd
-    weight has an inverse; a NaN is compared by its bits.
+    The same for the same bits in any run and on any device.  One changed element always changes it,
+    because an odd weight has an inverse; a NaN is compared by its bits.
     """
     return tuple(_fingerprint(tensor) for tensor in tensors)
 

@@ -17,11 +17,11 @@ _WORKING_BYTES = 2**30  # of a block of positions
 _FP64_COPIES = 6  # of a block's logits, held at the same time
 
 
-# For each position (n,) on the CPU, "kl", "margin" and losses in fp64 and nats, tokens in int64:
-#     kl                        KL(reference || candidate)
-#     reference_token, token    the most likely ones; the first if several are equal
-#     margin                    log-probability, by the reference, of its own token less that of the candidate's
-#     reference_loss, loss      minus the log-probability of the prompt's next token; NaN at the last position
+# For each position (n,) on the CPU, "kl", "margin" and losses in fp64 and nats, tokens in int64: kl
+#     KL(reference || candidate) reference_token, token    the most likely ones; the first if
+#     several are equal margin                    log-probability, by the reference, of its own
+#     token less that of the candidate's reference_loss, loss      minus the log-probability of the
+#     prompt's next token; NaN at the last position
 Divergence = dict[str, torch.Tensor]
 
 
@@ -30,7 +30,9 @@ def rows_that_fit(vocabulary: int) -> int:
     return max(1, _WORKING_BYTES // (8 * _FP64_COPIES * vocabulary))
 
 
-def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> Divergence:
+def compare_logits(
+    reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor
+) -> Divergence:
     """A block of positions.  reference, candidate: logits (n, vocabulary).
 
     targets: ids (m) of the next tokens, m = n, or n - 1 for the last block of a prompt.
@@ -47,7 +49,10 @@ def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: to
         return found
 
     found = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
-    return {name: part.cpu() for name, part in (found | {"reference_loss": loss(high), "loss": loss(low)}).items()}
+    return {
+        name: part.cpu()
+        for name, part in (found | {"reference_loss": loss(high), "loss": loss(low)}).items()
+    }
 
 
 def joined(blocks: Sequence[Divergence]) -> Divergence:
@@ -66,29 +71,47 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
     count = len(comparison["kl"])
     edges = zip(BANDS, (*BANDS[1:], count), strict=True)
     parts = [(start, min(stop, count)) for start, stop in edges if start < count]
-    return tuple(_band(comparison, start, stop) for start, stop in ((0, count), *(parts if len(parts) > 1 else ())))
+    return tuple(
+        _band(comparison, start, stop)
+        for start, stop in ((0, count), *(parts if len(parts) > 1 else ()))
+    )
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
     cut = {name: part[start:stop] for name, part in comparison.items()}
-    kl, margin, losses = cut["kl"].numpy(), cut["margin"], torch.stack([cut["reference_loss"], cut["loss"]])
+    kl, margin, losses = (
+        cut["kl"].numpy(),
+        cut["margin"],
+        torch.stack([cut["reference_loss"], cut["loss"]]),
+    )
     flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]
     worst = int(flipped[margin[flipped].argmax()]) if len(flipped) else None
     return AnswerBand(
-        start=start, stop=stop, kl_mean=float(kl.mean()), kl_p99=float(np.quantile(kl, 0.99)), kl_max=float(kl.max()),
-        kl_max_position=start + int(kl.argmax()), top1_pct=100.0 * (1 - len(flipped) / len(kl)), flips=len(flipped),
+        start=start,
+        stop=stop,
+        kl_mean=float(kl.mean()),
+        kl_p99=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        kl_max_position=start + int(kl.argmax()),
+        top1_pct=100.0 * (1 - len(flipped) / len(kl)),
+        flips=len(flipped),
         flip_margin_median=float(margin[flipped].quantile(0.5)) if len(flipped) else None,
         flip_margin_max=None if worst is None else float(margin[worst]),
         flip_position=None if worst is None else start + worst,
         **_perplexities(*losses[:, losses.isfinite().all(0)].numpy()),
-    )  # fmt: skip
+    )
 
 
 def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
     """The fields of a band, from the losses at the same positions (n,)."""
     if not len(reference):
         return dict.fromkeys(
-            ("reference_perplexity", "perplexity", "perplexity_increase_pct", "perplexity_interval_pct")
+            (
+                "reference_perplexity",
+                "perplexity",
+                "perplexity_increase_pct",
+                "perplexity_interval_pct",
+            )
         )
     interval = mean_interval(other - reference)
     differences = (float((other - reference).mean()), *interval)
@@ -115,14 +138,16 @@ _SEED = 0
 def mean_interval(values: NDArray[np.float64]) -> tuple[float, float]:
     """95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
 
-    Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling single values would
-    make the interval too narrow.  Source: Politis and Romano 1992, "A circular block-resampling procedure
-    for stationary data".
+    Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling
+    single values would
+    make the interval too narrow.  Source: Politis and Romano 1992, "A circular block-resampling
+    procedure for stationary data".
     """
     count = len(values)
     length = max(1, round(math.sqrt(count)))
     sums = np.cumsum(np.concatenate([[0.0], values, values[: length - 1]]))
-    block_means = (sums[length:] - sums[:-length]) / length  # (n,), of the blocks that begin at each value
+    # (n,), of the blocks that begin at each value
+    block_means = (sums[length:] - sums[:-length]) / length
     generator = np.random.default_rng(_SEED)
     starts = generator.integers(count, size=(RESAMPLES, math.ceil(count / length)))
     low, high = np.quantile(block_means[starts].mean(axis=1), (0.025, 0.975))

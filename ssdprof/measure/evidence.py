@@ -1,9 +1,9 @@
 """Tests of an output's errors against the errors that the roundings of its precision can cause.
 
-docs/measuring.md has the tests.  `DRAWS` evaluations of the rounded form, in which every operand has an independent
-uniform error of at most half a unit in the last place (`Rounded.drawn`), show what a correct kernel with 16-bit inputs
-can do.  Errors are divided by the RMS of the oracle's row (one position of a head, or one row of a state), so that rows
-of any size count alike.
+docs/measuring.md has the tests.  `DRAWS` evaluations of the rounded form, in which every operand
+has an independent uniform error of at most half a unit in the last place (`Rounded.drawn`), show
+what a correct kernel with 16-bit inputs can do.  Errors are divided by the RMS of the oracle's row
+(one position of a head, or one row of a state), so that rows of any size count alike.
 """
 
 from __future__ import annotations
@@ -52,31 +52,41 @@ class Evidence:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    judged: whether errors are tested; else only their norms are known.
-    Keys name kernels (`ours`), and rounded forms (`rounded`: without random errors, then the draws of it).
+    judged: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
+    and rounded forms (`rounded`: without random errors, then the draws of it).
     """
 
     def __init__(self, length: int | None, *, judged: bool = True) -> None:
         self._judged = judged
         self._length = length
         self._slice_count = min(SLICES, length or 0)
-        # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width + slices)
+        # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
+        # slices)
         self._sums: dict[tuple[str, Any, int], torch.Tensor] = {}
         self._norms: dict[tuple[str, Any, int], HeadNorms] = {}
 
     def norms(self, nulls: Sequence[Any]) -> list[HeadNorms]:
         """The errors of every evaluation of these rounded forms."""
-        return [norms for (what, null, _), norms in self._norms.items() if what == "rounded" and null in nulls]
+        return [
+            norms
+            for (what, null, _), norms in self._norms.items()
+            if what == "rounded" and null in nulls
+        ]
 
     def add(
-        self, high: torch.Tensor, floor: torch.Tensor, ours: Mapping[Any, torch.Tensor],
-        rounded: Mapping[Any, Iterable[torch.Tensor]], start: int, origin: int,
-    ) -> None:  # fmt: skip
+        self,
+        high: torch.Tensor,
+        floor: torch.Tensor,
+        ours: Mapping[Any, torch.Tensor],
+        rounded: Mapping[Any, Iterable[torch.Tensor]],
+        start: int,
+        origin: int,
+    ) -> None:
         """A block; tensors are (h, rows, width) in fp64.
 
-        high: the oracle; floor: rounded to the output's dtype.  rounded: the errors of these forms, computed as they
-        are taken, so that one is in memory at a time.  start: position of the first row; origin: of the first of its
-        sequence.
+        high: the oracle; floor: rounded to the output's dtype.  rounded: the errors of these forms,
+        computed as they are taken, so that one is in memory at a time.  start: position of the
+        first row; origin: of the first of its sequence.
         """
         size = high.square().mean(2, keepdim=True).sqrt()
         weights = torch.where(size > _SMALLEST_ROW, 1 / size.square(), 0.0)  # of squares
@@ -86,7 +96,9 @@ class Evidence:
 
         def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
             error = finite(error)
-            squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(error)
+            squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
+                error
+            )
             if not self._judged:
                 return
             columns = (weights @ squares)[:, 0]
@@ -112,18 +124,26 @@ class Evidence:
         one_hot = (index[:, None] == torch.arange(count, device=device) for index, count in indices)
         return torch.cat([each.double() for each in one_hot], 1)
 
-    def checks(self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor) -> tuple[ErrorTest, ...]:
+    def checks(
+        self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor
+    ) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
 
-        nulls: rounded forms, of which the kernel may be any; unit: unit roundoff of the inputs; coarsest: (h), the
-        relative error of the coarsest rounding of each head, which is above it where decays have large exponents.
+        nulls: rounded forms, of which the kernel may be any; unit: unit roundoff of the inputs;
+        coarsest: (h), the relative error of the coarsest rounding of each head, which is above it
+        where decays have large exponents.
         """
         if not self._sums:
             return ()
-        norm, floor, ours = (self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0)))
+        norm, floor, ours = (
+            self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
+        )
         room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
         least, most = [], []
-        draws = [torch.stack([self._sums["rounded", null, 1 + k] for k in range(DRAWS)]) for null in nulls]
+        draws = [
+            torch.stack([self._sums["rounded", null, 1 + k] for k in range(DRAWS)])
+            for null in nulls
+        ]
         for several in draws:
             gains = several[..., :1] / norm[:, :1]
             # 1/16: for accumulators that truncate
@@ -135,7 +155,10 @@ class Evidence:
         width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
         places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
-            places += [("slice", self._slice_count, None), *(("period", period, period) for period in PERIODS)]
+            places += [
+                ("slice", self._slice_count, None),
+                *(("period", period, period) for period in PERIODS),
+            ]
         begin = 1
         for test, count, period in places:
             part = slice(begin, begin + count)
@@ -152,10 +175,11 @@ class Evidence:
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws: (DRAWS, h, places).
+    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws:
+    (DRAWS, h, places).
 
-    The variance of a place is at least that of an average element, times its elements: 12 draws may show none of the
-    few ties that could be rounded the other way.
+    The variance of a place is at least that of an average element, times its elements: 12 draws may
+    show none of the few ties that could be rounded the other way.
     """
     internal = draws - floor
     of_one = internal.sum(2).var(0) / elements.sum(1)  # (h), the variance of an element
@@ -164,7 +188,9 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> 
     return floor + 4 * (internal.mean(0).clamp(min=0) + sigmas * variance.sqrt())
 
 
-def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None) -> ErrorTest | None:
+def _worst(
+    test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None
+) -> ErrorTest | None:
     """values, limits: (h, places).  None if nothing is judged."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
@@ -174,5 +200,10 @@ def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: i
         return None
     value = float(values[head, place])
     return ErrorTest(
-        test=test, head=head, place=None if values.shape[1] == 1 else place, period=period, value=value, limit=limit
+        test=test,
+        head=head,
+        place=None if values.shape[1] == 1 else place,
+        period=period,
+        value=value,
+        limit=limit,
     )

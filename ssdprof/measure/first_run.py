@@ -32,7 +32,8 @@ from ssdprof.measure.accuracy import check_output, fingerprint
 from ssdprof.operators.operator import Output, in_pieces, pieces
 
 _KNOWN = re.compile(
-    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|/lib/python|^<"
+    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|"
+    r"/lib/python|^<"
 )
 _FRAMES = 5  # of a traceback
 T = TypeVar("T")
@@ -44,8 +45,8 @@ class Call:
     """A run of an implementation on an operator's inputs.  Compared by identity.
 
     precision: the declared one.  label: for display, with the precision.
-    precheck: called before the first call.  "ran", or the status and the reason of a call that must not be made in this
-        process.
+    precheck: called before the first call.  "ran", or the status and the reason of a call that must
+        not be made in this process.
     out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
     """
 
@@ -68,7 +69,9 @@ class Call:
         """Those of each call, but for their initial states."""
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
-        return pieces(self.inputs, operators.get(self.inputs.operator).binding.positional(self.inputs))
+        return pieces(
+            self.inputs, operators.get(self.inputs.operator).binding.positional(self.inputs)
+        )
 
     @property
     def _copies_states(self) -> bool:
@@ -81,24 +84,31 @@ class Call:
 
     @property
     def outputs_that_fit(self) -> int:
-        """The number of outputs in half of the free memory: the rest is for a workspace and a block of the oracle."""
-        size: int = self.inputs.values.nbytes + math.prod(self.inputs.final_shape) * torch.float32.itemsize
+        """The number of outputs in half of the free memory: the rest is for a workspace and a block
+        of the oracle.
+        """
+        size: int = (
+            self.inputs.values.nbytes + math.prod(self.inputs.final_shape) * torch.float32.itemsize
+        )
         return free_memory(self.device) // 2 // size
 
     def judged_output(self, output: Output) -> Output:
-        """The output in the form that is compared with the oracle: a library's final states may have another dtype."""
+        """The output in the form that is compared with the oracle: a library's final states may
+        have another dtype.
+        """
         out, final_states = output
         foreign = self.implementation.kind in ("library", "served")
         return (out, final_states.to(torch.float32)) if foreign else output
 
-    def first_run(self, seconds: float | None = None, *, launches: bool = True) -> tuple[Output | None, dict[str, Any]]:
+    def first_run(
+        self, seconds: float | None = None, *, launches: bool = True
+    ) -> tuple[Output | None, dict[str, Any]]:
         """Plan and run the call.  The output, or None unless it ran, and the fields of its case.
 
         An error of the implementation becomes a status and a reason.
         seconds: the call is timed, and stopped with TimeIsUp after this number of seconds.
-        launches: record them, which takes a look at all objects.
-        Raises MissingCapabilityError if a fault in it made the GPU unusable, and KeyboardInterrupt if it is
-        interrupted.
+        launches: record them, which takes a look at all objects.  Raises MissingCapabilityError if
+        a fault in it made the GPU unusable, and KeyboardInterrupt if it is interrupted.
         """
         fields: dict[str, Any] = {"status": "failed"}
 
@@ -108,12 +118,23 @@ class Call:
             output, fields["first_call"] = timed_first_call(self.run, self.device, seconds)
             return self.judged_output(output)
 
-        recording: AbstractContextManager[list[Launch]] = recorded_launches() if launches else nullcontext([])
+        recording: AbstractContextManager[list[Launch]] = (
+            recorded_launches() if launches else nullcontext([])
+        )
         try:
-            first = self._inputs[0].after(self.inputs.initial) if self._copies_states else self._inputs[0]
+            first = (
+                self._inputs[0].after(self.inputs.initial)
+                if self._copies_states
+                else self._inputs[0]
+            )
             plan = self.implementation.plan(first, self.precision)
-            each = f"{len(self._inputs):,} calls, one for each state, and copies that join the states; "
-            each = "copies of states out of the pool; " * self._copies_states + each * (len(self._inputs) > 1)
+            each = (
+                f"{len(self._inputs):,} calls, one for each state, and copies that join the "
+                "states; "
+            )
+            each = "copies of states out of the pool; " * self._copies_states + each * (
+                len(self._inputs) > 1
+            )
             fields |= {"variant": plan.variant, "plan": each + plan.reason}
             status, reason = self.precheck()
             if status != "ran":
@@ -142,13 +163,18 @@ _LATEST = 1.0  # s; how long to wait for a call's threads
 
 
 class TimeIsUp(BaseException):
-    """A first call was stopped.  Not an Exception, because the interrupted library might handle one."""
+    """A first call was stopped.  Not an Exception, because the interrupted library might handle
+    one.
+    """
 
 
-def timed_first_call(run: Callable[[], Output], device: torch.device, seconds: float) -> tuple[Output, FirstCall]:
+def timed_first_call(
+    run: Callable[[], Output], device: torch.device, seconds: float
+) -> tuple[Output, FirstCall]:
     """Make the call and wait for the GPU.  Raises TimeIsUp after this number of seconds.
 
-    A call can be stopped between two steps of a compiler, and while it waits for one, but not during the GPU's work.
+    A call can be stopped between two steps of a compiler, and while it waits for one, but not
+    during the GPU's work.
     """
     compiled: dict[str, float] = {}
 
@@ -198,7 +224,8 @@ def _at_most(seconds: float) -> Iterator[None]:
 def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fault, str]:
     """The status of a case whose implementation raised an error, and the reason.
 
-    culprit: the name of the implementation.  Raises what `refuse_if_interrupted` and `refuse_if_lost` raise.
+    culprit: the name of the implementation.  Raises what `refuse_if_interrupted` and
+    `refuse_if_lost` raise.
     """
     if isinstance(error, UnsupportedError):
         return "refused", str(error)
@@ -210,7 +237,9 @@ def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fau
 
 
 def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
-    """Call `work`.  Raises MissingCapabilityError with the culprit's name if `work` makes the GPU unusable."""
+    """Call `work`.  Raises MissingCapabilityError with the culprit's name if `work` makes the GPU
+    unusable.
+    """
     try:
         return work()
     except Exception as error:
@@ -221,7 +250,8 @@ def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
 def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
     """Raises MissingCapabilityError if the GPU is unusable for this process.
 
-    After a fault in one kernel, all later CUDA calls fail, and other implementations would be blamed.
+    After a fault in one kernel, all later CUDA calls fail, and other implementations would be
+    blamed.
     """
     if not _answers(device):
         raise MissingCapabilityError(
@@ -233,8 +263,8 @@ def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None
 def refuse_if_interrupted(error: Exception) -> None:
     """Raises KeyboardInterrupt if the error was caused by one.
 
-    If a signal arrives during a callback from C code or from a class body, CPython raises a SystemError or
-    RuntimeError from the KeyboardInterrupt.
+    If a signal arrives during a callback from C code or from a class body, CPython raises a
+    SystemError or RuntimeError from the KeyboardInterrupt.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -254,14 +284,18 @@ def _answers(device: torch.device) -> bool:
 
 
 def type_and_message(error: BaseException) -> str:
-    """ "RuntimeError: boom (my_kernels.py:12 in my_ssd, my_kernels.py:30 in inner)", with the user's frames."""
+    """ "RuntimeError: boom (my_kernels.py:12 in my_ssd, my_kernels.py:30 in inner)", with the
+    user's frames.
+    """
     return f"{type(error).__name__}: {first_line(error)}{_trail(error)}"
 
 
 def _trail(error: BaseException) -> str:
     """The frames from the first one outside of ssdprof, torch and Triton on, if there are any."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = next((number for number, one in enumerate(frames) if not _KNOWN.search(one.filename)), None)
+    own = next(
+        (number for number, one in enumerate(frames) if not _KNOWN.search(one.filename)), None
+    )
     found = [] if own is None else frames[own:]
     shown = found if len(found) <= _FRAMES else [*found[: _FRAMES - 1], found[-1]]
     words = ", ".join(f"{Path(one.filename).name}:{one.lineno} in {one.name}" for one in shown)
@@ -269,13 +303,18 @@ def _trail(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the message that is not empty, or where an error without a message was raised.
+    """The first line of the message that is not empty, or where an error without a message was
+    raised.
 
     Errors of compilers and of CUDA may fill pages.
     """
     frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = [f"in {Path(frame.filename).name}, line {frame.lineno}" for frame in frames] or ["outside of Python"]
-    return next((line for line in str(error).splitlines() if line.strip()), f"no message, raised {where[0]}")
+    where = [f"in {Path(frame.filename).name}, line {frame.lineno}" for frame in frames] or [
+        "outside of Python"
+    ]
+    return next(
+        (line for line in str(error).splitlines() if line.strip()), f"no message, raised {where[0]}"
+    )
 
 
 # --- the Triton kernels that a call launched, and their compiled resources
@@ -283,7 +322,8 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """When the block ends, the list has the kernels launched in it, each once, in order of the first launch.
+    """When the block ends, the list has the kernels launched in it, each once, in order of the
+    first launch.
 
     Stays empty in Triton's interpreter, and for libraries that launch no Triton kernel.
     """
@@ -296,9 +336,12 @@ def recorded_launches() -> Iterator[list[Launch]]:
     with _at_launch(note):
         yield launches
     if handles:
-        # Triton keeps no list of compiled kernels, the garbage collector does.  By exact type, because isinstance asks
-        # every object for its __class__, which wakes lazy modules and proxies.
-        loaded = {thing.function: thing for thing in gc.get_objects() if type(thing) is CompiledKernel}
+        # Triton keeps no list of compiled kernels, the garbage collector does.  By exact type,
+        # because isinstance asks every object for its __class__, which wakes lazy modules and
+        # proxies.
+        loaded = {
+            thing.function: thing for thing in gc.get_objects() if type(thing) is CompiledKernel
+        }
         launches += [describe(loaded[handle]) for handle in handles if handle in loaded]
 
 
@@ -322,7 +365,9 @@ def _at_launch(note: Callable[[Any], None]) -> Iterator[None]:
 
 
 def describe(kernel: Any) -> Launch:
-    """A compiled kernel: its compile-time arguments and options as `config`, its resources as the driver loaded it."""
+    """A compiled kernel: its compile-time arguments and options as `config`, its resources as the
+    driver loaded it.
+    """
     metadata, source = kernel.metadata, kernel.src
     config: dict[str, int | str | bool] = {}
     if isinstance(source, ASTSource):
@@ -350,10 +395,11 @@ _peaks_before_reset: dict[int, int] = {}  # device index -> bytes
 
 
 def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None, str]:
-    """The call's output, on a GPU the peak of its allocations through torch beyond it, and the phrase of `completed`.
+    """The call's output, on a GPU the peak of its allocations through torch beyond it, and the
+    phrase of `completed`.
 
-    Meant for an implementation's first call, which also allocates memory that later calls reuse.  Waits for the GPU, so
-    that an error of a kernel is raised here.
+    Meant for an implementation's first call, which also allocates memory that later calls reuse.
+    Waits for the GPU, so that an error of a kernel is raised here.
     """
     if device.type != "cuda":
         output, late = completed(run, device)
@@ -375,7 +421,8 @@ def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None,
 
 
 def completed(run: Run, device: torch.device) -> tuple[Output, str]:
-    """The output, and a phrase if it changed after the call and all work on the current stream had ended; else "".
+    """The output, and a phrase if it changed after the call and all work on the current stream had
+    ended; else "".
 
     Waits for the GPU, and for threads that the call started.
     """
@@ -389,7 +436,12 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     late = fingerprint(*output) != bits
-    return output, "it leaves work to another stream or thread: its output changes after the call" if late else ""
+    return (
+        output,
+        "it leaves work to another stream or thread: its output changes after the call"
+        if late
+        else "",
+    )
 
 
 def forget_peak(device: torch.device) -> None:

@@ -1,8 +1,9 @@
-"""Keeps a user's kernel from harming this process and other calls: guards around memory, and a process for first calls.
+"""Keeps a user's kernel from harming this process and other calls: guards around memory, and a
+process for first calls.
 
-A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA context.  All tensors of
-the call lie between guards, which hold bytes of 0xFF, a NaN in every floating dtype, so that reads out of bounds give
-NaN in the output.
+A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA
+context.  All tensors of the call lie between guards, which hold bytes of 0xFF, a NaN in every
+floating dtype, so that reads out of bounds give NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
@@ -43,8 +44,22 @@ from ssdprof.operators.tensors import precision_of
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
-_ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "zeros", "zeros_like",
-                "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}  # fmt: skip
+_ALLOCATIONS = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "full",
+    "full_like",
+    "new_full",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +73,9 @@ class _Block:
 
     @classmethod
     def of(cls, size: int, offset: int, device: torch.device, names: tuple[str, ...]) -> _Block:
-        """size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED` bytes."""
+        """size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED`
+        bytes.
+        """
         start = GUARD + offset
         whole = -(-(start + size + GUARD) // 8)
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
@@ -98,11 +115,15 @@ class GuardedInputs:
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
         now = tensors.tensors(self.inputs)
-        changed = [name for name, before in self._elements.items() if fingerprint(now[name]) != before]
+        changed = [
+            name for name, before in self._elements.items() if fingerprint(now[name]) != before
+        ]
         if changed:
             return f"it changes its inputs: {', '.join(changed)}"
         for block, bits in self._blocks:
-            if where := block.overrun() or ("between the elements of" if block.bits() != bits else ""):
+            if where := block.overrun() or (
+                "between the elements of" if block.bits() != bits else ""
+            ):
                 return f"it writes out of bounds, {where} its inputs {', '.join(block.names)}"
         return ""
 
@@ -117,7 +138,12 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         # meta tensors have no memory
-        if name not in _ALLOCATIONS or made.layout != torch.strided or not made.numel() or made.is_meta:
+        if (
+            name not in _ALLOCATIONS
+            or made.layout != torch.strided
+            or not made.numel()
+            or made.is_meta
+        ):
             return made
         shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
         block = _Block.of(_extent(made), 0, made.device, (shape,))
@@ -126,20 +152,28 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return placed.copy_(made) if "empty" not in name else placed
 
     def out_of_bounds(self) -> str:
-        """A phrase on writes next to the tensors, asked in the context; empty if there were none."""
+        """A phrase on writes next to the tensors, asked in the context; empty if there were
+        none.
+        """
         over = ((block.overrun(), block.names[0]) for block in self._blocks)
-        return next((f"it writes out of bounds, {where} {name}" for where, name in over if where), "")
+        return next(
+            (f"it writes out of bounds, {where} {name}" for where, name in over if where), ""
+        )
 
 
 def unwritten(tensor: torch.Tensor) -> int:
     """The number of elements whose bytes all equal those of the guards.  In a tensor made under
-    `GuardedAllocations`, they were never written.  A NaN that a GPU or torch computes has other bits."""
+    `GuardedAllocations`, they were never written.  A NaN that a GPU or torch computes has other
+    bits.
+    """
     elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
     return int((elements == 0xFF).all(-1).sum())
 
 
 def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[str, torch.Tensor]]]:
-    """Blocks with the memory from the first to the last byte of the tensors that share it, and the tensors' copies."""
+    """Blocks with the memory from the first to the last byte of the tensors that share it, and the
+    tensors' copies.
+    """
     groups: dict[int, list[str]] = {}
     for name, tensor in given.items():
         groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
@@ -151,20 +185,27 @@ def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[st
         source.set_(storage, first - storage.data_ptr(), (size,), (1,))
         block = _Block.of(size, first % _ALIGNED, device, tuple(names))
         block.memory[block.start : block.stop].copy_(source)
-        yield block, {name: block.placed(given[name], given[name].data_ptr() - first) for name in names}
+        yield (
+            block,
+            {name: block.placed(given[name], given[name].data_ptr() - first) for name in names},
+        )
 
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element, those between strides counted."""
     if not tensor.numel():
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return (last + 1) * tensor.element_size()
 
 
 @contextmanager
 def while_it_runs(case: Case | None) -> Iterator[None]:
-    """If the process ends in the block, its parent knows which case ran.  Restores what a kernel may have changed."""
+    """If the process ends in the block, its parent knows which case ran.  Restores what a kernel
+    may have changed.
+    """
     folder, grad, dtype = Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()
     if case:
         child.tell(f"case {case.model_dump_json(exclude_defaults=True)}")
@@ -189,20 +230,30 @@ Verdict = tuple[Status, str]  # of a first call, and the reason; "ran": the call
 
 
 class IsolatedFirstCall:
-    """First calls of users' kernels, one for each precision and each form of the inputs.  limit_s: seconds for one."""
+    """First calls of users' kernels, one for each precision and each form of the inputs.  limit_s:
+    seconds for one.
+    """
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
         self._limit_s = limit_s
         self._verdicts: dict[Hashable, Verdict] = {}
 
-    def verdict(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> Verdict:
+    def verdict(
+        self, implementation: Implementation, inputs: Any, precision: PrecisionRecord
+    ) -> Verdict:
         """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
         return self._verdicts[implementation.version, precision, tensors.form(inputs)]
 
-    def prepare(self, implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord) -> None:
-        """Make the first calls on inputs of several forms in one process, or in more if a call ends it."""
-        keys = {(implementation.version, precision, tensors.form(inputs)): inputs for inputs in several}
+    def prepare(
+        self, implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord
+    ) -> None:
+        """Make the first calls on inputs of several forms in one process, or in more if a call ends
+        it.
+        """
+        keys = {
+            (implementation.version, precision, tensors.form(inputs)): inputs for inputs in several
+        }
         waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
         while waiting:
             if ":" in implementation.version:
@@ -214,14 +265,20 @@ class IsolatedFirstCall:
                 del waiting[key]
 
     def guarded(self, call: Call, inputs: GuardedInputs, precision: PrecisionRecord) -> Call:
-        """The call of a user's kernel on a copy of its inputs, which protects other calls, made in another process
-        first."""
+        """The call of a user's kernel on a copy of its inputs, which protects other calls, made in
+        another process first.
+        """
         precheck = partial(self.verdict, call.implementation, call.inputs, precision)
-        return replace(call, inputs=inputs.inputs, precheck=precheck, out_of_bounds=inputs.out_of_bounds)
+        return replace(
+            call, inputs=inputs.inputs, precheck=precheck, out_of_bounds=inputs.out_of_bounds
+        )
 
 
 def _tried(
-    implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord, limit_s: float
+    implementation: Implementation,
+    several: Sequence[Any],
+    precision: PrecisionRecord,
+    limit_s: float,
 ) -> list[Verdict]:
     """The verdicts of the first calls, up to the one that ended the process; at least one."""
     inputs = several[0]
@@ -240,7 +297,11 @@ def _tried(
             torch.cuda.empty_cache()  # for the other process
         command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
         code = _run(command, folder / _WORDS, limit_s * len(several) + _START_S)
-        lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines() if (folder / _VERDICTS).is_file() else []
+        lines = (
+            (folder / _VERDICTS).read_text(encoding="utf-8").splitlines()
+            if (folder / _VERDICTS).is_file()
+            else []
+        )
         found: list[Verdict] = [tuple(json.loads(line)) for line in lines]
         if found and (code == 0 or len(found) == len(several)):
             return found
@@ -250,10 +311,21 @@ def _tried(
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
-    """The exit code of a command, or `_STOPPED` if it takes too long.  No process of its group is left."""
-    environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)} | child.search_path()
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
-    with words.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, **streams) as process:
+    """The exit code of a command, or `_STOPPED` if it takes too long.  No process of its group is
+    left.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not _SECRET.search(name)
+    } | child.search_path()
+    streams: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stderr": subprocess.STDOUT,
+        "start_new_session": True,
+    }
+    with (
+        words.open("wb") as file,
+        subprocess.Popen(command, env=environment, stdout=file, **streams) as process,
+    ):
         try:
             until = time.monotonic() + timeout_s
             while time.monotonic() < until:
@@ -291,7 +363,9 @@ def main() -> None:
         watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
         watchdog.daemon = True
         watchdog.start()
-        verdict = judged(implementation, operator.inputs(**arguments), PrecisionRecord(**request["precision"]))
+        verdict = judged(
+            implementation, operator.inputs(**arguments), PrecisionRecord(**request["precision"])
+        )
         watchdog.cancel()
         with (folder / _VERDICTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdict) + "\n")
@@ -313,7 +387,8 @@ def judged(implementation: Implementation, inputs: Any, precision: PrecisionReco
     with GuardedAllocations() as memory:
         try:
             output, tried = call.first_run()
-        except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
+        # the GPU is unusable for this process, which ends here
+        except MissingCapabilityError as error:
             return "failed", type_and_message(error.__cause__ or error)
         if output is None:
             return tried["status"], tried["reason"]

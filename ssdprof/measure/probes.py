@@ -1,8 +1,9 @@
-"""Laws that every correct kernel obeys, and inputs that show more than a model's own: docs/measuring.md.
+"""Laws that every correct kernel obeys, and inputs that show more than a model's own:
+docs/measuring.md.
 
-Each probe calls one implementation again, on inputs made from a captured call, and says yes, no with the first place
-that breaks the law, or not applicable.  What must be bitwise equal is compared by its bits; the rest is judged as the
-captured call is, by `accuracy.compare`.  Nothing is timed.
+Each probe calls one implementation again, on inputs made from a captured call, and says yes, no
+with the first place that breaks the law, or not applicable.  What must be bitwise equal is compared
+by its bits; the rest is judged as the captured call is, by `accuracy.compare`.  Nothing is timed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 LOUD_PAST = "loud past"
-OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", LOUD_PAST, "single steps", "accepted tokens")
+OF_THE_SAME_FORM = (
+    REPEATS,
+    "inputs unchanged",
+    "causality",
+    "doubling",
+    LOUD_PAST,
+    "single steps",
+    "accepted tokens",
+)
 
 
 class _NotApplicable(Exception):
@@ -51,12 +60,13 @@ class _NotApplicable(Exception):
 
 
 class Prober:
-    """Probes implementations, each once for a kind of layer: operator, sizes and dtype.  In later layers of a kind it
-    tests the loud past alone, and not of bundled kernels: how slowly heads forget differs from layer to layer.
+    """Probes implementations, each once for a kind of layer: operator, sizes and dtype.  In later
+    layers of a kind it tests the loud past alone, and not of bundled kernels: how slowly heads
+    forget differs from layer to layer.
 
-    thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws that call what was
-        compiled for the captured call, at its length, since compiling takes longer than the run; in Triton's
-        interpreter not at all.
+    thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws
+        that call what was compiled for the captured call, at its length, since compiling takes
+        longer than the run; in Triton's interpreter not at all.
     kinds: of the implementations that are probed.
     """
 
@@ -64,15 +74,22 @@ class Prober:
         self._isolated, self._thorough = isolated, thorough
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Any]] = {}  # inputs by implementation
-        self.kinds: set[str] = {"own", "library"} if INTERPRETED and not thorough else {"own", "library", "bundled"}
+        self.kinds: set[str] = (
+            {"own", "library"} if INTERPRETED and not thorough else {"own", "library", "bundled"}
+        )
 
     def probe(
-        self, implementation: Implementation, inputs: Any, precision: PrecisionRecord, interpreted: bool = False
+        self,
+        implementation: Implementation,
+        inputs: Any,
+        precision: PrecisionRecord,
+        interpreted: bool = False,
     ) -> tuple[Probe, ...]:
         """Empty if nothing was to be done.
 
-        inputs: of a call that the implementation computed correctly.  interpreted: slowly, by Triton's interpreter.
-        Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
+        inputs: of a call that the implementation computed correctly.  interpreted: slowly, by
+        Triton's interpreter.  Raises MissingCapabilityError if a fault in the implementation made
+        the GPU unusable.
         """
         again = self._key(implementation, inputs) in self._done and not self._thorough
         same = (latest := self._latest.get(implementation.name)) is not None and latest() is inputs
@@ -80,14 +97,23 @@ class Prober:
             return ()
         self.probed(implementation, inputs)
         every, given = self._thorough or implementation.kind != "bundled", inputs
-        if every or sum(tensor.nbytes for tensor in tensors.tensors(inputs).values()) > MOST_WHOLE_BYTES:
+        if (
+            every
+            or sum(tensor.nbytes for tensor in tensors.tensors(inputs).values()) > MOST_WHOLE_BYTES
+        ):
             longest = LONGEST[inputs.device.type]
-            spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
+            spans = [
+                replace(one, stop=min(one.stop, one.start + longest))
+                for one in _spans(inputs)
+                if one.length
+            ]
             given = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
         laws = _Laws(implementation, given, precision, self._isolated)
         if interpreted and not self._thorough:
             why = "Triton's interpreter runs it; --thorough tests it"
-            return tuple(Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
+            return tuple(
+                Probe(name=name, holds="not applicable", detail=why) for name in laws.tests
+            )
         if again:
             return (laws.tested(LOUD_PAST),)
         if implementation.kind == "own":
@@ -101,13 +127,22 @@ class Prober:
 
     def _key(self, implementation: Implementation, inputs: Any) -> Hashable:
         dims = operators.get(inputs.operator).judged.dims(inputs)
-        kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs), inputs.state_every)
+        kind = (
+            dims.operator,
+            *dims.sizes.items(),
+            dims.dtype,
+            dims.seqlen == 1,
+            _packed(inputs),
+            inputs.state_every,
+        )
         return implementation.name, kind
 
 
 @dataclass(frozen=True)
 class _Laws:
-    """inputs: a captured call, or at most `MOST_SEQUENCES` of its sequences, each cut to `LONGEST` positions."""
+    """inputs: a captured call, or at most `MOST_SEQUENCES` of its sequences, each cut to `LONGEST`
+    positions.
+    """
 
     implementation: Implementation
     inputs: Any
@@ -153,7 +188,10 @@ class _Laws:
             yield self._several
         with suppress(_NotApplicable):
             yield from self._halves
-        for kind in (*operators.get(self.inputs.operator).generated.edges(self.inputs), self._finer()):
+        for kind in (
+            *operators.get(self.inputs.operator).generated.edges(self.inputs),
+            self._finer(),
+        ):
             yield from islice(kind, 1)
 
     # --- calls
@@ -168,7 +206,8 @@ class _Laws:
         if output is not None:
             return output
         reason: str = fields["reason"]
-        harmful = fields["status"] == "failed" and reason.startswith(("it ", "its "))  # no exception of its own
+        # no exception of its own
+        harmful = fields["status"] == "failed" and reason.startswith(("it ", "its "))
         raise _NotApplicable(reason, "no" if harmful else "not applicable")
 
     @cached_property
@@ -183,8 +222,12 @@ class _Laws:
         if out.dtype == torch.float32:
             # sums in another order are no fault: their roundings add up as a random walk does
             room = out.shape[1] ** 0.5
-            scaled = [tuple(use.changed(budget=room * use.budget) for use in one.budget) for one in found]
-            found = tuple(one.changed(budget=budget) for one, budget in zip(found, scaled, strict=True))
+            scaled = [
+                tuple(use.changed(budget=room * use.budget) for use in one.budget) for one in found
+            ]
+            found = tuple(
+                one.changed(budget=budget) for one, budget in zip(found, scaled, strict=True)
+            )
         return "; ".join(one.reason for one in found if one.reason)
 
     def _first_judged(self, several: Iterator[Any], otherwise: str) -> str:
@@ -220,16 +263,22 @@ class _Laws:
         if not hasattr(self.inputs, "cu_seqlens") or first.length < 4:
             raise _NotApplicable("there is one sequence, which cannot be divided")
         bounds = [0, first.length // 4, 2 * first.length // 3, first.length]
-        return _joined(self.inputs, [replace(first, start=a, stop=b) for a, b in pairwise(bounds)], packed=True)
+        return _joined(
+            self.inputs, [replace(first, start=a, stop=b) for a, b in pairwise(bounds)], packed=True
+        )
 
     @cached_property
     def _one(self) -> Any:
         """The longest sequence, not packed."""
-        return _joined(self.inputs, [max(_spans(self.inputs), key=lambda one: one.length)], packed=False)
+        return _joined(
+            self.inputs, [max(_spans(self.inputs), key=lambda one: one.length)], packed=False
+        )
 
     @cached_property
     def _halves(self) -> tuple[Any, Any]:
-        """The longest sequence before and after the largest power of two; the second part begins with zeros."""
+        """The longest sequence before and after the largest power of two; the second part begins
+        with zeros.
+        """
         (whole,) = _spans(self._one)
         middle = 1 << (whole.length - 1).bit_length() >> 1
         if not middle or len(self._one.LINEAR) == 1:
@@ -240,7 +289,9 @@ class _Laws:
         return first, second.after(zeros)
 
     def _finer(self) -> Iterator[Any]:
-        """With the model's activations in fp32, or, if that is refused or declared to be cut to tf32, in fp16."""
+        """With the model's activations in fp32, or, if that is refused or declared to be cut to
+        tf32, in fp16.
+        """
         given = operators.get(self.inputs.operator).binding.activations(self.inputs)
         own = next(iter(given.values())).dtype
         finer = [] if self.implementation.cuts_operands else [torch.float32]
@@ -254,7 +305,8 @@ class _Laws:
     def _edges(self) -> str:
         refused: list[_NotApplicable] = []
         kinds = list(operators.get(self.inputs.operator).generated.edges(self.inputs))
-        if self.implementation.kind == "library":  # is called here, not in a process of its own, and may not return
+        # is called here, not in a process of its own, and may not return
+        if self.implementation.kind == "library":
             del kinds[1:]
         for kind in kinds:
             try:
@@ -269,17 +321,29 @@ class _Laws:
         return ""
 
     def _unchanged(self) -> str:
-        before = {name: fingerprint(tensor) for name, tensor in tensors.tensors(self.inputs).items()}
+        before = {
+            name: fingerprint(tensor) for name, tensor in tensors.tensors(self.inputs).items()
+        }
         self._run(self.inputs)
-        changed = [name for name, now in tensors.tensors(self.inputs).items() if fingerprint(now) != before[name]]
+        changed = [
+            name
+            for name, now in tensors.tensors(self.inputs).items()
+            if fingerprint(now) != before[name]
+        ]
         return f"it changes its inputs: {', '.join(changed)}" if changed else ""
 
     def _others(self) -> str:
         spans = _spans(self._several)
-        ours, other = self._run(self._several), self._run(_louder(self._several, spans[::2], self._leak_factor))
+        ours, other = (
+            self._run(self._several),
+            self._run(_louder(self._several, spans[::2], self._leak_factor)),
+        )
         for one in spans[1::2]:
             rows, several = _rows(self._several, one), (ours, other)
-            before, after = ((out[one.batch, one.start : one.stop][None], states[rows]) for out, states in several)
+            before, after = (
+                (out[one.batch, one.start : one.stop][None], states[rows])
+                for out, states in several
+            )
             alone = _joined(self._several, [one], packed=False)
             if (words := _different(before, after)) and (wrong := self._judged(alone, after)):
                 return f"a sequence depends on others: {words}; {wrong}"
@@ -289,7 +353,10 @@ class _Laws:
         last = _spans(self._several)[-1]
         one = _joined(self._several, [last], packed=False)
         together, alone = self._run(self._several), self._run(one)
-        same = together[0][last.batch, last.start : last.stop][None], together[1][_rows(self._several, last)]
+        same = (
+            together[0][last.batch, last.start : last.stop][None],
+            together[1][_rows(self._several, last)],
+        )
         if not (words := _different(same, alone)):
             return ""
         # tiles may depend on the shape
@@ -315,14 +382,22 @@ class _Laws:
         return wrong and f"inputs from position {start} on change earlier outputs: {words}; {wrong}"
 
     def _doubling(self) -> str:
-        linear = {name: one for name, one in tensors.tensors(self.inputs).items() if name in self.inputs.LINEAR}
+        linear = {
+            name: one
+            for name, one in tensors.tensors(self.inputs).items()
+            if name in self.inputs.LINEAR
+        }
         inputs = replace(self.inputs, **{name: one * 2 for name, one in linear.items()})
         words = _different([one * 2 for one in self._base], doubled := self._run(inputs))
         if words and self._fp16:
-            raise _NotApplicable("small fp16 numbers have fewer bits, so that doubling is not exact")
+            raise _NotApplicable(
+                "small fp16 numbers have fewer bits, so that doubling is not exact"
+            )
         known = ((self._base, self.inputs), (doubled, inputs))
         calls = ((output, self._run(given)) for _ in range(CALLS) for output, given in known)
-        wrong = words and (self._judged(inputs, doubled) if any(_different(*pair) for pair in calls) else words)
+        wrong = words and (
+            self._judged(inputs, doubled) if any(_different(*pair) for pair in calls) else words
+        )
         return wrong and f"inputs times 2 do not give outputs times 2: {wrong}"
 
     def _cut_in_two(self) -> str:
@@ -356,13 +431,21 @@ class _Laws:
     @property
     def _limit(self) -> str:
         share = self.implementation.neglects
-        return f"times 2^{log2(self._loud_factor):g}: it neglects 2^{log2(share):g} of a state" if share else ""
+        return (
+            f"times 2^{log2(self._loud_factor):g}: it neglects 2^{log2(share):g} of a state"
+            if share
+            else ""
+        )
 
     @property
     def _loud_factor(self) -> float:
         """What an implementation declares to neglect of a loud past stays negligible."""
         share = self.implementation.neglects
-        return min(LOUD_FACTOR, NEGLIGIBLE * unit_roundoff(self._one.values.dtype) / share) if share else LOUD_FACTOR
+        return (
+            min(LOUD_FACTOR, NEGLIGIBLE * unit_roundoff(self._one.values.dtype) / share)
+            if share
+            else LOUD_FACTOR
+        )
 
     def _loud_past(self) -> str:
         (whole,), loud = _spans(self._one), self._one.values.clone()
@@ -395,7 +478,10 @@ def _spans(inputs: Any) -> list[Span]:
     rows = [(row, 0, length) for row in range(batch)]
     if _packed(inputs):
         rows = [(0, start, stop) for start, stop in pairwise(inputs.cu_seqlens.tolist())]
-    return [Span(sequence=i, batch=row, start=start, stop=stop) for i, (row, start, stop) in enumerate(rows)]
+    return [
+        Span(sequence=i, batch=row, start=start, stop=stop)
+        for i, (row, start, stop) in enumerate(rows)
+    ]
 
 
 def _rows(inputs: Any, span: Span) -> slice:
@@ -408,7 +494,9 @@ def _rows(inputs: Any, span: Span) -> slice:
 
 
 def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
-    """These spans with the initial states of their sequences: as a pack, or as rows, which have equal lengths."""
+    """These spans with the initial states of their sequences: as a pack, or as rows, which have
+    equal lengths.
+    """
     binding, given = operators.get(inputs.operator).binding, tensors.tensors(inputs)
     joined: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
@@ -437,9 +525,15 @@ def _louder(inputs: Any, spans: Sequence[Span], factor: float) -> Any:
 
 
 def _different(ours: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> str:
-    """The first element of an output that differs, except numbers that a GPU may flush to zero; empty if none does."""
+    """The first element of an output that differs, except numbers that a GPU may flush to zero;
+    empty if none does.
+    """
     for name, one, two in zip(("out", "final_states"), ours, other, strict=False):
-        differs = (one != two) & ~(one.isnan() & two.isnan()) & ~(torch.maximum(one.abs(), two.abs()) < 2.0**-100)
+        differs = (
+            (one != two)
+            & ~(one.isnan() & two.isnan())
+            & ~(torch.maximum(one.abs(), two.abs()) < 2.0**-100)
+        )
         if bool(differs.any()):
             place = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(one.shape))
             return f"{name} at {place} is {float(one[place]):.9g} and {float(two[place]):.9g}"

@@ -1,7 +1,8 @@
-"""The least work of a call, this GPU's measured ceilings, and how many blocks of a kernel an SM holds.
+"""The least work of a call, this GPU's measured ceilings, and how many blocks of a kernel an SM
+holds.
 
-Source of the limits: CUDA C++ Programming Guide, technical specifications per compute capability; allocation units as
-in the CUDA occupancy calculator.
+Source of the limits: CUDA C++ Programming Guide, technical specifications per compute capability;
+allocation units as in the CUDA occupancy calculator.
 """
 
 from __future__ import annotations
@@ -23,12 +24,22 @@ _REGISTERS = 65_536  # of an SM, from compute capability 8.0 to 12.x
 _REGISTER_UNIT = 256  # per warp
 _SHARED_UNIT = 128
 _RESERVED_SHARED = 1024  # of each block, for the system
-_MOST_BLOCKS = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32, (10, 3): 32, (12, 0): 24}
+_MOST_BLOCKS = {
+    (8, 0): 32,
+    (8, 6): 16,
+    (8, 7): 16,
+    (8, 9): 24,
+    (9, 0): 32,
+    (10, 0): 32,
+    (10, 3): 32,
+    (12, 0): 24,
+}
 _WARP = 32
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Median of a device-to-device copy, bytes read + written, and of a bf16 matrix product of random numbers.
+    """Median of a device-to-device copy, bytes read + written, and of a bf16 matrix product of
+    random numbers.
 
     Zeros would be faster: they use less power, so the clock rises.
     """
@@ -36,10 +47,15 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     copy_s = _median_seconds(partial(torch.empty_like(source).copy_, source), device)
     del source
-    a, b = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    a, b = (
+        torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
     out = torch.empty_like(a)
     matmul_s = _median_seconds(lambda: torch.mm(a, b, out=out), device)
-    return Ceilings(copy_gb_per_s=2 * size / copy_s / 1e9, matmul_tflops=2 * _MATMUL_SIZE**3 / matmul_s / 1e12)
+    return Ceilings(
+        copy_gb_per_s=2 * size / copy_s / 1e9, matmul_tflops=2 * _MATMUL_SIZE**3 / matmul_s / 1e12
+    )
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -53,16 +69,28 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def with_occupancy(launch: Launch, device: torch.device) -> Launch:
-    """The launch with its resident blocks and warps, by registers, shared memory and warps, if they are known."""
+    """The launch with its resident blocks and warps, by registers, shared memory and warps, if they
+    are known.
+    """
     warps = launch.config.get("num_warps")
-    if device.type != "cuda" or not isinstance(warps, int) or launch.registers is None or launch.shared_bytes is None:
+    if (
+        device.type != "cuda"
+        or not isinstance(warps, int)
+        or launch.registers is None
+        or launch.shared_bytes is None
+    ):
         return launch
     sm = torch.cuda.get_device_properties(device)
-    most, most_warps = _MOST_BLOCKS.get((sm.major, sm.minor)), sm.max_threads_per_multi_processor // _WARP
+    most, most_warps = (
+        _MOST_BLOCKS.get((sm.major, sm.minor)),
+        sm.max_threads_per_multi_processor // _WARP,
+    )
     if most is None:
         return launch
     registers = -(-launch.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT * warps
     shared = -(-launch.shared_bytes // _SHARED_UNIT) * _SHARED_UNIT + _RESERVED_SHARED
     by_registers = _REGISTERS // registers if registers else most
-    blocks = min(most, most_warps // warps, sm.shared_memory_per_multiprocessor // shared, by_registers)
+    blocks = min(
+        most, most_warps // warps, sm.shared_memory_per_multiprocessor // shared, by_registers
+    )
     return launch.changed(blocks_per_sm=blocks, warps_pct=100 * blocks * warps / most_warps)

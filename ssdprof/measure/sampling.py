@@ -1,4 +1,6 @@
-"""Samples in turns, in several recordings, until ratios are known well enough or the time is over.  No GPU."""
+"""Samples in turns, in several recordings, until ratios are known well enough or the time is over.
+No GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
 class SamplingPlan:
     """How long to sample.
 
-    smallest_difference: the smallest relative difference that counts.  Sampling ends when every ratio of two call times
-        or of two device times is known well enough for a verdict.
+    smallest_difference: the smallest relative difference that counts.  Sampling ends when every
+        ratio of two call times or of two device times is known well enough for a verdict.
     warmup_rounds: of each recording, for calls and for replays.
-    min_rounds, max_rounds: of each recording; a noisy recording doubles its rounds, and later recordings start with
-        that number.  Calls and replays have numbers of their own.
-    seconds: of wall clock, for all samplers together.  A recording begins only if it is expected to end in time.  At
-        least min_recordings of min_rounds are taken in any case.
+    min_rounds, max_rounds: of each recording; a noisy recording doubles its rounds, and later
+        recordings start with that number.  Calls and replays have numbers of their own.
+    seconds: of wall clock, for all samplers together.  A recording begins only if it is expected to
+        end in time.  At least min_recordings of min_rounds are taken in any case.
     seed: of the order of turns and of the memory addresses of recordings.
     """
 
@@ -49,13 +51,13 @@ def sample_in_turns(
 ) -> dict[Name, Samples]:
     """Sample in several recordings, each made by a call of `set_up`.
 
-    set_up(generator): new samplers at new addresses; the generator is for random choices.  The samplers of the
-        previous recording are freed before.  A name that it leaves out is dropped.
+    set_up(generator): new samplers at new addresses; the generator is for random choices.  The
+        samplers of the previous recording are freed before.  A name that it leaves out is dropped.
 
-    A recording takes rounds of all samplers of one kind ("call"), then of the next ("device").  Every round calls every
-    sampler of its kind once, so element j of recording i is from the same round in all results of a kind.  The order
-    within a round is random, and every second round reverses it, so that each sampler comes before and after each other
-    one equally often.
+    A recording takes rounds of all samplers of one kind ("call"), then of the next ("device").
+    Every round calls every sampler of its kind once, so element j of recording i is from the same
+    round in all results of a kind.  The order within a round is random, and every second round
+    reverses it, so that each sampler comes before and after each other one equally often.
     """
     generator = np.random.default_rng(plan.seed)
     began = now()
@@ -84,21 +86,33 @@ def sample_in_turns(
             continue
         another_ends = 2 * now() - recording_began  # assuming the duration of this one
         by_kind = [[own for name, own in taken.items() if name[0] == kind] for kind in kinds]
-        if another_ends > began + plan.seconds or all(settled(own, plan.smallest_difference) for own in by_kind):
+        if another_ends > began + plan.seconds or all(
+            settled(own, plan.smallest_difference) for own in by_kind
+        ):
             break
     return dict(taken or {})
 
 
 def _record(
-    samplers: Mapping[Name, Sampler], plan: SamplingPlan, generator: np.random.Generator, *, until: float,
+    samplers: Mapping[Name, Sampler],
+    plan: SamplingPlan,
+    generator: np.random.Generator,
+    *,
+    until: float,
     now: Callable[[], float],
-) -> Rounds:  # fmt: skip
-    """The rounds of one recording: the fewest, doubled until they are steady, or the most, or it is time."""
+) -> Rounds:
+    """The rounds of one recording: the fewest, doubled until they are steady, or the most, or it is
+    time.
+    """
     turns = _turns(list(samplers), generator)
     _take(samplers, islice(turns, plan.warmup_rounds))
     rounds = plan.min_rounds
     recorded = _take(samplers, islice(turns, rounds))
-    while 2 * rounds <= plan.max_rounds and now() < until and not steady(recorded.values(), plan.smallest_difference):
+    while (
+        2 * rounds <= plan.max_rounds
+        and now() < until
+        and not steady(recorded.values(), plan.smallest_difference)
+    ):
         more = _take(samplers, islice(turns, rounds))
         recorded = {name: np.concatenate([own, more[name]]) for name, own in recorded.items()}
         rounds *= 2

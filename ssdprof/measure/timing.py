@@ -1,4 +1,5 @@
-"""Times calls: `CudaTimer` takes single samples, `time_in_turns` those of several implementations together.
+"""Times calls: `CudaTimer` takes single samples, `time_in_turns` those of several implementations
+together.
 
 call:   from an idle GPU to the end of the work, through Python, launch overhead included.
 device: the same work replayed from a CUDA graph: the time on the GPU alone.
@@ -21,15 +22,26 @@ from ssdprof.core.base import Clock
 from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.launch import no_garbage_collection
-from ssdprof.measure.first_run import Run, blaming, first_line, refuse_if_interrupted, type_and_message
+from ssdprof.measure.first_run import (
+    Run,
+    blaming,
+    first_line,
+    refuse_if_interrupted,
+    type_and_message,
+)
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.trace import busy_us, traced, work
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
-# taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no time
-_Event, _current_stream, _synchronize = torch.cuda.Event, torch.cuda.current_stream, torch.cuda.synchronize
+# taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no
+# time
+_Event, _current_stream, _synchronize = (
+    torch.cuda.Event,
+    torch.cuda.current_stream,
+    torch.cuda.synchronize,
+)
 _record, _wait, _elapsed_ms = _Event.record, _Event.synchronize, _Event.elapsed_time
 _replay, _amax = torch.cuda.CUDAGraph.replay, torch.amax
 _PAGE = 2 << 20  # bytes, CUDA's unit of allocation
@@ -46,7 +58,8 @@ class CudaTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-        # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the timed work
+        # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the
+        # timed work
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
         self._sink = torch.zeros((), device=device)
         self._events = new_events()
@@ -54,7 +67,9 @@ class CudaTimer:
         self._padding: torch.Tensor | None = None
 
     def reallocate(self, generator: np.random.Generator) -> None:
-        """Create a new memory pool, and hold a block of random size, so that most new memory has other addresses."""
+        """Create a new memory pool, and hold a block of random size, so that most new memory has
+        other addresses.
+        """
         self._padding = None
         self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be reused
@@ -65,8 +80,8 @@ class CudaTimer:
     def record(self, run: Run) -> tuple[Any, Output]:
         """The graph of a call, and the output that every replay writes.
 
-        Captured after one call on another stream, as CUDA graphs need.  Graphs share their workspace until
-        `reallocate` is called.
+        Captured after one call on another stream, as CUDA graphs need.  Graphs share their
+        workspace until `reallocate` is called.
         """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
@@ -82,7 +97,8 @@ class CudaTimer:
         except Exception as error:  # CUDA's, or the kernel's own, of any kind
             refuse_if_interrupted(error)
             torch.cuda.synchronize(self.device)
-            self._pool = torch.cuda.graph_pool_handle()  # the old pool still waits for the end of the capture
+            # the old pool still waits for the end of the capture
+            self._pool = torch.cuda.graph_pool_handle()
             raise CaptureError(first_line(error)) from error
         return graph, output
 
@@ -98,7 +114,8 @@ class CudaTimer:
         return elapsed_us(partial(_replay, graph), self._events)
 
     def unseen(self, run: Run, samples: Recordings) -> str:
-        """The profiler's times of the kernels, the least of three calls, against the median device time.
+        """The profiler's times of the kernels, the least of three calls, against the median device
+        time.
 
         They may differ by 5 %, and by 2 us for each kernel.
         """
@@ -110,7 +127,10 @@ class CudaTimer:
         busy, us = min(map(busy_us, traces)), float(np.median(np.concatenate(samples)))
         if busy <= 1.05 * us + 2 * len(work(traces[0])):
             return ""
-        return f"its kernels run for {busy:.4g} us by the profiler, but {us:.4g} us by the device clock"
+        return (
+            f"its kernels run for {busy:.4g} us by the profiler, but {us:.4g} us by the "
+            "device clock"
+        )
 
     def _evict_l2(self) -> None:
         """Evict by reading: written lines would be stored during the timed region."""
@@ -123,7 +143,9 @@ def new_events() -> tuple[Any, Any]:
 
 
 def elapsed_us(work: Callable[[], object], events: tuple[Any, Any] | None = None) -> float:
-    """Microseconds of the current stream from before `work` to the end of what it enqueues.  Waits for it."""
+    """Microseconds of the current stream from before `work` to the end of what it enqueues.  Waits
+    for it.
+    """
     start, stop = events or new_events()
     _record(start, _current_stream())
     work()
@@ -136,7 +158,9 @@ def elapsed_us(work: Callable[[], object], events: tuple[Any, Any] | None = None
 
 
 def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
-    """For a case, to five significant digits, the resolution of the clocks.  process: the name of this one."""
+    """For a case, to five significant digits, the resolution of the clocks.  process: the name of
+    this one.
+    """
     rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
     return Samples(process=process, clock=clock, us=rounds)
 
@@ -146,14 +170,22 @@ class _CallError(Exception):
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], timer: CudaTimer, plan: SamplingPlan, *, check: Callable[[str, Run], str] | None,
-    change: Callable[[bool], None] = lambda _: None, process: str = "", clocks: Sequence[Clock] = get_args(Clock),
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it has no time.
+    runs: Mapping[str, Run],
+    timer: CudaTimer,
+    plan: SamplingPlan,
+    *,
+    check: Callable[[str, Run], str] | None,
+    change: Callable[[bool], None] = lambda _: None,
+    process: str = "",
+    clocks: Sequence[Clock] = get_args(Clock),
+) -> dict[str, dict[str, Any]]:
+    """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it
+    has no time.
 
-    check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls,
-        unless only call times are taken.  None: nothing is checked.
-    change: called with True before each sample, to change the numbers in the inputs; with False before the checks.
+    check(key, run): "" if what `run` computes is still right.  Called after the timed loop for
+        replays and for calls, unless only call times are taken.  None: nothing is checked.
+    change: called with True before each sample, to change the numbers in the inputs; with False
+    before the checks.
     process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
@@ -161,14 +193,19 @@ def time_in_turns(
     untimed: dict[str, dict[str, Any]] = {}
 
     def called(key: str, work: Callable[[], T]) -> T:
-        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is unusable."""
+        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is
+        unusable.
+        """
         try:
             return blaming(timer.device, key, work)
         except (MissingCapabilityError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a kernel's own, of any kind
             refuse_if_interrupted(error)
-            untimed[key] = {"status": "failed", "reason": f"a later call raised {type_and_message(error)}"}
+            untimed[key] = {
+                "status": "failed",
+                "reason": f"a later call raised {type_and_message(error)}",
+            }
             raise _CallError from error
 
     def changed(sample: Callable[[Any], float], of: Any) -> float:
@@ -185,32 +222,47 @@ def time_in_turns(
             try:
                 recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))
             except CaptureError as error:
-                untimed[key] = {"reason": f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"}
+                untimed[key] = {
+                    "reason": f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
+                }
             except torch.OutOfMemoryError as error:
-                untimed[key] = {"reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"}
+                untimed[key] = {
+                    "reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"
+                }
         samplers: dict[Name, Sampler] = {}
         for key in keys if "call" in clocks else ():
             if key not in untimed:
-                samplers["call", key] = partial(called, key, partial(changed, timer.call_us, runs[key]))
+                samplers["call", key] = partial(
+                    called, key, partial(changed, timer.call_us, runs[key])
+                )
         for key, (graph, _) in recordings.items():
             samplers["device", key] = partial(called, key, partial(changed, timer.device_us, graph))
         return samplers
 
     def sampled_without_errors() -> dict[Name, Recordings]:
-        """If a run raises, sampling restarts without it, so that all results come from the same turns."""
+        """If a run raises, sampling restarts without it, so that all results come from the same
+        turns.
+        """
         while True:
             with suppress(_CallError):
                 return sample_in_turns(set_up, plan)
 
     def reason_now(key: str, check: Callable[[str, Run], str]) -> str:
-        """The result of `check` for replays and for calls; all GPU work of the call has ended after it."""
+        """The result of `check` for replays and for calls; all GPU work of the call has ended after
+        it.
+        """
 
         def replay() -> Output:
             graph, output = recordings[key]
-            timer.device_us(graph)  # recordings share memory: only the latest replay's output is intact
+            # recordings share memory: only the latest replay's output is intact
+            timer.device_us(graph)
             return output
 
-        return check(key, replay) or check(key, runs[key]) or timer.unseen(runs[key], samples["device", key])
+        return (
+            check(key, replay)
+            or check(key, runs[key])
+            or timer.unseen(runs[key], samples["device", key])
+        )
 
     gc.collect()
     with no_garbage_collection():  # a collection during a call is not part of the call
@@ -219,7 +271,11 @@ def time_in_turns(
     found: dict[str, dict[str, Any]] = {}
     for key in (key for key in runs if key not in untimed):
         with suppress(_CallError):
-            if reason := called(key, partial(reason_now, key, check)) if check and recordings else "":
+            if (
+                reason := called(key, partial(reason_now, key, check))
+                if check and recordings
+                else ""
+            ):
                 untimed[key] = {"later_fault": f"after it was timed: {reason}"}
             else:
                 taken = (record(process, clock, samples[clock, key]) for clock in clocks)

@@ -1,7 +1,8 @@
 """The GPU work of one call, by the part of the program that launched it.
 
-The program marks its parts with `marked`; torch's profiler notes when each mark began and ended on the host, when each
-kernel was launched, and how long it ran.  A kernel belongs to the innermost mark that was open at its launch.
+The program marks its parts with `marked`; torch's profiler notes when each mark began and ended on
+the host, when each kernel was launched, and how long it ran.  A kernel belongs to the innermost
+mark that was open at its launch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times in microseconds
-# a kernel, copy or fill on the GPU: the part (None if no mark was open at its launch), its name, and microseconds
+# a kernel, copy or fill on the GPU: the part (None if no mark was open at its launch), its name,
+# and microseconds
 GpuWork = tuple[str | None, str, float]
 
 
@@ -51,7 +53,8 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
 
 
 def write(file: Path, calls: Mapping[str, Callable[[], object]], device: torch.device) -> None:
-    """Write a trace that Perfetto and Chrome show: one of each call, in a mark of its name, in their order.
+    """Write a trace that Perfetto and Chrome show: one of each call, in a mark of its name, in
+    their order.
 
     Raises what `files.write_text` raises.
     """
@@ -90,7 +93,11 @@ def _wait(device: torch.device) -> None:
 
 def busy_us(trace: Trace) -> float:
     """The time in which at least one kernel, copy or fill ran on the GPU."""
-    spans = [(float(event["ts"]), float(event["dur"])) for event in trace if event.get("cat") in _ON_THE_GPU]
+    spans = [
+        (float(event["ts"]), float(event["dur"]))
+        for event in trace
+        if event.get("cat") in _ON_THE_GPU
+    ]
     busy, end = 0.0, -math.inf
     for begin, us in sorted(spans):
         busy += max(0.0, begin + us - max(begin, end))
@@ -100,7 +107,8 @@ def busy_us(trace: Trace) -> float:
 
 def work(trace: Trace) -> list[GpuWork]:
     """All work on the GPU, in the trace's order."""
-    marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)  # by thread: begin, -end, part
+    # by thread: begin, -end, part
+    marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     launched = {}
     for event in trace:
         kind, arguments = event.get("cat"), event.get("args", {})

@@ -8,7 +8,9 @@ from ssdprof.errors import BadInputError
 from ssdprof.operators import gdn, kda, ssd
 from ssdprof.operators.operator import Operator
 
-_OPERATORS: dict[str, Operator[Any]] = {one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)}
+_OPERATORS: dict[str, Operator[Any]] = {
+    one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)
+}
 
 
 def register(operator: Operator[Any]) -> Operator[Any]:
@@ -27,7 +29,9 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> Operator[Any]:
     """BadInputError for an unknown name."""
     if name not in _OPERATORS:
-        raise BadInputError(f"There is no operator {name!r}.", f"Choose from: {', '.join(names())}.")
+        raise BadInputError(
+            f"There is no operator {name!r}.", f"Choose from: {', '.join(names())}."
+        )
     return _OPERATORS[name]
 
 

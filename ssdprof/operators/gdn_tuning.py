@@ -1,4 +1,6 @@
-"""The configurations of the fused GDN kernels that `ssdprof tune` may vary: see `operators.tuning.Tuning`."""
+"""The configurations of the fused GDN kernels that `ssdprof tune` may vary: see
+`operators.tuning.Tuning`.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +54,22 @@ def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPorta
 def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
     """Segments keep their lengths in positions."""
     for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
-        yield replace(config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk))
+        yield replace(
+            config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk)
+        )
 
 
 _AXES: tuple[Axis, ...] = (
-    varied(slice_fits, block_v=(16, 32, 64, 128), v_rows=(True, False)), _segments, varied(num_warps=(2, 4, 8)),
+    varied(slice_fits, block_v=(16, 32, 64, 128), v_rows=(True, False)),
+    _segments,
+    varied(num_warps=(2, 4, 8)),
     varied(scan_stages=range(1, 5)),
-    varied(lambda config, inputs: config.block_k <= block_of(inputs.q.shape[3]), block_k=(32, 64, 128)), _chunks,
+    varied(
+        lambda config, inputs: config.block_k <= block_of(inputs.q.shape[3]), block_k=(32, 64, 128)
+    ),
+    _chunks,
     varied(factors_warps=(2, 4, 8), factors_registers=(0, 128, 168)),
-)  # fmt: skip
+)
 
 
 def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
@@ -75,12 +84,16 @@ def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
 
 
 def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
-    """Runs inputs with a configuration, by launches that are prepared once.  prepare: as `portable_launch`."""
+    """Runs inputs with a configuration, by launches that are prepared once.  prepare: as
+    `portable_launch`.
+    """
     launches: dict[Hashable, PreparedLaunch] = {}
 
     def run(inputs: GDNInputs, precision: Precision, config: Any) -> GDNOutput:
         key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-        return kept(launches, key, lambda: prepare(inputs, precision, config, state_v_first=False))(inputs)
+        return kept(launches, key, lambda: prepare(inputs, precision, config, state_v_first=False))(
+            inputs
+        )
 
     return run
 
@@ -95,8 +108,16 @@ TUNING: Tuning = Tuning(
     operator="gdn",
     configs={
         KERNEL: stored_form(
-            GDNPortableConfig, chunk=Literal[16, 32, 64, 128], segment=Count, block_k=PowerOfTwo, block_v=PowerOfTwo,
-            v_rows=bool, num_warps=Warps, scan_stages=Size, factors_warps=Warps, factors_registers=Count,
+            GDNPortableConfig,
+            chunk=Literal[16, 32, 64, 128],
+            segment=Count,
+            block_k=PowerOfTwo,
+            block_v=PowerOfTwo,
+            v_rows=bool,
+            num_warps=Warps,
+            scan_stages=Size,
+            factors_warps=Warps,
+            factors_registers=Count,
         )
     },
     kernel=partial(kernel_of, FUSED, (KERNEL,)),
@@ -105,4 +126,4 @@ TUNING: Tuning = Tuning(
     axes=lambda _: _AXES,
     run=runner(portable_launch),
     for_short=_for_short,
-)  # fmt: skip
+)

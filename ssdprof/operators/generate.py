@@ -1,4 +1,6 @@
-"""The interface of `ssdprof bench` to an operator: shapes of models, random inputs, and other libraries' kernels."""
+"""The interface of `ssdprof bench` to an operator: shapes of models, random inputs, and other
+libraries' kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from ssdprof.operators.tensors import dtype_name, dtype_named
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
 POOL = {
-    "pool": "sequences begin with states of a pool, as in servers: in slots in random order; GDN and KDA, V before K"
+    "pool": (
+        "sequences begin with states of a pool, as in servers: in slots in random order; GDN "
+        "and KDA, V before K"
+    )
 }
-STEPS = (1e-3, 1e-1)  # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
+# of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
+STEPS = (1e-3, 1e-1)
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views", "transposed"]
@@ -29,7 +35,8 @@ Layout = Literal["contiguous", "views", "transposed"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a layer, by the operator's own names, and whatever else its inputs are drawn from.
+    """The sizes of a layer, by the operator's own names, and whatever else its inputs are drawn
+    from.
 
     name: as the user typed it.  words: "80x64, N 128, G 1".
     """
@@ -71,7 +78,9 @@ class Tokens:
     def __str__(self) -> str:
         if self.shortest is not None:
             return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
-        kept = {0: "", 1: ", every state"}.get(self.state_every, f", state every {self.state_every:,}")
+        kept = {0: "", 1: ", every state"}.get(
+            self.state_every, f", state every {self.state_every:,}"
+        )
         return f"{self.sequences} x {self.seqlen:,}{kept}"
 
 
@@ -79,7 +88,8 @@ class Tokens:
 class Cell:
     """One cell of a bench.
 
-    layout: contiguous tensors, views of a wide projection, as a model passes them, or tensors with positions innermost.
+    layout: contiguous tensors, views of a wide projection, as a model passes them, or tensors with
+    positions innermost.
     drawn: the `InputGenerator.ways` in which the inputs differ from the default.
     """
 
@@ -97,8 +107,8 @@ class Cell:
 class Library:
     """How to load another library.
 
-    load: (checkout, or None for an installed library) -> it, with its version, and its precisions at the library's
-        defaults.  Raises ImportError.
+    load: (checkout, or None for an installed library) -> it, with its version, and its precisions
+        at the library's defaults.  Raises ImportError.
     hint: for a failed import.
     repository: of a library that exists only as a checkout; empty for an installed one.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
@@ -111,10 +121,14 @@ class Library:
 
 
 def installed(
-    package: str, version: Callable[[], str], precisions: Callable[[Any], tuple[Any, ...]],
+    package: str,
+    version: Callable[[], str],
+    precisions: Callable[[Any], tuple[Any, ...]],
     load: Callable[[], Implementation],
-) -> Library:  # fmt: skip
-    """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype) -> its own."""
+) -> Library:
+    """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype)
+    -> its own.
+    """
     return Library(
         load=lambda _: replace(load(), version=version(), precisions=precisions),
         hint=f"pip install {package}, or leave it out.",
@@ -123,14 +137,16 @@ def installed(
 
 @dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
-    """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order: the same for people.
+    """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order:
+    the same for people.
     words: of a shape.
     models: sizes of models in this order, then `others`; the first is the default.
     others: what else inputs are drawn from, and its value unless a model has another one.
     divides: two sizes of which the first must divide the second.
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
-    edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator, then with fewer.
+    edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
+    then with fewer.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
@@ -175,26 +191,39 @@ class InputGenerator(Generic[I]):
         return f"{self.order}, such as {self.form.format(**first.sizes)}"
 
     def parse(self, text: str) -> Shape | None:
-        """Sizes as a user writes them; None for text of another form.  BadInputError for impossible sizes."""
+        """Sizes as a user writes them; None for text of another form.  BadInputError for impossible
+        sizes.
+        """
         match = re.fullmatch(re.sub(r"{\w+}", r"(\\d{1,5})", self.form), text)
         if match is None:
             return None
         shape = self.shape(text, *map(int, match.groups()))
-        called, order = dict(zip(self.names, re.split(" [x/] ", self.order), strict=False)), f"Order: {self.order}."
+        called, order = (
+            dict(zip(self.names, re.split(" [x/] ", self.order), strict=False)),
+            f"Order: {self.order}.",
+        )
         divisor, multiple = self.divides or (self.names[0],) * 2
-        if not all(shape.sizes[name] for name in called) or shape.sizes[multiple] % shape.sizes[divisor]:
+        if (
+            not all(shape.sizes[name] for name in called)
+            or shape.sizes[multiple] % shape.sizes[divisor]
+        ):
             rule = f", and {called[divisor]} must divide {called[multiple]}" if self.divides else ""
             raise BadInputError(f"{text} is impossible: sizes must be positive{rule}.", order)
         if any(shape.sizes[name] > most for name, most in self.largest.items()):
-            limits = ", ".join(f"{called[name]} at most {most}" for name, most in self.largest.items())
-            raise BadInputError(f"{text} is not measured: {limits.replace(' at', ' is at', 1)}.", order)
+            limits = ", ".join(
+                f"{called[name]} at most {most}" for name, most in self.largest.items()
+            )
+            raise BadInputError(
+                f"{text} is not measured: {limits.replace(' at', ' is at', 1)}.", order
+            )
         return shape
 
 
 # --- for the operators' own generators
 
 Lengths = tuple[int, ...]  # of sequences, which are packed if they differ
-# No multiples of a chunk; a decode step; packs of equal sizes with an empty sequence; multiples of a chunk.
+# No multiples of a chunk; a decode step; packs of equal sizes with an empty sequence; multiples of
+# a chunk.
 EDGES: tuple[Lengths, ...] = ((321, 321), (1, 1), (1, 17, 0, 303), (303, 0, 17, 1), (256, 256))
 
 
@@ -214,11 +243,15 @@ def cu_seqlens(cell: Cell, device: torch.device) -> torch.Tensor | None:
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
-    """Boundaries of the sequences; lengths of packed ones are uniform between the shortest and the longest."""
+    """Boundaries of the sequences; lengths of packed ones are uniform between the shortest and the
+    longest.
+    """
     lengths = [tokens.seqlen] * tokens.sequences
     if tokens.shortest is not None:
         generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator)
+        drawn = torch.randint(
+            tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator
+        )
         lengths = [int(length) for length in drawn]
     return [0, *accumulate(lengths)]
 
@@ -238,7 +271,9 @@ def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
     """As views, in the dtype of `like`; packed sequences as one."""
     dtype: Any = dtype_name(like.dtype)
     rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
-    return Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=rows, seqlen=length))
+    return Cell(
+        shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=rows, seqlen=length)
+    )
 
 
 def edge_bounds(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
@@ -254,22 +289,32 @@ def is_packed(lengths: Lengths) -> bool:
 
 def states(*shape: int, device: torch.device) -> torch.Tensor:
     """Initial states ~ N(0, 1) in fp32."""
-    return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1))
+    return torch.randn(
+        *shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1)
+    )
 
 
 def pool(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """States in slots, in random order, of a pool of twice as many; the others are NaN.  The pool, and their slots."""
-    slots = torch.randperm(2 * len(states), generator=torch.Generator().manual_seed(SEED))[: len(states)]
+    """States in slots, in random order, of a pool of twice as many; the others are NaN.  The pool,
+    and their slots.
+    """
+    slots = torch.randperm(2 * len(states), generator=torch.Generator().manual_seed(SEED))[
+        : len(states)
+    ]
     slots = slots.to(states.device)
-    pool = states.new_full((2 * len(states), *states.shape[1:]), math.nan).index_copy_(0, slots, states)
+    pool = states.new_full((2 * len(states), *states.shape[1:]), math.nan).index_copy_(
+        0, slots, states
+    )
     return pool, slots.int()
 
 
-def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[torch.Tensor, ...]:
+def empty(
+    sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """Uninitialised tensors of these sizes at each position.
 
-    As views, they are slices of one tensor.  Transposed, they are slices of one tensor whose neighbouring elements are
-    neighbouring positions.
+    As views, they are slices of one tensor.  Transposed, they are slices of one tensor whose
+    neighbouring elements are neighbouring positions.
     """
     rows, length, _ = positions(cell)
     new = partial(torch.empty, rows, length, dtype=dtype_named(cell.dtype), device=device)

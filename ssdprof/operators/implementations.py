@@ -51,10 +51,11 @@ def own_precisions(
 
 
 def resolver(device: torch.device) -> Resolve:
-    """As `resolve`, for one device, by an operator's name: each word once, so that a library that tunes itself keeps
-    its configurations; unavailable if it cannot run on this kind of device.
+    """As `resolve`, for one device, by an operator's name: each word once, so that a library that
+    tunes itself keeps its configurations; unavailable if it cannot run on this kind of device.
 
-    A library with a checkout can be named without it later.  BadInputError for a second checkout of a library.
+    A library with a checkout can be named without it later.  BadInputError for a second checkout of
+    a library.
     """
     known: dict[tuple[str, str], Implementation] = {}
 
@@ -73,7 +74,9 @@ def resolver(device: torch.device) -> Resolve:
 
 
 def refuse_two_checkouts(words: Iterable[str]) -> None:
-    """Raises BadInputError if two words name one library, because reports identify implementations by name."""
+    """Raises BadInputError if two words name one library, because reports identify implementations
+    by name.
+    """
     names = [word.partition("=")[0] for word in dict.fromkeys(words)]
     for name in names:
         if names.count(name) > 1:
@@ -81,12 +84,18 @@ def refuse_two_checkouts(words: Iterable[str]) -> None:
 
 
 def _two_checkouts(name: str) -> BadInputError:
-    return BadInputError(f"{name} is named with two checkouts.", "Measure each of them in a command of its own.")
+    return BadInputError(
+        f"{name} is named with two checkouts.", "Measure each of them in a command of its own."
+    )
 
 
 def known(operator: Operator[Any]) -> tuple[str, ...]:
     """Every name that can be resolved for the operator, except module:function."""
-    return tuple(dict.fromkeys((*kernels.names(operator.name), *operator.generated.libraries, *entry_points())))
+    return tuple(
+        dict.fromkeys(
+            (*kernels.names(operator.name), *operator.generated.libraries, *entry_points())
+        )
+    )
 
 
 def knows(operator: Operator[Any], word: str) -> bool:
@@ -95,12 +104,15 @@ def knows(operator: Operator[Any], word: str) -> bool:
 
 
 def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
-    """Raise BadInputError for words of an option that no operator knows, and for those in `besides`.
+    """Raise BadInputError for words of an option that no operator knows, and for those in
+    `besides`.
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
     """
     records = operators.records()
-    unknown = [word for word in words if word in besides or not any(knows(one, word) for one in records)]
+    unknown = [
+        word for word in words if word in besides or not any(knows(one, word) for one in records)
+    ]
     if unknown:
         names = dict.fromkeys(name for one in records for name in known(one) if name not in besides)
         raise BadInputError(
@@ -118,19 +130,26 @@ def kind_of(operator: Operator[Any], word: str) -> Kind:
 
 
 def resolve(operator: Operator[Any], word: str) -> Implementation:
-    """Resolve `word` among the implementations of the operator.  Bundled ones and libraries come first.
+    """Resolve `word` among the implementations of the operator.  Bundled ones and libraries come
+    first.
 
-    An unavailable library is not an error: the result has the reason.  Raises BadInputError for an unknown name, a
-    library without its checkout or with one that is not a folder, and an own kernel that cannot be imported or takes
-    another operator's inputs.
+    An unavailable library is not an error: the result has the reason.  Raises BadInputError for an
+    unknown name, a library without its checkout or with one that is not a folder, and an own kernel
+    that cannot be imported or takes another operator's inputs.
     """
     name, _, checkout = word.partition("=")
     libraries = operator.generated.libraries
     if name in libraries:
-        return _library(operator.name, name, libraries[name], Path(checkout).expanduser() if checkout else None)
+        return _library(
+            operator.name, name, libraries[name], Path(checkout).expanduser() if checkout else None
+        )
     if checkout:
         raise BadInputError(
-            f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a checkout.",
+            (
+                f"{name!r} is not a library of {operator.name}, and only libraries are loaded "
+                "from a "
+                "checkout."
+            ),
             f"Libraries are: {', '.join(libraries) or 'none'}.",
         )
     if name in kernels.names(operator.name):
@@ -141,7 +160,10 @@ def resolve(operator: Operator[Any], word: str) -> Implementation:
         return _own(operator, name, entry_point(name))
     others = [one.name for one in operators.records() if name in known(one)]
     raise BadInputError(
-        f"There is no implementation {name!r} of {operator.name}{f': it is one of {others[0]}' if others else ''}.",
+        (
+            f"There is no implementation {name!r} of "
+            f"{operator.name}{f': it is one of {others[0]}' if others else ''}."
+        ),
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 
@@ -151,7 +173,9 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
         where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
         raise BadInputError(f"No package contains the {name} kernel.", where)
     if checkout is not None and not source.repository:
-        raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")
+        raise BadInputError(
+            f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}."
+        )
     if checkout is not None and not checkout.is_dir():
         raise BadInputError(f"There is no folder {checkout}.", source.hint)
     try:
@@ -177,8 +201,14 @@ def _own(operator: Operator[Any], name: str, reference: str) -> Implementation:
     for other in operators.records():
         if other.name != operator.name and other.inputs.__name__ in types:
             raise BadInputError(
-                f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} layers.",
-                f"Name a function that takes {operator.inputs.__name__}, or run a model with other layers.",
+                (
+                    f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} "
+                    "layers."
+                ),
+                (
+                    f"Name a function that takes {operator.inputs.__name__}, or run a model with "
+                    "other layers."
+                ),
             )
     return replace(own_implementation(operator, name, function), version=reference)
 
@@ -192,10 +222,14 @@ def entry_points() -> tuple[str, ...]:
 
 
 def entry_point(name: str) -> str:
-    """The module:function that a package registers under `name`.  BadInputError if several packages register one."""
+    """The module:function that a package registers under `name`.  BadInputError if several packages
+    register one.
+    """
     found = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
     if len(found) > 1:
-        raise BadInputError(f"Several installed packages register {name!r}.", f"Name one of: {', '.join(found)}.")
+        raise BadInputError(
+            f"Several installed packages register {name!r}.", f"Name one of: {', '.join(found)}."
+        )
     return found[0]
 
 
@@ -206,12 +240,15 @@ def load(reference: str) -> Callable[..., Any]:
         missing = "function" if name else "module"
         raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
     try:
-        import_module("ssdprof.kernels.device")  # sets interpreter mode before the user's kernels are defined
-        with _current_directory_first(), redirect_stdout(sys.stderr):  # keep stdout free for the command's data
+        # sets interpreter mode before the user's kernels are defined
+        import_module("ssdprof.kernels.device")
+        # keep stdout free for the command's data
+        with _current_directory_first(), redirect_stdout(sys.stderr):
             module = import_module(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # any exit of the user's module: pytest's skip is not an Exception
+    # any exit of the user's module: pytest's skip is not an Exception
+    except BaseException as error:
         raise BadInputError(
             f"The module of {reference} cannot be imported: {library_message(error)}.",
             "Give MODULE:FUNCTION, where MODULE is importable, also from the current directory.",
@@ -220,7 +257,9 @@ def load(reference: str) -> Callable[..., Any]:
         function = reduce(getattr, attribute.split("."), module)
     except AttributeError:
         file = getattr(module, "__file__", None) or "built in"
-        raise BadInputError(f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION.") from None
+        raise BadInputError(
+            f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION."
+        ) from None
     if not callable(function):
         raise BadInputError(
             f"{reference} is not a function, but of type {type(function).__name__}.",
@@ -231,32 +270,45 @@ def load(reference: str) -> Callable[..., Any]:
 
 def source_files(several: Iterable[Implementation]) -> list[Path]:
     """The files of the user's kernels."""
-    modules = [sys.modules.get(one.version.partition(":")[0]) for one in several if one.kind == "own"]
+    modules = [
+        sys.modules.get(one.version.partition(":")[0]) for one in several if one.kind == "own"
+    ]
     return [Path(file) for one in modules if (file := getattr(one, "__file__", None))]
 
 
-def own_implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
-    """The function as an implementation of the operator, at every precision if it has a parameter of that name.
+def own_implementation(
+    operator: Operator[Any], name: str, function: Callable[..., Any]
+) -> Implementation:
+    """The function as an implementation of the operator, at every precision if it has a parameter
+    of that name.
 
-    Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix products, and
-    `keeps_states = True` that it returns the states that `Inputs.state_every` asks for, and `pools = True` that it
-    reads initial states by `Inputs.state_indices`.
-    Raises BadInputError for another value.
+    Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix
+    products, and `keeps_states = True` that it returns the states that `Inputs.state_every` asks
+    for, and `pools = True` that it reads initial states by `Inputs.state_indices`.  Raises
+    BadInputError for another value.
     """
     declared = getattr(function, "operand_precision", None)
     if declared not in (None, "tf32"):
-        raise BadInputError(f'{name} declares operand_precision {declared!r}; it can be "tf32" only.')
+        raise BadInputError(
+            f'{name} declares operand_precision {declared!r}; it can be "tf32" only.'
+        )
     has_precision = "precision" in _parameters(function)
 
     def run(inputs: Any, precision: kernels.Precision) -> Output:
         index = inputs.device.index  # Triton launches on the current GPU; -1 is none
         try:
             with torch.cuda.device(-1 if index is None else index):
-                output = function(inputs, precision=precision) if has_precision else function(inputs)
+                output = (
+                    function(inputs, precision=precision) if has_precision else function(inputs)
+                )
         except Exception:
             raise
-        except BaseException as error:  # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
-            ctrl_c = isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
+        except BaseException as error:
+            ctrl_c = (
+                isinstance(error, KeyboardInterrupt)
+                and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            )
             if ctrl_c or type(error).__module__.startswith("ssdprof."):
                 raise
             raise RuntimeError(f"{name} raised {library_message(error)}") from None
@@ -298,7 +350,9 @@ def _type(thing: Any) -> str:
 
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
-    """Put the current directory first on sys.path, as for a script; afterwards last, for later imports."""
+    """Put the current directory first on sys.path, as for a script; afterwards last, for later
+    imports.
+    """
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

@@ -21,22 +21,44 @@ if TYPE_CHECKING:
     from ssdprof.kernels.kda import reference
     from ssdprof.operators import kda_tuning
 else:
-    adapters, reference = (lazy(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference"))
+    adapters, reference = (
+        lazy(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference")
+    )
     kda_tuning = lazy("ssdprof.operators.kda_tuning")
 
 STAGES = Stages.of(
-    "kda", {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
-    "setup", "setup.store", "qk_l2norm", "gate_cumsum", "decayed_scores", "solve_tril", "recompute_w_u",
-    "out_factor", "state_factor", "chunk_state", "chunk_state.residual", "chunk_state.update", "chunk_output",
-    "recurrence", "step_write", "step_state", "step_output",
+    "kda",
+    {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
+    "setup",
+    "setup.store",
+    "qk_l2norm",
+    "gate_cumsum",
+    "decayed_scores",
+    "solve_tril",
+    "recompute_w_u",
+    "out_factor",
+    "state_factor",
+    "chunk_state",
+    "chunk_state.residual",
+    "chunk_state.update",
+    "chunk_output",
+    "recurrence",
+    "step_write",
+    "step_state",
+    "step_output",
     unfused=(
-        "_gdn_qk_l2norm_kernel", "_kda_gate_cumsum_kernel", "_kda_decayed_scores_kernel", "_gdn_solve_tril_kernel",
-        "_kda_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_kda_chunk_output_kernel",
+        "_gdn_qk_l2norm_kernel",
+        "_kda_gate_cumsum_kernel",
+        "_kda_decayed_scores_kernel",
+        "_gdn_solve_tril_kernel",
+        "_kda_recompute_w_u_kernel",
+        "_gdn_chunk_state_kernel",
+        "_kda_chunk_output_kernel",
     ),
     fused=("_kda_prep_kernel", "_kda_hopper_prep", "_kda_scan_kernel"),
     recurrent=("_gdn_recurrent_kernel",),
     unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-)  # fmt: skip
+)
 
 # --- how a model calls it
 
@@ -51,14 +73,16 @@ BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
     per_position=("g", "beta"),
     gate_bytes=lambda item, sizes: item + 4 * sizes["key_dim"],  # beta, and g in fp32
     replacement=lambda inputs: computed(inputs, reference.kda_chunked),
-)  # fmt: skip
+)
 
 
 # --- the oracle, and the operator in one precision
 
 
 def bytes_per_position(inputs: kernels.KDAInputs) -> int:
-    """About ten fp32 rows of the rounded form and ten fp64 rows of the oracle, of 2 K + V + CHUNK."""
+    """About ten fp32 rows of the rounded form and ten fp64 rows of the oracle, of 2 K + V +
+    CHUNK.
+    """
     heads, value_dim = inputs.v.shape[2:]
     return int(heads * (10 * 4 + 10 * 8) * (2 * inputs.q.shape[3] + value_dim + CHUNK))
 
@@ -75,23 +99,26 @@ def rounded_chunks(
 ) -> torch.Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
-    The chunked algorithm of `reference.py` with chunks of 64 positions, in plain torch.  Everything is computed in
-    fp32 and rounded
+    The chunked algorithm of `reference.py` with chunks of 64 positions, in plain torch.  Everything
+    is computed in fp32 and rounded
 
-        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it:
-                                            q and k (normalised ones too), with the decays from the chunk's start and
-                                            to its end, the inverse, beta times v, u, w, the state, what a chunk
+        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
+                                            tensor cores take it: q and k (normalised ones too),
+                                            with the decays from the chunk's start and to its end,
+                                            the inverse, beta times v, u, w, the state, what a chunk
                                             writes, the scores
-        in the products of the scores       q and k with the decays of each half: bf16 inputs cut to tf32, fp16 ones
-        and between the inverse's blocks    rounded to fp16, fp32 ones to two tf32 numbers
-        where states pass from chunk to chunk, and at the end     to the state dtype
-        as the output     to the input's dtype
+        in the products of the scores       q and k with the decays of each half: bf16 inputs cut to
+        tf32, fp16 ones and between the inverse's blocks    rounded to fp16, fp32 ones to two tf32
+        numbers where states pass from chunk to chunk, and at the end     to the state dtype as the
+        output     to the input's dtype
 
-    beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates round fp32 operands to 16
-    bits and nothing else.
+    beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates round
+    fp32 operands to 16 bits and nothing else.
     """
     operand, exp = low.operand, rounding.gpu_exp
-    product = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(low.operand_dtype, gdn._tf32)
+    product = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(
+        low.operand_dtype, gdn._tf32
+    )
     q, k, v, beta = gdn.operands(inputs, low, span)
     sums = gate.exponents.reshape(*gate.exponents.shape[:2], CHUNK, -1)
     scores, system = reference.decayed_scores(q, k, sums, exp, product)
@@ -115,17 +142,25 @@ def rounded_chunks(
 def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = gdn.SMALLEST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products at that many positions.
 
-    As of GDN, but k k^T and q k^T are of every value head, because their decays are inside the sums.
+    As of GDN, but k k^T and q k^T are of every value head, because their decays are inside the
+    sums.
     """
     heads, key_dim, value_dim = (sizes[name] for name in ("value_heads", "key_dim", "value_dim"))
-    return positions * heads * (2 * (chunk_size + 1) * (key_dim + value_dim) + 6 * key_dim * value_dim)
+    return (
+        positions * heads * (2 * (chunk_size + 1) * (key_dim + value_dim) + 6 * key_dim * value_dim)
+    )
 
 
 ORACLE = OracleSpec(
-    blocks=lambda inputs, length: reference.kda_blocks(inputs, torch.float64, block=length), gate=gate,
-    chunks=rounded_chunks, bytes_per_position=bytes_per_position, chunk_size=lambda _inputs: CHUNK,
-    sizes=gdn.sizes_of, words=gdn.ORACLE.words, flops=flops,
-)  # fmt: skip
+    blocks=lambda inputs, length: reference.kda_blocks(inputs, torch.float64, block=length),
+    gate=gate,
+    chunks=rounded_chunks,
+    bytes_per_position=bytes_per_position,
+    chunk_size=lambda _inputs: CHUNK,
+    sizes=gdn.sizes_of,
+    words=gdn.ORACLE.words,
+    flops=flops,
+)
 
 
 # --- random inputs
@@ -135,19 +170,25 @@ BOUNDED, SATURATED, LOW_GATES = "bounded", "saturated", "low-gates"
 WAYS = {
     gdn.NORMALISED: "q and k are normalised before the call and not inside",
     BOUNDED: "bounded gates, g = -5 sigmoid(a + dt_bias)",
-    SATURATED: "every fourth value head forgets most channels at every token: g is below -50 in the mean",
+    SATURATED: (
+        "every fourth value head forgets most channels at every token: g is below -50 in the mean"
+    ),
     LOW_GATES: "g in the model's dtype, as in bailing_hybrid",
     **generate.POOL,
 }
 
 
 def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
-    """g = -A softplus(a + dt_bias), a ~ N(0, 1), A of a head and dt_bias of a channel, unless `WAYS` says otherwise."""
+    """g = -A softplus(a + dt_bias), a ~ N(0, 1), A of a head and dt_bias of a channel, unless
+    `WAYS` says otherwise.
+    """
     sizes, (rows, length, _) = cell.shape.sizes, generate.positions(cell)
     heads, key_dim = sizes["value_heads"], sizes["key_dim"]
     dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
     A = generate.uniform(heads, gdn.SLOWEST, gdn.FASTEST, generator)[:, None]
-    g = torch.randn(rows, length, heads, key_dim, device=generator.device, generator=generator).add_(dt_bias)
+    g = torch.randn(
+        rows, length, heads, key_dim, device=generator.device, generator=generator
+    ).add_(dt_bias)
     if SATURATED in cell.drawn:
         g[..., ::4, :] += 10
     g = BOUND * g.sigmoid_() if BOUNDED in cell.drawn else torch.nn.functional.softplus(g).mul_(-A)
@@ -169,31 +210,57 @@ def edges(like: kernels.KDAInputs) -> Iterator[Iterator[kernels.KDAInputs]]:
 
 
 LIBRARIES = {
-    name: generate.installed("flash-linear-attention", lambda: adapters.fla_version(), precisions, load)
+    name: generate.installed(
+        "flash-linear-attention", lambda: adapters.fla_version(), precisions, load
+    )
     for name, precisions, load in (
         ("fla", gdn.states_as_inputs, lambda: adapters.load_fla(gdn.fla_operator("kda"), "kda")),
-        ("fla_recurrent", gdn.fp32_states, lambda: adapters.load_fla_recurrent(gdn.fla_operator("kda"), "kda")),
+        (
+            "fla_recurrent",
+            gdn.fp32_states,
+            lambda: adapters.load_fla_recurrent(gdn.fla_operator("kda"), "kda"),
+        ),
     )
 } | {
     "flash_kda": generate.installed(
-        "git+https://github.com/MoonshotAI/FlashKDA", lambda: packages.package_version("flash_kda"),
-        gdn.states_as_inputs, lambda: adapters.load_flash_kda(),
+        "git+https://github.com/MoonshotAI/FlashKDA",
+        lambda: packages.package_version("flash_kda"),
+        gdn.states_as_inputs,
+        lambda: adapters.load_flash_kda(),
     )
-}  # fmt: skip
+}
 
 GENERATOR = replace(
-    gdn.GENERATOR, draw=draw, edges=edges, ways=WAYS, alternatives=(), libraries=LIBRARIES,
+    gdn.GENERATOR,
+    draw=draw,
+    edges=edges,
+    ways=WAYS,
+    alternatives=(),
+    libraries=LIBRARIES,
     models={  # as in their configs
-        "kimi-linear-48b": (32, 32, 128, 128), "glm-5-next": (64, 64, 128, 128), "kimi-k3": (96, 96, 128, 128),
+        "kimi-linear-48b": (32, 32, 128, 128),
+        "glm-5-next": (64, 64, 128, 128),
+        "kimi-k3": (96, 96, 128, 128),
         "kimi-k3-tp8": (12, 12, 128, 128),  # one rank of eight
     },
-)  # fmt: skip
+)
 
 
 OPERATOR = replace(
-    gdn.OPERATOR, name="kda", title="KDA", layers="Kimi-Delta-Attention", load_inputs=lambda: kernels.KDAInputs,
+    gdn.OPERATOR,
+    name="kda",
+    title="KDA",
+    layers="Kimi-Delta-Attention",
+    load_inputs=lambda: kernels.KDAInputs,
     mixer_sizes={
-        "key_heads": "num_heads", "value_heads": "num_heads", "key_dim": "head_dim", "value_dim": "head_dim",
+        "key_heads": "num_heads",
+        "value_heads": "num_heads",
+        "key_dim": "head_dim",
+        "value_dim": "head_dim",
     },
-    stages=STAGES, binding=BINDING, judged=ORACLE, generated=GENERATOR, load_tuning=lambda: kda_tuning.TUNING,
-)  # fmt: skip
+    stages=STAGES,
+    binding=BINDING,
+    judged=ORACLE,
+    generated=GENERATOR,
+    load_tuning=lambda: kda_tuning.TUNING,
+)

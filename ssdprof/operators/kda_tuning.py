@@ -1,4 +1,6 @@
-"""The configurations of the fused KDA kernels that `ssdprof tune` may vary: see `operators.tuning.Tuning`."""
+"""The configurations of the fused KDA kernels that `ssdprof tune` may vary: see
+`operators.tuning.Tuning`.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,29 @@ _FIRST: tuple[Axis, ...] = (
 )  # fmt: skip
 
 
-_SCAN = dict(block_k=PowerOfTwo, block_v=PowerOfTwo, k_first=bool, num_warps=Warps, scan_stages=Size)
+_SCAN = dict(
+    block_k=PowerOfTwo, block_v=PowerOfTwo, k_first=bool, num_warps=Warps, scan_stages=Size
+)
 TUNING: Tuning = Tuning(
     operator="kda",
     configs={
         "hopper": stored_form(
-            KDAPortableConfig, **_SCAN, chunk=Literal[64], prep_block_k=Literal[128], prep_warps=Literal[4],
-            prep_registers=Literal[0], hopper=Literal[True],
+            KDAPortableConfig,
+            **_SCAN,
+            chunk=Literal[64],
+            prep_block_k=Literal[128],
+            prep_warps=Literal[4],
+            prep_registers=Literal[0],
+            hopper=Literal[True],
         ),
         "portable": stored_form(
-            KDAPortableConfig, **_SCAN, chunk=Literal[16, 32, 64], prep_block_k=PowerOfTwo, prep_warps=Warps,
-            prep_registers=Count, hopper=Literal[False],
+            KDAPortableConfig,
+            **_SCAN,
+            chunk=Literal[16, 32, 64],
+            prep_block_k=PowerOfTwo,
+            prep_warps=Warps,
+            prep_registers=Count,
+            hopper=Literal[False],
         ),
     },
     kernel=partial(kernel_of, FUSED, ("hopper", "portable")),
@@ -50,4 +64,4 @@ TUNING: Tuning = Tuning(
     axes=lambda config: _SECOND if config.hopper else (*_SECOND, *_FIRST),
     run=runner(portable_launch),
     for_short=lambda config, _: config,
-)  # fmt: skip
+)

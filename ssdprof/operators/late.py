@@ -10,7 +10,8 @@ __all__ = ["lazy", "packages", "precision", "rounding", "torch"]
 def lazy(name: str) -> Any:
     """Stands for a module until one of its attributes is used."""
     module = ModuleType(name)
-    module.__getattr__ = lambda attribute: getattr(import_module(name), attribute)  # type: ignore[method-assign]
+    attribute = lambda wanted: getattr(import_module(name), wanted)  # noqa: E731
+    module.__getattr__ = attribute  # type: ignore[method-assign]
     return module
 
 

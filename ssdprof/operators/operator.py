@@ -1,15 +1,14 @@
 """An operator's record.  Each stage uses the part that it needs, and no operator's name.
 
-    itself      name, title, sizes, and the share of one tensor-parallel rank
-    stages      of its algorithm, as kernels name them
-    binding     how models call the operator, and how a captured call is stored
-    judged      the oracle in pieces, the roundings that a precision allows, sizes and cost of a call
-    generated   shapes of models, and random inputs                  `generate.py`
-    tuning      what `ssdprof tune` may vary                         `tuning.py`
+    itself      name, title, sizes, and the share of one tensor-parallel rank stages      of its
+    algorithm, as kernels name them binding     how models call the operator, and how a captured
+    call is stored judged      the oracle in pieces, the roundings that a precision allows, sizes
+    and cost of a call generated   shapes of models, and random inputs
+    `generate.py` tuning      what `ssdprof tune` may vary                         `tuning.py`
 
-Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype, final_states
-(sequences, h, ...) in fp32, or with a row for each state that `Inputs.state_every` asks for.  Reports call them by
-these names whatever the operator's own names are.
+Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype,
+final_states (sequences, h, ...) in fp32, or with a row for each state that `Inputs.state_every`
+asks for.  Reports call them by these names whatever the operator's own names are.
 """
 
 from __future__ import annotations
@@ -47,9 +46,10 @@ class Stages:
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: a part's name in plain words.
     kernels: function name of each bundled kernel -> the implementation that launches it.
-    sources: entries of `known_sources/` by the SHA-256 of a file of another library's kernels: `implementation` that
-        launches them, and, of each function, `stages`: its stage, or "caller" for a helper that is inlined into others'
-        stages; `starts`: line -> the stage that begins there, inside the function.
+    sources: entries of `known_sources/` by the SHA-256 of a file of another library's kernels:
+        `implementation` that launches them, and, of each function, `stages`: its stage, or "caller"
+        for a helper that is inlined into others' stages; `starts`: line -> the stage that begins
+        there, inside the function.
     """
 
     order: tuple[str, ...] = ()
@@ -58,14 +58,23 @@ class Stages:
     sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, operator: str, words: dict[str, str], *order: str, **launches: tuple[str, ...]) -> Stages:
-        """The stages of an operator.  launches: the kernels that each bundled implementation launches."""
+    def of(
+        cls, operator: str, words: dict[str, str], *order: str, **launches: tuple[str, ...]
+    ) -> Stages:
+        """The stages of an operator.  launches: the kernels that each bundled implementation
+        launches.
+        """
         kernels = {kernel: name for name, launched in launches.items() for kernel in launched}
-        table = tomllib.loads((Path(__file__).parent / "known_sources" / f"{operator}.toml").read_text("utf-8"))
+        table = tomllib.loads(
+            (Path(__file__).parent / "known_sources" / f"{operator}.toml").read_text("utf-8")
+        )
         for entry in table["source"]:
             entry["starts"] = {int(line): stage for line, stage in entry.get("starts", {}).items()}
         return cls(
-            order=order, words=_WORDS | words, kernels=kernels, sources={one["sha256"]: one for one in table["source"]}
+            order=order,
+            words=_WORDS | words,
+            kernels=kernels,
+            sources={one["sha256"]: one for one in table["source"]},
         )
 
     @classmethod
@@ -80,9 +89,11 @@ class Stages:
 
 AHEAD = "ahead"  # the stage of warps that wait because they are ahead, which costs no time
 _WORDS = {
-    "setup.load": "loading the initial state", "setup.store": "storing the final state",
-    "waiting.chunk": "for a chunk and its gates", AHEAD: "roles that are ahead",
-}  # fmt: skip
+    "setup.load": "loading the initial state",
+    "setup.store": "storing the final state",
+    "waiting.chunk": "for a chunk and its gates",
+    AHEAD: "roles that are ahead",
+}
 
 
 # --- binding
@@ -96,21 +107,24 @@ class CallBinding(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: the global of a modeling file that a mixer calls for a prompt.
-    step: the global that it calls instead for one token with a cached state; the model still computes it.
-        Empty: there is none.
-    bind: (mixer, *args, **kwargs) of a call of `function` -> the inputs, without a copy, whether it wants final states,
-        and a sentence for the report if the inputs differ from the call or the config.  Raises ValueError or TypeError
-        for a call that the inputs cannot express.
+    step: the global that it calls instead for one token with a cached state; the model still
+        computes it.  Empty: there is none.
+    bind: (mixer, *args, **kwargs) of a call of `function` -> the inputs, without a copy, whether it
+        wants final states, and a sentence for the report if the inputs differ from the call or the
+        config.  Raises ValueError or TypeError for a call that the inputs cannot express.
     bind_step: the same of a call of `step`; None: steps cannot be captured.
-    recorded: function of FlashInfer -> (the arguments by name, the returned tensors) of a recorded call -> the inputs,
-        packed, and the output; None without final states.  Raises ValueError or TypeError for what is no such call.
-    refused: arguments of production kernels that change the result and that the inputs cannot express.
-    always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
+    recorded: function of FlashInfer -> (the arguments by name, the returned tensors) of a recorded
+        call -> the inputs, packed, and the output; None without final states.  Raises ValueError or
+        TypeError for what is no such call.
+    refused: arguments of production kernels that change the result and that the inputs cannot
+    express.
+    always_a_pair: whether the function returns (out, None), and not out alone, where no final state
+    is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
     always_fp32: those that a model computes in fp32 whatever its own dtype.
-    gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype
-        and the sizes of the layer.
+    gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of
+        the model's dtype and the sizes of the layer.
     replacement: what computes the operator in the model while its inputs are taken.
     """
 
@@ -118,9 +132,9 @@ class CallBinding(Generic[I]):
     step: str = ""
     bind: Callable[..., BoundCall]
     bind_step: Callable[..., BoundCall] | None = None
-    recorded: Mapping[str, Callable[[dict[str, Any], Sequence[torch.Tensor]], tuple[I, Output | None]]] = field(
-        default_factory=dict
-    )
+    recorded: Mapping[
+        str, Callable[[dict[str, Any], Sequence[torch.Tensor]], tuple[I, Output | None]]
+    ] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
     views: tuple[str, ...]
@@ -138,7 +152,11 @@ class CallBinding(Generic[I]):
         """Those of them that the model computed in its own dtype."""
         given = self.positional(inputs)
         own = given[self.views[0]].dtype
-        return {name: one for name, one in given.items() if name not in self.always_fp32 and one.dtype == own}
+        return {
+            name: one
+            for name, one in given.items()
+            if name not in self.always_fp32 and one.dtype == own
+        }
 
 
 # --- oracle
@@ -146,10 +164,11 @@ class CallBinding(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class OracleSpec(Generic[I]):
-    """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of a call.
+    """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of
+    a call.
 
-    blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple of `chunk_size`;
-        in order, sequence after sequence, at least one for each.
+    blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple
+        of `chunk_size`; in order, sequence after sequence, at least one for each.
     gate: of a span.  chunks: out of a span in one precision: see `Rounded`.
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
@@ -189,14 +208,18 @@ class OracleSpec(Generic[I]):
         )
 
     def cost(self, inputs: Any) -> tuple[Dims, dict[str, int]]:
-        """The sizes of a call, and its least work: every input read once, out and the fp32 final states written once,
-        and `flops`."""
+        """The sizes of a call, and its least work: every input read once, out and the fp32 final
+        states written once, and `flops`.
+        """
         given = tensors.tensors(inputs)
         if "state_indices" in given:  # of a pool, a slot for each sequence is read
             given[inputs.LINEAR[1]] = given[inputs.LINEAR[1]][: inputs.sequences]
         read = sum(tensor.nbytes for tensor in given.values())
         moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
-        return dims, {"bytes_moved": moved, "flops": self.flops(dims.sizes, dims.batch * dims.seqlen)}
+        return dims, {
+            "bytes_moved": moved,
+            "flops": self.flops(dims.sizes, dims.batch * dims.seqlen),
+        }
 
 
 # --- the record
@@ -206,11 +229,13 @@ class OracleSpec(Generic[I]):
 class Operator(Generic[I]):
     """A part that is None is not implemented.
 
-    name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
+    name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a
+    Mamba-2 layer".
     load_inputs: the type that implementations take.
-    mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.  words: of these sizes.
-    refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the heads, in a sentence;
-        empty if they can.
+    mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.
+    words: of these sizes.
+    refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the
+        heads, in a sentence; empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
     baseline: the implementation that others are compared with.
     """
@@ -238,23 +263,34 @@ class Operator(Generic[I]):
     def tunable(self) -> Tuning:
         """The interface of `tune`.  BadInputError if there is none."""
         if self.load_tuning is None:
-            raise BadInputError(f"ssdprof does not tune kernels of {self.layers} layers ({self.name}) yet.")
+            raise BadInputError(
+                f"ssdprof does not tune kernels of {self.layers} layers ({self.name}) yet."
+            )
         return self.load_tuning()
 
     def first_rank(self, inputs: Any, ranks: int) -> Any:
-        """What the first of several tensor-parallel ranks computes, as views: the first heads with their groups.
+        """What the first of several tensor-parallel ranks computes, as views: the first heads with
+        their groups.
 
         A single group is on every rank.
         """
 
         def first(tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-            return None if tensor is None else tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
+            return (
+                None
+                if tensor is None
+                else tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
+            )
 
-        return replace(inputs, **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()})
+        return replace(
+            inputs,
+            **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()},
+        )
 
     def repeated(self, inputs: Any, span: rounding.Span, count: int) -> tuple[Any, rounding.Span]:
-        """The inputs of a span with each head `count` times, all heads and then all again; and where the span is in
-        them.  The given ones for 1."""
+        """The inputs of a span with each head `count` times, all heads and then all again; and
+        where the span is in them.  The given ones for 1.
+        """
         if count == 1:
             return inputs, span
         given = tensors.tensors(inputs)
@@ -262,7 +298,11 @@ class Operator(Generic[I]):
             given[name] = one[span.batch : span.batch + 1, span.start : span.stop]
         if inputs.initial is not None:
             given[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
-        wide = {name: torch.cat([given[name]] * count, dim) for name, dim in self.divided.items() if name in given}
+        wide = {
+            name: torch.cat([given[name]] * count, dim)
+            for name, dim in self.divided.items()
+            if name in given
+        }
         if inputs.initial is not None:
             states = wide[inputs.LINEAR[1]]
             wide[inputs.LINEAR[1]] = states.expand(inputs.sequences, *states.shape[1:])
@@ -271,8 +311,9 @@ class Operator(Generic[I]):
 
 
 def from_call(kind: type[I], **given: Any) -> I:
-    """The inputs from a call's arguments.  Those of a mixer's forward that are no fields have no effect on the
-    operator, and are dropped."""
+    """The inputs from a call's arguments.  Those of a mixer's forward that are no fields have no
+    effect on the operator, and are dropped.
+    """
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in given.items() if name in names})
 
@@ -281,20 +322,29 @@ def from_call(kind: type[I], **given: Any) -> I:
 
 
 def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
-    """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial states of the whole.
+    """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
+    states of the whole.
 
     given: `CallBinding.positional`.
     """
     if inputs.cu_seqlens is not None:
-        raise registry.UnsupportedError("it returns final states only, and packed sequences are not cut")
+        raise registry.UnsupportedError(
+            "it returns final states only, and packed sequences are not cut"
+        )
     every = inputs.state_every
     cuts = [slice(start, start + every) for start in range(0, inputs.length, every)]
-    return [replace(inputs, state_every=0, **{name: one[:, cut] for name, one in given.items()}) for cut in cuts]
+    return [
+        replace(inputs, state_every=0, **{name: one[:, cut] for name, one in given.items()})
+        for cut in cuts
+    ]
 
 
-def in_pieces(one: registry.Implementation, several: Sequence[Any], precision: kernels.Precision) -> Output:
-    """The calls, each with the states that the one before left, and their outputs joined; the first with copies of the
-    initial states unless it reads a pool."""
+def in_pieces(
+    one: registry.Implementation, several: Sequence[Any], precision: kernels.Precision
+) -> Output:
+    """The calls, each with the states that the one before left, and their outputs joined; the first
+    with copies of the initial states unless it reads a pool.
+    """
     found: list[Output] = []
     for inputs in several:
         if found or not (inputs.state_indices is None or one.pools):
@@ -307,8 +357,9 @@ def in_pieces(one: registry.Implementation, several: Sequence[Any], precision: k
 
 
 def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
-    """The last `count` positions of every sequence of a batch, after the states of those before, with the state after
-    each."""
+    """The last `count` positions of every sequence of a batch, after the states of those before,
+    with the state after each.
+    """
     before, last = (
         replace(inputs, **{name: one[:, cut] for name, one in binding.positional(inputs).items()})
         for cut in (slice(None, -count), slice(-count, None))
@@ -320,8 +371,10 @@ def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
 
 
 def computed(inputs: Any, chunked: Callable[..., Output]) -> Output:
-    """By the first of our kernels that supports the inputs, with exact intermediates and fp32 states; without a GPU by
-    the chunked form in fp32.  Raises BadInputError with the reason of each refusal."""
+    """By the first of our kernels that supports the inputs, with exact intermediates and fp32
+    states; without a GPU by the chunked form in fp32.  Raises BadInputError with the reason of each
+    refusal.
+    """
     if inputs.device.type != "cuda":
         out, final_states = chunked(inputs, dtype=torch.float32)
         return out.to(inputs.values.dtype), final_states
@@ -329,10 +382,14 @@ def computed(inputs: Any, chunked: Callable[..., Output]) -> Output:
     with torch.cuda.device(inputs.device):
         for name in [one for one in ("fused", "unfused") if one in kernels.names(inputs.operator)]:
             try:
-                out, final_states = kernels.get(inputs.operator, name).run(inputs, precision.Precision())
+                out, final_states = kernels.get(inputs.operator, name).run(
+                    inputs, precision.Precision()
+                )
             except registry.UnsupportedError as error:
                 refusals.append(f"{name}: {error}")
             else:
                 return out, final_states
     title = inputs.operator.upper()
-    raise BadInputError(f"No {title} implementation runs this model's layers ({'; '.join(refusals)}).")
+    raise BadInputError(
+        f"No {title} implementation runs this model's layers ({'; '.join(refusals)})."
+    )

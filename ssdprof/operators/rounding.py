@@ -18,14 +18,18 @@ from ssdprof.kernels.precision import Precision
 _LOG2_E = math.log2(math.e)
 _TF32_EPS, _TWO_TF32_EPS = 2.0**-10, 2.0**-21
 _SIGN_AND_EXPONENT = -0x800000  # of an fp32 number's bits, as an int32
-FLUSHED = torch.finfo(torch.float32).tiny  # a GPU may flush numbers below the least normal fp32 number to zero
+# a GPU may flush numbers below the least normal fp32 number to zero
+FLUSHED = torch.finfo(torch.float32).tiny
 
 
-def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
+def coarsest_rounding(
+    input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor
+) -> torch.Tensor:
     """The largest relative error that a single rounding may make in a head's terms, (h).
 
-    Operands, weights and states: the unit roundoff of their dtype.  Decays: exponents are fp32 numbers of up to
-    `largest_exponent`, and an absolute error of an exponent is a relative one of its decay.  At most 1.
+    Operands, weights and states: the unit roundoff of their dtype.  Decays: exponents are fp32
+    numbers of up to `largest_exponent`, and an absolute error of an exponent is a relative one of
+    its decay.  At most 1.
     """
     dtypes = (input_dtype, precision.intermediate_dtype(input_dtype), precision.state_dtype)
     coarsest = max(unit_roundoff(dtype) for dtype in dtypes)
@@ -43,7 +47,9 @@ def gpu_exp(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def two_tf32(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to 22 significant bits, as a sum of two tf32 numbers.  Veltkamp's splitting (Dekker 1971)."""
+    """Rounded to 22 significant bits, as a sum of two tf32 numbers.  Veltkamp's splitting (Dekker
+    1971).
+    """
     scaled = tensor * 5.0  # 2 ** (24 - 22) + 1
     return scaled - (scaled - tensor)
 
@@ -64,7 +70,9 @@ def running_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _ieee_matmul() -> Iterator[None]:
-    """Compute fp32 products in fp32, whatever the process has set: no precision allows the rounding of TF32."""
+    """Compute fp32 products in fp32, whatever the process has set: no precision allows the rounding
+    of TF32.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -75,7 +83,8 @@ def _ieee_matmul() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The part of a span that all precisions share: the decays' exponents (c, h, q) in fp32.  Spans begin at chunks.
+    """The part of a span that all precisions share: the decays' exponents (c, h, q) in fp32.  Spans
+    begin at chunks.
 
     dt: of SSD, in the same shape.
     """
@@ -85,7 +94,9 @@ class Gate:
 
     @cached_property
     def decays(self) -> torch.Tensor:
-        """From position j to position i of a chunk, (c, h, i, j), for exponents that fall: 1 above the diagonal."""
+        """From position j to position i of a chunk, (c, h, i, j), for exponents that fall: 1 above
+        the diagonal.
+        """
         return gpu_exp((self.exponents[..., :, None] - self.exponents[..., None, :]).clamp(max=0))
 
     def largest_exponent(self) -> torch.Tensor:
@@ -98,11 +109,15 @@ class Rounded:
     """An operator in one precision, with every rounding that it allows, evaluated span after span.
 
     inputs: of the same dtype and device as those of the spans.
-    chunks: (inputs, self, span, gate) -> out of a span that has positions; moves `state` (h, ...) to its end.
+    chunks: (inputs, self, span, gate) -> out of a span that has positions; moves `state` (h, ...)
+    to its end.
     """
 
     def __init__(
-        self, inputs: Inputs, precision: Precision, chunks: Callable[[Any, Rounded, Span, Gate], torch.Tensor]
+        self,
+        inputs: Inputs,
+        precision: Precision,
+        chunks: Callable[[Any, Rounded, Span, Gate], torch.Tensor],
     ) -> None:
         self._device, self._state_dtype, self._chunks = inputs.device, precision.state_dtype, chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
@@ -113,18 +128,24 @@ class Rounded:
         self.state = torch.empty(0)
 
     def drawn(self, seed: int, *, cuts: bool = False) -> Rounded:
-        """This one, with an independent error of up to half a unit in the last place instead of each rounding of an
-        operand, and of each to 16 bits.
+        """This one, with an independent error of up to half a unit in the last place instead of
+        each rounding of an operand, and of each to 16 bits.
 
-        cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its units towards zero.
+        cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its
+        units towards zero.
         """
         self._generator, self._cuts = torch.Generator(self._device).manual_seed(seed), cuts
         return self
 
     def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
-        """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in fp32."""
+        """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in
+        fp32.
+        """
         if span.sequence != self._sequence:
-            self._sequence, self.state = span.sequence, torch.zeros(inputs.states_shape[1:], device=self._device)
+            self._sequence, self.state = (
+                span.sequence,
+                torch.zeros(inputs.states_shape[1:], device=self._device),
+            )
             if inputs.initial is not None:
                 self.state = self.stored(inputs.initial[span.sequence].float())
         if span.start == span.stop:
@@ -138,7 +159,11 @@ class Rounded:
         if self.operand_dtype == torch.float32:
             exact = self._generator is None
             return two_tf32(tensor) if exact else self._with_error(tensor, _TWO_TF32_EPS, -0.5)
-        return self._with_error(tensor, _TF32_EPS, -1.0) if self._cuts else self._in(tensor, self.operand_dtype)
+        return (
+            self._with_error(tensor, _TF32_EPS, -1.0)
+            if self._cuts
+            else self._in(tensor, self.operand_dtype)
+        )
 
     def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._in(tensor, self._intermediate_dtype)
@@ -154,8 +179,12 @@ class Rounded:
         info = torch.finfo(dtype)
         return self._with_error(tensor, info.eps, -0.5, smallest=info.smallest_normal)
 
-    def _with_error(self, tensor: torch.Tensor, eps: float, least: float, smallest: float = 0.0) -> torch.Tensor:
-        """With errors of `least` to `least` + 1 units in the last place, at least the unit of `smallest`."""
+    def _with_error(
+        self, tensor: torch.Tensor, eps: float, least: float, smallest: float = 0.0
+    ) -> torch.Tensor:
+        """With errors of `least` to `least` + 1 units in the last place, at least the unit of
+        `smallest`.
+        """
         tensor = tensor.contiguous()
         power = (tensor.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
         if smallest > FLUSHED:

@@ -1,4 +1,6 @@
-"""The configurations of the fused SSD kernels that `ssdprof tune` may vary: see `operators.tuning.Tuning`."""
+"""The configurations of the fused SSD kernels that `ssdprof tune` may vary: see
+`operators.tuning.Tuning`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused, shared_bytes
+from ssdprof.kernels.ssd.hopper.config import (
+    LONGEST_RECOMPUTED,
+    SSDHopperConfig,
+    as_exact_as_unfused,
+    shared_bytes,
+)
 from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import portable_launch
@@ -40,8 +47,9 @@ def _checked(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
 
 
 def _addresses_last(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
-    """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are wrong, or fault
-    (benchmarks/log/ssd.md#row-57)."""
+    """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are
+    wrong, or fault (benchmarks/log/ssd.md#row-57).
+    """
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
 
 
@@ -55,20 +63,32 @@ def _equal_segments(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDH
 
 
 def _long_first(
-    config: SSDHopperConfig, inputs: SSDInputs, count: int, length: float, shorter: int, *, recompute: bool = False
+    config: SSDHopperConfig,
+    inputs: SSDInputs,
+    count: int,
+    length: float,
+    shorter: int,
+    *,
+    recompute: bool = False,
 ) -> Iterator[SSDHopperConfig]:
-    """`count` segments of `length` chunks, then `shorter` others, if any chunks are left for these."""
+    """`count` segments of `length` chunks, then `shorter` others, if any chunks are left for
+    these.
+    """
     long = round(length)
     left = _hopper_chunks(inputs) - count * long
     if long > 0 and left > 0:
         segment = ceil_div(left, shorter)
-        yield _cut(config, Cut(long_count=count, long_segment=long, segment=segment, recompute=recompute))
+        yield _cut(
+            config, Cut(long_count=count, long_segment=long, segment=segment, recompute=recompute)
+        )
 
 
 def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Long segments for most of a sequence, then shorter ones."""
     for count, part, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
-        yield from _long_first(config, inputs, count, part * _hopper_chunks(inputs) / count, shorter)
+        yield from _long_first(
+            config, inputs, count, part * _hopper_chunks(inputs) / count, shorter
+        )
 
 
 def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
@@ -114,9 +134,11 @@ def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortabl
     """Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
-            config, chunk=chunk, min_chunks=max(1, config.min_chunks * config.chunk // chunk),
+            config,
+            chunk=chunk,
+            min_chunks=max(1, config.min_chunks * config.chunk // chunk),
             max_chunks=max(1, config.max_chunks * config.chunk // chunk),
-        )  # fmt: skip
+        )
 
 
 def _slice_fits(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
@@ -139,8 +161,10 @@ def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConf
 def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
     """More or fewer segments, shorter or longer ones."""
     for name, least, factors in (
-        ("max_segments", 1, (0.5, 2, 4)), ("min_chunks", 1, (0.5, 2)), ("max_chunks", config.min_chunks, (0.5, 2, 4)),
-    ):  # fmt: skip
+        ("max_segments", 1, (0.5, 2, 4)),
+        ("min_chunks", 1, (0.5, 2)),
+        ("max_chunks", config.min_chunks, (0.5, 2, 4)),
+    ):
         for times in factors:
             changed: dict[str, Any] = {name: max(least, int(getattr(config, name) * times))}
             yield replace(config, **changed)
@@ -151,23 +175,32 @@ def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig
 _ON_HOPPER = tuple(
     _checked(axis, lambda config, inputs: as_exact_as_unfused(config, _hopper_chunks(inputs)))
     for axis in (
-        _equal_segments, _long_segments_first, _recomputed, _segments_nearby,
+        _equal_segments,
+        _long_segments_first,
+        _recomputed,
+        _segments_nearby,
         varied(_rings_fit, ring=(2, 3, 4, 5), score_ring=(2, 3)),
     )
-)  # fmt: skip
+)
 _ON_PORTABLE = tuple(
     _checked(axis, _addresses_last)
     for axis in (
-        varied(num_warps=(2, 4, 8)), _chunks, varied(_slice_fits, block_p=(16, 32, 64, 128), p_rows=(True, False)),
-        _blocks_of_n, _stages, _cuts,
+        varied(num_warps=(2, 4, 8)),
+        _chunks,
+        varied(_slice_fits, block_p=(16, 32, 64, 128), p_rows=(True, False)),
+        _blocks_of_n,
+        _stages,
+        _cuts,
     )
-)  # fmt: skip
+)
 
 
 def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:
     if kernel == "hopper":
         return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
-    return SSDPortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+    return SSDPortableConfig.choose(
+        inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0)
+    )
 
 
 def _run(inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
@@ -185,7 +218,9 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
     if not isinstance(config, SSDHopperConfig):
         return config
     if config.count(_hopper_chunks(inputs)) == 1:
-        return replace(config, segment=_hopper_chunks(TUNING.short(inputs)), long_count=0, long_segment=0)
+        return replace(
+            config, segment=_hopper_chunks(TUNING.short(inputs)), long_count=0, long_segment=0
+        )
     half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
     return replace(
         config,
@@ -195,31 +230,51 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
 
 
 def _also_judged(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
-    """A find for the portable kernel also applies to packed sequences, and is verified on three: the first
-    sequence's beginning, cut."""
+    """A find for the portable kernel also applies to packed sequences, and is verified on three:
+    the first sequence's beginning, cut.
+    """
     if isinstance(config, SSDHopperConfig):
         return ()
     short = TUNING.short(inputs)
     length = short.length
     alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
-    boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
+    boundaries = torch.tensor(
+        [0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device
+    )
     z = None if short.z is None else short.z[:1]
     return (replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries),)
 
 
-# Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer.
-# The registers of the Hopper kernel's roles are no axis: on an H200 no other division was faster, and most were slower,
-# by up to 11 % (benchmarks/log/ssd.md).
+# Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are
+# for a layer.  The registers of the Hopper kernel's roles are no axis: on an H200 no other division
+# was faster, and most were slower, by up to 11 % (benchmarks/log/ssd.md).
 TUNING: Tuning = Tuning(
     operator="ssd",
     configs={
         "hopper": stored_form(
-            SSDHopperConfig, segment=Size, long_count=Count, long_segment=Count, recompute=bool, shares=Count,
-            ring=Size, score_ring=Size, unit_registers=Size, other_registers=Size,
+            SSDHopperConfig,
+            segment=Size,
+            long_count=Count,
+            long_segment=Count,
+            recompute=bool,
+            shares=Count,
+            ring=Size,
+            score_ring=Size,
+            unit_registers=Size,
+            other_registers=Size,
         ),
         "portable": stored_form(
-            SSDPortableConfig, chunk=Size, max_segments=Size, min_chunks=Size, max_chunks=Size, block_p=Size,
-            block_n=Size, p_rows=bool, num_warps=Size, state_stages=Size, scan_stages=Size,
+            SSDPortableConfig,
+            chunk=Size,
+            max_segments=Size,
+            min_chunks=Size,
+            max_chunks=Size,
+            block_p=Size,
+            block_n=Size,
+            p_rows=bool,
+            num_warps=Size,
+            state_stages=Size,
+            scan_stages=Size,
         ),
     },
     kernel=lambda inputs: "portable" if hopper_config.unsupported(inputs) else "hopper",
@@ -231,4 +286,4 @@ TUNING: Tuning = Tuning(
     shares_find=lambda kernel: kernel == "portable",
     also_judged=_also_judged,
     check=_check,
-)  # fmt: skip
+)

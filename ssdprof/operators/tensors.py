@@ -1,4 +1,6 @@
-"""Access to an operator's inputs, a frozen dataclass of tensors and scalars, and the names of dtypes in records."""
+"""Access to an operator's inputs, a frozen dataclass of tensors and scalars, and the names of
+dtypes in records.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ def tensors(inputs: Any) -> dict[str, torch.Tensor]:
 def scalars(inputs: Any) -> dict[str, Any]:
     """The arguments that are not tensors, without those that are None."""
     given = tensors(inputs)
-    values = {field.name: getattr(inputs, field.name) for field in fields(inputs) if field.name not in given}
+    values = {
+        field.name: getattr(inputs, field.name)
+        for field in fields(inputs)
+        if field.name not in given
+    }
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -32,8 +38,13 @@ def form(inputs: Any) -> Hashable:
 # --- dtypes and precisions between stored records, torch and the kernels
 
 _TORCH: dict[StoredDType, str] = {
-    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int32": "int32", "int64": "int64",
-}  # fmt: skip
+    "fp64": "float64",
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "int32": "int32",
+    "int64": "int64",
+}
 _NAMES: dict[str, StoredDType] = {f"torch.{word}": name for name, word in _TORCH.items()}
 _INTEGERS = ("int32", "int64")
 
@@ -57,7 +68,9 @@ def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
 
 
 def precision_of(record: PrecisionRecord) -> precision.Precision:
-    return precision.Precision(intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype))
+    return precision.Precision(
+        intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype)
+    )
 
 
 def precision_record(one: precision.Precision) -> PrecisionRecord:

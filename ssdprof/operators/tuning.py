@@ -1,4 +1,6 @@
-"""The interface of `ssdprof tune` to an operator: the possible configurations of a kernel, and how to run one."""
+"""The interface of `ssdprof tune` to an operator: the possible configurations of a kernel, and how
+to run one.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,25 @@ CALL_CHUNK = 64
 PowerOfTwo = Literal[16, 32, 64, 128, 256]
 Warps = Literal[1, 2, 4, 8, 16]
 Config = Any  # a frozen dataclass with a field `reason`; hashable
-Axis = Callable[[Config, Any], Iterable[Config]]  # (configuration, inputs) -> those that differ in one respect
+# (configuration, inputs) -> those that differ in one respect
+Axis = Callable[[Config, Any], Iterable[Config]]
 
 
 def stored_form(kind: type[Config], **fields: Any) -> tuple[type[Config], type[Record]]:
-    """A configuration without its reason, and the type that checks its stored values; fields: their types."""
+    """A configuration without its reason, and the type that checks its stored values; fields: their
+    types.
+    """
     types: dict[str, Any] = {name: (annotation, ...) for name, annotation in fields.items()}
     return kind, create_model(f"{kind.__name__}Settings", __base__=Record, **types)
 
 
-def varied(fits: Callable[[Config, Any], bool] = lambda _config, _inputs: True, **values: Iterable[Any]) -> Axis:
+def varied(
+    fits: Callable[[Config, Any], bool] = lambda _config, _inputs: True, **values: Iterable[Any]
+) -> Axis:
     """The axis that sets fields to every combination of some values that fits."""
-    combinations = [dict(zip(values, options, strict=True)) for options in product(*values.values())]
+    combinations = [
+        dict(zip(values, options, strict=True)) for options in product(*values.values())
+    ]
 
     def axis(config: Config, inputs: Any) -> Iterator[Config]:
         for fields in combinations:
@@ -53,7 +62,8 @@ class Tuning:
     kernel: the one that runs these inputs.
     key: (inputs, precision, kernel) -> the calls to which a find on these inputs applies.
     committed: (inputs, kernel) -> the kernel's configuration without a find.
-    axes: of a configuration, in search order: each starts from the best candidate of the previous one.
+    axes: of a configuration, in search order: each starts from the best candidate of the previous
+    one.
     run: the operator's output with a configuration.
     for_short: the configuration for the `short` inputs: cut into segments if the whole sequence is.
     shares_find: whether one find of a kernel applies to every length of a layer.
@@ -74,12 +84,15 @@ class Tuning:
     check: Callable[[Config], None] = lambda _: None
 
     def short(self, inputs: Any) -> Any:
-        """The beginning of each sequence, on which a candidate is verified first, with the same compiled kernels:
-        whole chunks if theirs are."""
+        """The beginning of each sequence, on which a candidate is verified first, with the same
+        compiled kernels: whole chunks if theirs are.
+        """
         binding, length = operators.get(self.operator).binding, inputs.length
         short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
         given = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
-        return replace(inputs, **{name: None if one is None else one[:, :short] for name, one in given.items()})
+        return replace(
+            inputs, **{name: None if one is None else one[:, :short] for name, one in given.items()}
+        )
 
     def calls(self, inputs: Any, intermediates: Intermediates, kernel: str) -> TunedCalls:
         """The stored form of `key`, of any GPU."""
@@ -94,7 +107,9 @@ class Tuning:
         return {name: getattr(config, name) for name in self.configs[kernel][1].model_fields}
 
     def config(self, kernel: str, settings: Mapping[str, Value], reason: str = "") -> Config:
-        """The inverse of `settings`.  ValueError (pydantic's too) for settings that the kernel does not take."""
+        """The inverse of `settings`.  ValueError (pydantic's too) for settings that the kernel does
+        not take.
+        """
         if kernel not in self.configs:
             raise ValueError(f"no settings of a {kernel!r} kernel of {self.operator} are known")
         kind, checked = self.configs[kernel]
@@ -103,10 +118,17 @@ class Tuning:
         return config
 
     def use(self, gpu: str, finds: Iterable[TunedConfig]) -> None:
-        """From now on, kernels of this process take these finds on GPUs of this name, and no others."""
+        """From now on, kernels of this process take these finds on GPUs of this name, and no
+        others.
+        """
         use_overrides(
             self.operator,
-            {key_of(gpu, one.calls): self.config(str(one.calls["kernel"]), one.settings, one.reason) for one in finds},
+            {
+                key_of(gpu, one.calls): self.config(
+                    str(one.calls["kernel"]), one.settings, one.reason
+                )
+                for one in finds
+            },
         )
 
 

@@ -1,4 +1,6 @@
-"""Screens of a terminal: the report on one screen, as `run` prints it, and the output of `accuracy` and `runs`."""
+"""Screens of a terminal: the report on one screen, as `run` prints it, and the output of `accuracy`
+and `runs`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     ]
     yield from _listed(reasons[::-1], "reason")
     yield Text(_MORE, style="dim")
-    yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))  # bad news is last
+    # bad news is last
+    yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))
     if warnings := list(caveats(report)):
         yield Text("What limits this:", style="yellow")
         yield from _listed(warnings, "caveat")
@@ -67,20 +70,29 @@ def _listed(lines: Sequence[str], noun: str) -> Iterator[RenderableType]:
 
 
 def _speed(found: Sequence[Group]) -> Table | None:
-    return _table("Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:7])
+    return _table(
+        "Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:7]
+    )
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
     Show = Callable[[float | None], str]
 
-    def error(header: str, which: Against, show: Show, of: Callable[[Pooled], float | None]) -> Column[Series]:
+    def error(
+        header: str, which: Against, show: Show, of: Callable[[Pooled], float | None]
+    ) -> Column[Series]:
         return Column(header, lambda row: show((one := row.pooled(which)) and of(one)))
 
     columns: tuple[Column[Series], ...] = (
-        Column("within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes"),
+        Column(
+            "within\nbudget",
+            lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes",
+        ),
         error("equal to\nbaseline", "vs_baseline", fmt.percent, lambda one: one.match_pct(0.0)),
         error("within\n1e-3", "vs_baseline", fmt.percent, lambda one: one.match_pct(1e-3)),
-        error("1e-3\nof rms", "vs_baseline", fmt.percent, lambda one: one.match_rms_pct(calls.OF_RMS)),
+        error(
+            "1e-3\nof rms", "vs_baseline", fmt.percent, lambda one: one.match_rms_pct(calls.OF_RMS)
+        ),
         error("rms error\nvs fp64", "vs_oracle", fmt.small, lambda one: one.rms_ratio),
         error("floor", "floor", fmt.small, lambda one: one.rms_ratio),
         error("largest\nerror", "vs_oracle", fmt.small, lambda one: one.largest.max_abs),
@@ -91,7 +103,9 @@ def _accuracy(found: Sequence[Group]) -> Table | None:
 
 
 def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]) -> Table | None:
-    """The title has the names that are equal in all rows; what else is equal is below; equal precisions share a row."""
+    """The title has the names that are equal in all rows; what else is equal is below; equal
+    precisions share a row.
+    """
     if not rows:
         return None
     names: tuple[Column[Series], ...] = (
@@ -99,17 +113,31 @@ def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]
         *calls.NAMES,
     )
     kept = [one for one in names if len({one.of(row) for row in rows}) > 1 or one is names[-1]]
-    same = [rows[0].group.size if one is names[0] else one.of(rows[0]) for one in names if one not in kept]
+    same = [
+        rows[0].group.size if one is names[0] else one.of(rows[0])
+        for one in names
+        if one not in kept
+    ]
     layers, *others = {len(row.group.layers) for row in rows}
     title = ", ".join([title, *same, *([] if others else [fmt.plural(layers, "layer")])])
     made = table(title, (*kept, *(numbers if len(kept) == 1 else numbers[:-2])), rows)
     assert made
     every = folded(made.rows, len(kept) - 1)
     hidden = len(every) - _MOST["row"]
-    notes = [f"{fmt.plural(hidden, 'more row')}: --full, or the exported report."] if hidden > 0 else []
+    notes = (
+        [f"{fmt.plural(hidden, 'more row')}: --full, or the exported report."] if hidden > 0 else []
+    )
     columns = range(len(made.headers))
-    equal = [i for i in columns if i > len(kept) and len(every) > 1 and len({row[i] for row in every}) == 1]
-    if shared := [f"{' '.join(made.headers[i].split())} {every[0][i]}" for i in equal if every[0][i] != fmt.MISSING]:
+    equal = [
+        i
+        for i in columns
+        if i > len(kept) and len(every) > 1 and len({row[i] for row in every}) == 1
+    ]
+    if shared := [
+        f"{' '.join(made.headers[i].split())} {every[0][i]}"
+        for i in equal
+        if every[0][i] != fmt.MISSING
+    ]:
         notes.insert(0, f"In all rows: {', '.join(shared)}.")
     shown = replace(made, rows=tuple(every[: _MOST["row"]]), keys=len(kept), note="  ".join(notes))
     return shown.only(i for i in columns if i not in equal)
@@ -127,23 +155,32 @@ def accuracy_table(
 ) -> RenderableType:
     """A recommendation, and the match table of the chosen precisions, under a verdict.
 
-    Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also if it compared
-    nothing at one of the state dtypes.
+    Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also
+    if it compared nothing at one of the state dtypes.
     """
     wanted = precisions_for("fp32", intermediates, state_dtypes)
     every = groups(report)
     chosen = {  # with every case of the baseline
-        group: [case for case in group.cases if case.precision in wanted or case.implementation == group.baseline]
+        group: [
+            case
+            for case in group.cases
+            if case.precision in wanted or case.implementation == group.baseline
+        ]
         for group in every
     }
-    found = [own for group, cases in chosen.items() if cases and (own := Group(report, cases)).compared]
+    found = [
+        own for group, cases in chosen.items() if cases and (own := Group(report, cases)).compared
+    ]
     held = {one.precision.state_dtype for group in found for one in group.others()}
     absent = [state for state in state_dtypes if state not in held]
     if not found or (every_state and absent):
         hint = "It ended before its first comparison.  Run again."
         if compared := {one.precision for group in every for one in group.others()}:
             kinds = fmt.words(dict.fromkeys(one.intermediates for one in wanted), "or")
-            asked = f"Run {report.id} compared nothing at {kinds} with {fmt.words(absent, 'or')} states."
+            asked = (
+                f"Run {report.id} compared nothing at {kinds} with {fmt.words(absent, 'or')} "
+                "states."
+            )
             names = "; ".join(map(str, sorted(compared, key=precision_order)))
             raise BadInputError(asked, f"It compared: {names}.")
         if report.of_answers:
@@ -202,12 +239,21 @@ def history(found: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Tab
         Column("largest rms error,\nover the floor", lambda row: fmt.ratio(_error(row[0]))),
     )
     every = [report for _, report in found if isinstance(report, Report)][::-1]
-    kinds = grouped(every, lambda one: (one.subject, gpu_name(one.environment), tuple(case.name for case in _own(one))))
+    kinds = grouped(
+        every,
+        lambda one: (
+            one.subject,
+            gpu_name(one.environment),
+            tuple(case.name for case in _own(one)),
+        ),
+    )
     for (subject, gpu, names), own in kinds.items():
         rows = list({report.commit or report.id: report for report in own}.values())
         times = [_us(report) for report in rows]
         known = [one for one in (times if any(times) else map(_error, rows)) if one is not None]
-        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {fmt.sparkline(known)}"
+        title = (
+            f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {fmt.sparkline(known)}"
+        )
         if made := table(title, columns, zip(rows, (None, *times), strict=False)):
             yield made
 

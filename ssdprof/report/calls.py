@@ -9,22 +9,39 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.report.groups import Against, Group, Pooled, Series, groups, layer_of, layer_words, pool, precision_order
+from ssdprof.report.groups import (
+    Against,
+    Group,
+    Pooled,
+    Series,
+    groups,
+    layer_of,
+    layer_words,
+    pool,
+    precision_order,
+)
 from ssdprof.report.table import Column, Row, Table, filled, folded, lifted, strings, table, text
 
 PRECISION = "intermediates,\nstates"
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
-    "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  Speedup: over the "
-    "baseline, with its 95 % interval.  Tokens per s: of the prompt, by device time.  % of roofline: the least time in "
-    "which this GPU can move the bytes and do the arithmetic, divided by the device time.  Extra memory: allocated by "
+    "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
+    "Speedup: over the "
+    "baseline, with its 95 % interval.  Tokens per s: of the prompt, by device time.  % of "
+    "roofline: the least time in "
+    "which this GPU can move the bytes and do the arithmetic, divided by the device time.  Extra "
+    "memory: allocated by "
     "the call beyond its outputs."
 )
 ACCURACY_READING = (
-    'Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "of rms", with t (rms '
-    "+ |b|), where rms is the tensor's own: t alone says nothing about small numbers.  Rms error: rms(a - b) / rms(b)."
-    "  Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
-    "better.  In several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
+    "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "
+    '"of rms", with t (rms '
+    "+ |b|), where rms is the tensor's own: t alone says nothing about small numbers.  Rms "
+    "error: rms(a - b) / rms(b)."
+    "  Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no "
+    "implementation can do "
+    "better.  In several calls, shares are of all elements, errors those of the worst call.  "
+    "Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
 OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
@@ -44,7 +61,11 @@ def untimed(case: Case) -> str:
 
 
 def _verdict(row: Series) -> str:
-    return (row.verdict or fmt.MISSING) if row.timed else fmt.words(dict.fromkeys(map(untimed, row.cases)))
+    return (
+        (row.verdict or fmt.MISSING)
+        if row.timed
+        else fmt.words(dict.fromkeys(map(untimed, row.cases)))
+    )
 
 
 def _timed(row: Series) -> Series | None:
@@ -56,7 +77,10 @@ SPEED: tuple[Column[Series], ...] = (
     Column("verdict", _verdict),
     *lifted(
         _timed,
-        Column("speedup,\ncall", lambda row: fmt.speedup(row.speedup("call"), by_call=row.group.report.samplers == 1)),
+        Column(
+            "speedup,\ncall",
+            lambda row: fmt.speedup(row.speedup("call"), by_call=row.group.report.samplers == 1),
+        ),
         Column("device\ntime", lambda row: fmt.duration(row.us["device"])),
         Column("tokens\nper s", lambda row: fmt.rate(row.tokens_per_s)),
         Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),
@@ -73,12 +97,20 @@ def baseline_us(row: Series) -> float | None:
     return found.value * row.us["device"] if found else None
 
 
-def speeds(title: str, rows: Sequence[Series], first: Sequence[Column[Series]], *notes: str) -> Table | None:
-    """first: the columns before `SPEED`, of which those up to `NAMES` are keys.  None if nothing was timed."""
+def speeds(
+    title: str, rows: Sequence[Series], first: Sequence[Column[Series]], *notes: str
+) -> Table | None:
+    """first: the columns before `SPEED`, of which those up to `NAMES` are keys.  None if nothing
+    was timed.
+    """
     if not any(row.timed for row in rows):
         return None
-    baseline = f"Baseline: {baselines((row.precision, name) for row in rows for name in row.rivals)}."
-    note = "  ".join((baseline, fmt.counts(rows[0].group.report.smallest_difference), *filter(None, notes)))
+    baseline = (
+        f"Baseline: {baselines((row.precision, name) for row in rows for name in row.rivals)}."
+    )
+    note = "  ".join(
+        (baseline, fmt.counts(rows[0].group.report.smallest_difference), *filter(None, notes))
+    )
     return table(title, (*first, *SPEED), rows, note=note, keys=first.index(NAMES[-1]) + 1)
 
 
@@ -89,9 +121,14 @@ def total_speed(group: Group) -> Table | None:
     timed: Column[Series] = Column(unit, lambda row: f"{len(row.timed)} of {every}")
     incomplete = any(len(row.timed) < every for row in found)
     sums = "The interval of a sum assumes that all calls are at the same end of their intervals."
-    some = f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare."
+    some = (
+        f"Each speedup compares the same {unit}; times over different numbers of {unit} do "
+        "not compare."
+    )
     title = f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}"
-    return speeds(title, found, (*NAMES, *([timed] * incomplete)), sums * (every > 1), some * incomplete)
+    return speeds(
+        title, found, (*NAMES, *([timed] * incomplete)), sums * (every > 1), some * incomplete
+    )
 
 
 def speed_by_layer(group: Group) -> Table | None:
@@ -105,7 +142,9 @@ def baselines(pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
     """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
     found = list(pairs)
     names = {against.split()[0] for _, against in found}
-    if len(names) == 1 and all(against.endswith(f" {precision.exact}") for precision, against in found):
+    if len(names) == 1 and all(
+        against.endswith(f" {precision.exact}") for precision, against in found
+    ):
         return f"{names.pop()}, exact, with the same state dtype"
     return " or ".join(dict.fromkeys(against for _, against in found)) or "none"
 
@@ -118,7 +157,9 @@ def accuracies(group: Group) -> Iterator[Table | None]:
     extent = f"{group.extent}{' pooled' * (group.calls > 1)}"
     for tensor, name in SHOWN.items():
         names = (*group.compared, group.baseline)
-        yield errors(f"Accuracy of the {name} {group.where}, {extent}", tensor, [((), group, names)])
+        yield errors(
+            f"Accuracy of the {name} {group.where}, {extent}", tensor, [((), group, names)]
+        )
 
 
 def errors_by_layer(group: Group) -> Iterator[Table | None]:
@@ -130,10 +171,11 @@ def errors_by_layer(group: Group) -> Iterator[Table | None]:
 def errors(
     title: str, tensor: TensorName, parts: Iterable[tuple[Row, Group, Sequence[str]]], *first: str
 ) -> Table | None:
-    """A row for each series against its baseline, one against fp64, and one for the floor; precisions with the same
-    numbers share a row.
+    """A row for each series against its baseline, one against fp64, and one for the floor;
+    precisions with the same numbers share a row.
 
-    parts: the first cells of its rows, a group, and its implementations that are shown.  first: headers of these cells.
+    parts: the first cells of its rows, a group, and its implementations that are shown.  first:
+    headers of these cells.
     """
     rows: list[Row] = []
     compared: list[tuple[PrecisionRecord, str]] = []
@@ -146,26 +188,48 @@ def errors(
                     other, good = "fp64", _within(one, tensor)
                 else:
                     compared += [(one.precision, part.against) for part in pooled.parts]
-                rows.append((*key, one.name, one.precision.short, other, good, *_cells(pooled, group)))
+                rows.append(
+                    (*key, one.name, one.precision.short, other, good, *_cells(pooled, group))
+                )
         if found := pool(group.cases, tensor, "floor"):
             rows.append((*key, "floor", "", "fp64", "", *_cells(found, group)))
-    within = (*(f"within\n{fmt.tolerance(one)}" for one in TOLERANCES[1:]), f"{fmt.tolerance(OF_RMS)}\nof rms")
+    within = (
+        *(f"within\n{fmt.tolerance(one)}" for one in TOLERANCES[1:]),
+        f"{fmt.tolerance(OF_RMS)}\nof rms",
+    )
     headers = (
-        *first, "implementation", PRECISION, "against", "within\nbudget", "equal", *within, "rms\nerror",
-        "largest\nerror", "largest\nvalue", "its position",
-    )  # fmt: skip
+        *first,
+        "implementation",
+        PRECISION,
+        "against",
+        "within\nbudget",
+        "equal",
+        *within,
+        "rms\nerror",
+        "largest\nerror",
+        "largest\nvalue",
+        "its position",
+    )
     note = f"Compared with {baselines(compared)}." if compared else ""
     align = f"{'l' * len(first)}lll{'r' * 8}l"
-    return filled(strings(title, headers, folded(rows, len(first) + 1), align, keys=len(first) + 3, note=note))
+    return filled(
+        strings(title, headers, folded(rows, len(first) + 1), align, keys=len(first) + 3, note=note)
+    )
 
 
 def _within(one: Series, tensor: TensorName) -> str:
-    good = [not each.reason for case in one.cases for each in case.accuracy if each.tensor == tensor]
-    return "yes" if all(good) else "NO" if len(good) == 1 else f"NO: {good.count(False)}/{len(good)}"
+    good = [
+        not each.reason for case in one.cases for each in case.accuracy if each.tensor == tensor
+    ]
+    return (
+        "yes" if all(good) else "NO" if len(good) == 1 else f"NO: {good.count(False)}/{len(good)}"
+    )
 
 
 def _cells(found: Pooled, group: Group) -> Row:
-    """Shares, errors, and the place of the largest: "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7, 3)"."""
+    """Shares, errors, and the place of the largest: "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7,
+    3)".
+    """
     call, largest = found.case.call, found.largest
     where = [f"layer {layer_of(found.case)}"] if len(group.layers) > 1 else []
     where += [f"{group.noun} {call.number}"] if call and group.calls > len(group.layers) else []
@@ -186,7 +250,10 @@ def laws(report: Report) -> Table | None:
     )
     found: dict[Row, list[str]] = {}
     for (name, precision, law), own in probes.items():
-        worst = min((one for _, one in own), key=lambda one: ("no", "yes", "not applicable").index(one.holds))
+        worst = min(
+            (one for _, one in own),
+            key=lambda one: ("no", "yes", "not applicable").index(one.holds),
+        )
         found.setdefault((name, precision, worst.holds, worst.detail), []).append(law)
     rows = [(*row[:3], "; ".join(names), row[3]) for row, names in found.items()]
     headers = ("implementation", PRECISION, "holds", "laws", "why")
@@ -197,14 +264,24 @@ def laws(report: Report) -> Table | None:
 
 
 def launches(report: Report) -> Table | None:
-    """Every kernel as it was launched; equal launches share a row, which lists their precisions and sizes."""
+    """Every kernel as it was launched; equal launches share a row, which lists their precisions and
+    sizes.
+    """
     found: dict[Row, list[Case]] = {}
     for case in report.of_calls:
         for one in case.launches:
             names = case.implementation, case.variant, one.kernel
-            resources = fmt.count(one.registers), fmt.count(one.spills), fmt.size_words(one.shared_bytes)
-            config = ", ".join(f"{name}={value}" for name, value in one.config.items()) or fmt.MISSING
-            found.setdefault((*names, *resources, fmt.percent(one.warps_pct, 0), config), []).append(case)
+            resources = (
+                fmt.count(one.registers),
+                fmt.count(one.spills),
+                fmt.size_words(one.shared_bytes),
+            )
+            config = (
+                ", ".join(f"{name}={value}" for name, value in one.config.items()) or fmt.MISSING
+            )
+            found.setdefault(
+                (*names, *resources, fmt.percent(one.warps_pct, 0), config), []
+            ).append(case)
     kinds: tuple[Callable[[Case], str], ...] = (
         lambda case: case.precision.short,
         lambda case: case.place if case.drawn else case.size,
@@ -215,28 +292,49 @@ def launches(report: Report) -> Table | None:
         """Precisions and sizes, if not all of the implementation."""
         own = every[cases[0].implementation]
         ordered = sorted(cases, key=lambda case: (*precision_order(case.precision), -case.seqlen))
-        some = (dict.fromkeys(map(kind, ordered)) for kind in kinds if set(map(kind, cases)) < set(map(kind, own)))
+        some = (
+            dict.fromkeys(map(kind, ordered))
+            for kind in kinds
+            if set(map(kind, cases)) < set(map(kind, own))
+        )
         return " at ".join(map("; ".join, some)) or "all"
 
     headers = (
-        "implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy", "configuration", "used for"
-    )  # fmt: skip
+        "implementation",
+        "variant",
+        "kernel",
+        "registers",
+        "spills",
+        "shared",
+        "occupancy",
+        "configuration",
+        "used for",
+    )
     rows = [(*cells, used(cases)) for cells, cases in found.items()]
     known = any(row[3] != fmt.MISSING for row in rows)
     note = "Registers and spills are per thread, shared memory per block." if known else ""
-    made = strings("Kernels as they were launched", headers, rows, "lllrrrrll", keys=3, wraps=7, note=note)
+    made = strings(
+        "Kernels as they were launched", headers, rows, "lllrrrrll", keys=3, wraps=7, note=note
+    )
     return filled(made)
 
 
 def reasons(report: Report) -> Table | None:
-    """Every case that did not pass, or passed with a remark; those with the same reason share a row."""
+    """Every case that did not pass, or passed with a remark; those with the same reason share a
+    row.
+    """
     found: dict[Row, list[Case]] = {}
     for case in sorted(report.cases, key=lambda case: case.result == "passed"):
         if case.result != "passed" or case.why:
             bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
-            first = next((f"{tensor}{list(place)}" for tensor, place in bad if place is not None), fmt.MISSING)
+            first = next(
+                (f"{tensor}{list(place)}" for tensor, place in bad if place is not None),
+                fmt.MISSING,
+            )
             why = " ".join(case.why.split())
-            found.setdefault((case.result, case.kernel, case.precision.short, why, first), []).append(case)
+            found.setdefault(
+                (case.result, case.kernel, case.precision.short, why, first), []
+            ).append(case)
     rows = []
     for cells, cases in found.items():
         sizes = grouped(cases, lambda case: case.size if case.layer else "").items()
@@ -244,8 +342,20 @@ def reasons(report: Report) -> Table | None:
         rows.append((*cells[:3], where, *cells[3:]))
     hidden = len(rows) - _MOST_ROWS
     headers = ("result", "implementation", PRECISION, "where", "reason", "first NaN\nor Inf")
-    note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else ""
-    made = strings("Failures, refusals, remarks", headers, rows[:_MOST_ROWS], "llllll", keys=3, wraps=4, note=note)
+    note = (
+        f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
+        if hidden > 0
+        else ""
+    )
+    made = strings(
+        "Failures, refusals, remarks",
+        headers,
+        rows[:_MOST_ROWS],
+        "llllll",
+        keys=3,
+        wraps=4,
+        note=note,
+    )
     return filled(made)
 
 
@@ -257,7 +367,11 @@ def again(report: Report, case: Case) -> str:
 
 def repeats(report: Report) -> Table | None:
     """The command that runs it again, of every case that did not pass or passed with a remark."""
-    found = [case for case in report.cases if (case.result != "passed" or case.why) and report.again(case)]
+    found = [
+        case
+        for case in report.cases
+        if (case.result != "passed" or case.why) and report.again(case)
+    ]
     columns: tuple[Column[Case], ...] = (
         text("id", lambda case: case.id),
         text("case", lambda case: case.name),
@@ -294,7 +408,10 @@ def speed_of_bench(report: Report) -> Iterator[Table | None]:
         *lifted(
             only,
             Column("chunk", lambda case: fmt.count(case.chunk_size)),
-            Column("first\ncall", lambda case: f"{one.seconds:.1f} s" if (one := case.first_call) else fmt.MISSING),
+            Column(
+                "first\ncall",
+                lambda case: f"{one.seconds:.1f} s" if (one := case.first_call) else fmt.MISSING,
+            ),
         ),
     )
     for name, own in _of_shape(report).items():

@@ -13,13 +13,26 @@ from ssdprof.core.pairs import Comparison, Pair, Side, Total, subject, unfinishe
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
-from ssdprof.report.table import Column, Document, Section, Table, VerdictLine, section, shortened, strings, table
+from ssdprof.report.table import (
+    Column,
+    Document,
+    Section,
+    Table,
+    VerdictLine,
+    section,
+    shortened,
+    strings,
+    table,
+)
 from ssdprof.report.table import text as words
 
 READING = (
-    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill by call.  Speedups are "
-    "over the baseline, and compare across machines; their ratio is NEW's over BASE's.  In brackets: 95 % intervals of "
-    "the spread within each of the two; what differs from run to run, such as clocks and temperature, is not in them."
+    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill "
+    "by call.  Speedups are "
+    "over the baseline, and compare across machines; their ratio is NEW's over BASE's.  In "
+    "brackets: 95 % intervals of "
+    "the spread within each of the two; what differs from run to run, such as clocks and "
+    "temperature, is not in them."
 )
 _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
 _NAMES: tuple[Column[Pair], ...] = (
@@ -65,15 +78,25 @@ _VALUES: dict[str, tuple[_Value, ...]] = {
         ("perplexity", fmt.small, lambda case: case.band and case.band.perplexity),
     ),
     "Kernels and memory": (
-        ("kernel", str, lambda case: " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING),
-        ("configuration", _digest, lambda case: " ".join(f"{one.kernel} {one.digest}" for one in case.launches)),
+        (
+            "kernel",
+            str,
+            lambda case: " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING,
+        ),
+        (
+            "configuration",
+            _digest,
+            lambda case: " ".join(f"{one.kernel} {one.digest}" for one in case.launches),
+        ),
         ("kernels", fmt.count, lambda case: case.kernels),
         ("extra memory", fmt.size_words, lambda case: case.workspace_bytes),
     ),
 }
 
 
-def compose(comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False) -> Document:
+def compose(
+    comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False
+) -> Document:
     """every: also cases that did not change."""
     base, new = comparison.base[0], comparison.new[0]
     return Document(
@@ -88,32 +111,53 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     for condition, verdicts in comparison.verdicts.items():
         if verdicts:
             offenders = [": ".join(filter(None, (one.case, one.found))) for one in verdicts]
-            yield VerdictLine(f"FAILED: {condition.spelling}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
-    if held := [condition.spelling for condition, verdicts in comparison.verdicts.items() if not verdicts]:
+            yield VerdictLine(
+                f"FAILED: {condition.spelling}: {shortened(offenders, _MOST_OFFENDERS)}.", False
+            )
+    if held := [
+        condition.spelling for condition, verdicts in comparison.verdicts.items() if not verdicts
+    ]:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(held, 'or')}.", True)
     counts = Counter(pair.verdict for pair in comparison.pairs)
-    said = {"no difference": f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"}
-    found = ", ".join(f"{number} {said.get(verdict, verdict)}" for verdict, number in counts.most_common())
+    said = {
+        "no difference": (
+            f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
+        )
+    }
+    found = ", ".join(
+        f"{number} {said.get(verdict, verdict)}" for verdict, number in counts.most_common()
+    )
     if why := comparison.nothing_compared:
-        yield VerdictLine(f"FAILED: nothing was compared: {why}{f' ({found})' if found else ''}.", False)
+        yield VerdictLine(
+            f"FAILED: nothing was compared: {why}{f' ({found})' if found else ''}.", False
+        )
     else:
         yield VerdictLine(f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found}.", True)
 
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
     reasons = dict.fromkeys(comparison.machine)
-    reasons |= dict.fromkeys(why for pair in comparison.pairs if pair.over_baseline for why in pair.incomparable)
+    reasons |= dict.fromkeys(
+        why for pair in comparison.pairs if pair.over_baseline for why in pair.incomparable
+    )
     if reasons:
         speedups = "Speedups over the baseline, each measured under the same conditions, are."
-        yield f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  {speedups}"
+        yield (
+            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not "
+            f"compared.  {speedups}"
+        )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):
             yield f"{name} is not complete: {why}."
-    for reason in dict.fromkeys(pair.other_inputs for pair in comparison.pairs if pair.other_inputs):
+    for reason in dict.fromkeys(
+        pair.other_inputs for pair in comparison.pairs if pair.other_inputs
+    ):
         yield f"Errors cannot be compared: {reason}."
 
 
-def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool) -> Iterator[Section]:
+def _sections(
+    comparison: Comparison, stalls: Sequence[StageChange], every: bool
+) -> Iterator[Section]:
     both = [pair for pair in comparison.pairs if pair.base and pair.new]
 
     def speedup(side: Side, case: Case | None) -> str:
@@ -123,16 +167,29 @@ def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool
     columns: tuple[Column[Pair], ...] = (
         *_NAMES,
         words("verdict", lambda pair: pair.verdict),
-        Column("time,\nBASE / NEW", lambda pair: fmt.speedup(pair.time, by_call=bool(pair.case.prefill))),
+        Column(
+            "time,\nBASE / NEW",
+            lambda pair: fmt.speedup(pair.time, by_call=bool(pair.case.prefill)),
+        ),
         Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call, by_call=True)),
-        Column("speedup,\nNEW / BASE", lambda pair: fmt.speedup(pair.over_baseline, by_call=bool(pair.case.prefill))),
+        Column(
+            "speedup,\nNEW / BASE",
+            lambda pair: fmt.speedup(pair.over_baseline, by_call=bool(pair.case.prefill)),
+        ),
         *_of_both("time", fmt.duration, lambda case: case.time_us and case.time_us.value),
         Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),
         Column("speedup,\nNEW", lambda pair: speedup(comparison.new, pair.new)),
     )
-    changed = [pair for pair in both if pair.verdict in ("faster", "slower", *(["no difference"] * every))]
+    changed = [
+        pair for pair in both if pair.verdict in ("faster", "slower", *(["no difference"] * every))
+    ]
     totals = table("Change of all cases together", _TOTALS, comparison.totals, keys=3)
-    yield section("Speed", totals, table("Speed of NEW against BASE", columns, changed, keys=3), reading=READING)
+    yield section(
+        "Speed",
+        totals,
+        table("Speed of NEW against BASE", columns, changed, keys=3),
+        reading=READING,
+    )
     for title, values in _VALUES.items():
         yield section(title, _side_by_side(title, both, values, every))
     note = "Times under ncu cannot be compared with those of a run."
@@ -142,7 +199,9 @@ def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool
     yield section("What ran", _facts(comparison))
 
 
-def _of_both(header: str, show: Callable[[Any], str], of: Callable[[Case], Any]) -> tuple[Column[Pair], Column[Pair]]:
+def _of_both(
+    header: str, show: Callable[[Any], str], of: Callable[[Case], Any]
+) -> tuple[Column[Pair], Column[Pair]]:
     def cell(case: Case | None) -> str:
         return show(of(case)) if case else fmt.MISSING
 
@@ -150,18 +209,30 @@ def _of_both(header: str, show: Callable[[Any], str], of: Callable[[Case], Any])
     return base, Column(f"{header},\nNEW", lambda pair: cell(pair.new))
 
 
-def _side_by_side(title: str, pairs: Sequence[Pair], values: Sequence[_Value], every: bool) -> Table | None:
-    """The cells of BASE and NEW; without `every` only cases with another cell, and columns that differ."""
+def _side_by_side(
+    title: str, pairs: Sequence[Pair], values: Sequence[_Value], every: bool
+) -> Table | None:
+    """The cells of BASE and NEW; without `every` only cases with another cell, and columns that
+    differ.
+    """
     columns = [_of_both(*one) for one in values]
 
     def differs(pair: Pair, base: Column[Pair], new: Column[Pair]) -> bool:
         return base.of(pair) != new.of(pair)
 
     def is_shown(pair: Pair) -> bool:
-        return any(differs(pair, *both) or (every and both[0].of(pair) not in ("", fmt.MISSING)) for both in columns)
+        return any(
+            differs(pair, *both) or (every and both[0].of(pair) not in ("", fmt.MISSING))
+            for both in columns
+        )
 
     rows = [*filter(is_shown, pairs)]
-    shown = (one for both in columns if every or any(differs(pair, *both) for pair in rows) for one in both)
+    shown = (
+        one
+        for both in columns
+        if every or any(differs(pair, *both) for pair in rows)
+        for one in both
+    )
     note = "" if every else "Only cases that changed; all of them with --format markdown."
     return table(f"{title}, side by side", (*_NAMES, *shown), rows, keys=3, note=note)
 
@@ -170,7 +241,9 @@ def _unpaired(pairs: Sequence[Pair]) -> Table | None:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
 
     def results(pair: Pair) -> str:
-        found = {name: case.result for name, case in (("BASE", pair.base), ("NEW", pair.new)) if case}
+        found = {
+            name: case.result for name, case in (("BASE", pair.base), ("NEW", pair.new)) if case
+        }
         return ", ".join(f"{name} {result}" for name, result in found.items())
 
     said = ("not timed", "BASE passed, NEW passed")

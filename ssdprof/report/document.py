@@ -18,8 +18,10 @@ from ssdprof.report.table import Column, Document, Section, Table, facts, sectio
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
 _TUNING_READING = (
-    "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed configuration's time over "
-    "the candidate's, sampled in turns, with its 95 % interval.  A configuration that is kept was compared with the "
+    "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
+    "configuration's time over "
+    "the candidate's, sampled in turns, with its 95 % interval.  A configuration that is kept "
+    "was compared with the "
     "fp64 oracle on the timed inputs, and is more than 1 % faster with 95 % confidence."
 )
 
@@ -42,7 +44,13 @@ def heading(report: Report) -> str:
     if report.kind in ("bench", "prefill"):
         return f"ssdprof {report.kind}, {subject(report)}, {gpu}"
     lengths = [f"{seqlen:,}" for seqlen in dict.fromkeys(case.seqlen for case in report.of_answers)]
-    tokens = tokens_of(found) if (found := groups(report)) else f"{fmt.words(lengths)} tokens" if lengths else ""
+    tokens = (
+        tokens_of(found)
+        if (found := groups(report))
+        else f"{fmt.words(lengths)} tokens"
+        if lengths
+        else ""
+    )
     return f"ssdprof: {', '.join(filter(None, (report.subject, tokens, gpu)))}"
 
 
@@ -56,14 +64,20 @@ def _sections(report: Report) -> Iterator[Section]:
     found, answered = () if of_bench else groups(report), model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
     speeds = calls.speed_of_bench(report) if of_bench else map(calls.total_speed, found)
-    errors = calls.accuracy_of_bench(report) if of_bench else (one for own in found for one in calls.accuracies(own))
+    errors = (
+        calls.accuracy_of_bench(report)
+        if of_bench
+        else (one for own in found for one in calls.accuracies(own))
+    )
     yield section(SPEED, *speeds, reading=calls.SPEED_READING)
     yield section(ACCURACY, *errors, reading=calls.ACCURACY_READING)
     yield section("Laws", calls.laws(report))
     compared = (make(one) for one in answered for make in (model.answers, model.answers_by_layer))
     yield section("Answers", *compared, reading=model.ANSWERS_READING)
     yield from model.prefill_sections(report)
-    yield section("Words", facts("Words", ("word", "meaning"), meanings(report)) if report.of_calls else None)
+    yield section(
+        "Words", facts("Words", ("word", "meaning"), meanings(report)) if report.of_calls else None
+    )
     yield section("What ran", what_ran(report))
     yield section("Run one case again", calls.repeats(report), folded=True)
     yield section("Kernels as they were launched", calls.launches(report), folded=True)
@@ -71,8 +85,12 @@ def _sections(report: Report) -> Iterator[Section]:
         title = f"Answers by position at {fmt.tokens(one[0].seqlen)}"
         yield section(title, model.answers_by_position(one), folded=True)
     for group in (group for group in found if group.calls > 1):
-        yield section(f"Speed of each layer {group.where}", calls.speed_by_layer(group), folded=True)
-        yield section(f"Accuracy of each layer {group.where}", *calls.errors_by_layer(group), folded=True)
+        yield section(
+            f"Speed of each layer {group.where}", calls.speed_by_layer(group), folded=True
+        )
+        yield section(
+            f"Accuracy of each layer {group.where}", *calls.errors_by_layer(group), folded=True
+        )
 
 
 # --- of ssdprof tune
@@ -84,13 +102,19 @@ def of_tuning(report: Report) -> Document:
     left = (f"{one.place}: left out: {one.reason}." for one in report.left_out)
     tables = (_search(report, own) for own in searches)
     found = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
-    return Document(title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(found,))
+    return Document(
+        title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(found,)
+    )
 
 
 def candidates(searches: PlannedSearches) -> Table | None:
     """The table of a dry run."""
     rows = ((search, "; ".join(found) or "none") for search, found in searches.items())
-    return facts("Candidates, by what they change in the committed configuration", ("search", "candidates"), rows)
+    return facts(
+        "Candidates, by what they change in the committed configuration",
+        ("search", "candidates"),
+        rows,
+    )
 
 
 def _search(report: Report, cases: Sequence[Case]) -> Table | None:

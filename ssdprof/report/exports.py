@@ -1,4 +1,5 @@
-"""Exports of a report for other programs: CSV, JUnit's XML, GitHub Actions, and github-action-benchmark.
+"""Exports of a report for other programs: CSV, JUnit's XML, GitHub Actions, and
+github-action-benchmark.
 
 No row is folded or left out: each case has its own.
 """
@@ -54,15 +55,20 @@ _EMPTY = Case.model_construct(  # for the headers of a report without cases
 
 
 def csv(report: Report) -> str:
-    """A row per case, for a spreadsheet or a data frame; the same columns for every kind of report, named as in the
-    report's tables, with units.
+    """A row per case, for a spreadsheet or a data frame; the same columns for every kind of report,
+    named as in the report's tables, with units.
 
-    Missing values are empty; floats have their stored precision."""
+    Missing values are empty; floats have their stored precision.
+    """
     text = io.StringIO()
     writer = DictWriter(text, list(_row(report, _EMPTY)), lineterminator="\n")
     writer.writeheader()
     for row in records(report):  # a text that a spreadsheet would compute gets an apostrophe
-        formulas = {name: f"'{one}" for name, one in row.items() if isinstance(one, str) and one.startswith(_FORMULA)}
+        formulas = {
+            name: f"'{one}"
+            for name, one in row.items()
+            if isinstance(one, str) and one.startswith(_FORMULA)
+        }
         writer.writerow(row | formulas)
     return text.getvalue()
 
@@ -71,7 +77,10 @@ def records(report: Report) -> list[Row]:
     """A row per case with numbers, texts and None, for a data frame."""
 
     return [
-        {name: one if isinstance(one, int | float | None) else str(one) for name, one in _row(report, case).items()}
+        {
+            name: one if isinstance(one, int | float | None) else str(one)
+            for name, one in _row(report, case).items()
+        }
         for case in rows(report)
     ]
 
@@ -116,7 +125,10 @@ def _row(report: Report, case: Case) -> Row:
     row["kernels launched"] = case.kernels
     for tensor, name in SHOWN.items():
         one = case.tensor(tensor)
-        for against, error in (("baseline", one and one.vs_baseline), ("fp64", one and one.vs_oracle)):
+        for against, error in (
+            ("baseline", one and one.vs_baseline),
+            ("fp64", one and one.vs_oracle),
+        ):
             for tolerance in TOLERANCES:
                 header = f"{name}, match against {against} @ {fmt.tolerance(tolerance)}"
                 row[f"{header} [%]"] = error and error.match_pct(tolerance)
@@ -152,32 +164,58 @@ def _estimate(name: str, unit: str, found: Estimate | None, known: bool) -> Row:
 
 
 def baseline(report: Report) -> str:
-    """A JSON document for `compare`, to be kept in a repository: a line per case, with times and their intervals, the
-    output's errors, memory and launches; without samples and what else differs from run to run."""
+    """A JSON document for `compare`, to be kept in a repository: a line per case, with times and
+    their intervals, the output's errors, memory and launches; without samples and what else differs
+    from run to run.
+    """
     own = [one.changed(steps={}, notes=(), gates={}, clocks=None) for one in report.processes]
     head = _stored(report.changed(cases=(), requested=(), processes=own))
     lines = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
     return (
-        "{\n" + "".join(f'"{name}": {json.dumps(one)},\n' for name, one in head.items()) + f'"cases": [\n{lines}\n]\n}}'
+        "{\n"
+        + "".join(f'"{name}": {json.dumps(one)},\n' for name, one in head.items())
+        + f'"cases": [\n{lines}\n]\n}}'
     )
 
 
 def _summarised(report: Report, case: Case) -> Case:
-    over: dict[Clock, Estimate] = {clock: found for clock in CLOCKS if (found := report.speedup(case, clock))}
+    over: dict[Clock, Estimate] = {
+        clock: found for clock in CLOCKS if (found := report.speedup(case, clock))
+    }
     parts = ("vs_oracle", "vs_baseline", "floor")
     accuracy = []
     for one in (one for one in case.accuracy if one.tensor == "out" or one.reason):
-        deviations = {name: found and found.changed(along=()) for name in parts for found in [getattr(one, name)]}
-        accuracy.append(one.changed(**deviations, **({} if one.reason else {"budget": (), "checks": ()})))
+        deviations = {
+            name: found and found.changed(along=())
+            for name in parts
+            for found in [getattr(one, name)]
+        }
+        accuracy.append(
+            one.changed(**deviations, **({} if one.reason else {"budget": (), "checks": ()}))
+        )
     launches = [
-        Launch(kernel=one.kernel, config={"digest": one.digest}, registers=one.registers) for one in case.launches
+        Launch(kernel=one.kernel, config={"digest": one.digest}, registers=one.registers)
+        for one in case.launches
     ]
-    summary = Summary(call=case.call_us, device=case.device_us, over=over) if case.samples else case.summary
+    summary = (
+        Summary(call=case.call_us, device=case.device_us, over=over)
+        if case.samples
+        else case.summary
+    )
     return case.changed(
-        inputs=case.inputs[:16], prefill=case.prefill and case.prefill.changed(parts={}), samples=(), summary=summary,
-        accuracy=accuracy, launches=launches, probes=[one for one in case.probes if one.holds == "no"], trials={},
-        first_call=None, plan="", bytes_moved=None, flops=None,
-    )  # fmt: skip
+        inputs=case.inputs[:16],
+        prefill=case.prefill and case.prefill.changed(parts={}),
+        samples=(),
+        summary=summary,
+        accuracy=accuracy,
+        launches=launches,
+        probes=[one for one in case.probes if one.holds == "no"],
+        trials={},
+        first_call=None,
+        plan="",
+        bytes_moved=None,
+        flops=None,
+    )
 
 
 def _stored(record: Report | Case) -> dict[str, object]:
@@ -211,9 +249,10 @@ _BIGGER = {
 def benchmark_action(report: Report, *, bigger: bool = False) -> str:
     """The JSON of its tool customSmallerIsBetter, or customBiggerIsBetter.
 
-    Smaller: device and call times, extra memory or that of a prefill, RMS errors, divergences and perplexities.
-    Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top tokens.
-    Cases that did not pass are left out, because they have no valid number.
+    Smaller: device and call times, extra memory or that of a prefill, RMS errors, divergences and
+    perplexities.
+    Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top
+    tokens.  Cases that did not pass are left out, because they have no valid number.
     """
     extra = f"{report.kind} {report.id}, {gpu_name(report.environment, 'no GPU')}"
     found = []
@@ -234,15 +273,19 @@ def benchmark_action(report: Report, *, bigger: bool = False) -> str:
 
 
 def junit(report: Report) -> str:
-    """JUnit's XML, as CI systems show it: a suite with a test per case, and one for the gates and the whole.
+    """JUnit's XML, as CI systems show it: a suite with a test per case, and one for the gates and
+    the whole.
 
-    Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the strictest in use.
+    Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the
+    strictest in use.
     """
     found = Outcome(report)
     counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
     cases = []
     for case in rows(report):
-        test = _test(case.implementation, case.name, case.call_us.value / 1e6 if case.call_us else 0.0)
+        test = _test(
+            case.implementation, case.name, case.call_us.value / 1e6 if case.call_us else 0.0
+        )
         why = case.why or case.result
         if case.result != "passed" and case.name not in counted:  # its failure does not count
             SubElement(test, "skipped", message=_clean(why))
@@ -267,14 +310,22 @@ def junit(report: Report) -> str:
 def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> Element:
     gpu, packages = report.environment.gpu, report.environment.packages
     failed, wrong, skipped = (
-        str(sum(test.find(tag) is not None for test in tests)) for tag in ("failure", "error", "skipped")
+        str(sum(test.find(tag) is not None for test in tests))
+        for tag in ("failure", "error", "skipped")
     )
     suite = Element(
-        "testsuite", id=str(number), package="ssdprof", name=f"{_clean(subject(report))}: {name}",
-        timestamp=report.created[:19], hostname="localhost",  # reports contain no host name
-        tests=str(len(tests)), failures=failed, errors=wrong, skipped=skipped,
+        "testsuite",
+        id=str(number),
+        package="ssdprof",
+        name=f"{_clean(subject(report))}: {name}",
+        timestamp=report.created[:19],
+        hostname="localhost",  # reports contain no host name
+        tests=str(len(tests)),
+        failures=failed,
+        errors=wrong,
+        skipped=skipped,
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
-    )  # fmt: skip
+    )
     values = {
         report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": subject(report),
@@ -294,11 +345,15 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
 
 
 def _test(group: str, name: str, seconds: float = 0.0) -> Element:
-    return Element("testcase", classname=f"ssdprof.{_clean(group)}", name=_clean(name), time=_seconds(seconds))
+    return Element(
+        "testcase", classname=f"ssdprof.{_clean(group)}", name=_clean(name), time=_seconds(seconds)
+    )
 
 
 def _answer(test: Element, tag: str, kind: str, text: str) -> None:
-    """The failure of a test.  Its first line is the message, because many readers show only that."""
+    """The failure of a test.  Its first line is the message, because many readers show only
+    that.
+    """
     SubElement(test, tag, type=kind, message=_clean(text.splitlines()[0])).text = _clean(text)
 
 
@@ -310,7 +365,8 @@ def _clean(text: str) -> str:
     return _ILLEGAL.sub("\ufffd", text)
 
 
-# --- GitHub Actions: https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
+# --- GitHub Actions:
+#   https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
 
 
 def step_summary(report: Report) -> str:
@@ -326,9 +382,14 @@ def step_summary(report: Report) -> str:
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
-    """Annotations, one line each: errors for the reasons why it did not pass, warnings for its caveats."""
+    """Annotations, one line each: errors for the reasons why it did not pass, warnings for its
+    caveats.
+    """
     title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
-    annotations: tuple[tuple[str, Iterable[str]], ...] = (("error", errors(report)), ("warning", caveats(report)))
+    annotations: tuple[tuple[str, Iterable[str]], ...] = (
+        ("error", errors(report)),
+        ("warning", caveats(report)),
+    )
     for name, lines in annotations:
         every, head = list(lines), f"::{name} title={title}::"
         shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
@@ -338,17 +399,27 @@ def workflow_commands(report: Report) -> Iterator[str]:
 
 
 def outputs(report: Report) -> dict[str, str]:
-    """Outputs of the step.  The last three are the worst values of cases that gates judge; empty without such cases."""
+    """Outputs of the step.  The last three are the worst values of cases that gates judge; empty
+    without such cases.
+    """
     cases = [case for case in judged(report) if case.result == "passed" and not case.answers]
     out = [one for case in cases if (one := case.tensor("out"))]
     worst = {
-        "least-speedup": min((found.value for case in cases if (found := report.speedup(case))), default=None),
-        "least-match": min((pct for case in cases if (pct := case.match_pct(1e-3)) is not None), default=None),
-        "largest-rms-ratio": max((ratio for one in out if (ratio := one.over_floor) is not None), default=None),
+        "least-speedup": min(
+            (found.value for case in cases if (found := report.speedup(case))), default=None
+        ),
+        "least-match": min(
+            (pct for case in cases if (pct := case.match_pct(1e-3)) is not None), default=None
+        ),
+        "largest-rms-ratio": max(
+            (ratio for one in out if (ratio := one.over_floor) is not None), default=None
+        ),
     }
     return {
         "passed": "true" if Outcome(report).passed else "false",
-        "verdict": whole_words(printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE),
+        "verdict": whole_words(
+            printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE
+        ),
         "run": printable(report.id),
         **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
     }

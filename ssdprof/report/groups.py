@@ -1,4 +1,6 @@
-"""Cases that can be compared and added up, in groups and series; the pooled errors of several calls."""
+"""Cases that can be compared and added up, in groups and series; the pooled errors of several
+calls.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,36 @@ class Series:
     name: "fused hopper", with all variants that ran.  label: "fused, exact, fp32".
     within_budget: every case; False for another library that passed outside of its budget.
     us: the summed times of the timed calls by each clock.  workspace_bytes: the largest of them.
-    over: what they are compared with instead of their baseline: `unfused`, where a bench did not time that.
+    over: what they are compared with instead of their baseline: `unfused`, where a bench did not
+    time that.
     """
 
-    def __init__(self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]) -> None:
-        self.group, self.implementation, self.precision, self.cases = group, implementation, precision, cases
-        variants = "/".join(dict.fromkeys(case.variant for case in cases if case.variant not in ("", implementation)))
+    def __init__(
+        self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]
+    ) -> None:
+        self.group, self.implementation, self.precision, self.cases = (
+            group,
+            implementation,
+            precision,
+            cases,
+        )
+        variants = "/".join(
+            dict.fromkeys(
+                case.variant for case in cases if case.variant not in ("", implementation)
+            )
+        )
         self.name = f"{implementation} {variants}".rstrip()
         self.label = f"{implementation}, {precision.short}"
-        self.within_budget = all(case.result == "passed" and not case.outside_budget for case in cases)
+        self.within_budget = all(
+            case.result == "passed" and not case.outside_budget for case in cases
+        )
         there = {case.implementation for case in group.cases if case.device_us}
         self.over = "unfused" if cases[0].drawn and group.report.baseline not in there else ""
         self.timed = [case for case in cases if case.device_us and case.call_us]
-        self._us = {clock: [us.value for case in self.timed if (us := case.by_clock(clock))] for clock in CLOCKS}
+        self._us = {
+            clock: [us.value for case in self.timed if (us := case.by_clock(clock))]
+            for clock in CLOCKS
+        }
         self.us = {clock: math.fsum(own) for clock, own in self._us.items()}
         spaces = [case.workspace_bytes for case in self.timed if case.workspace_bytes is not None]
         self.workspace_bytes = max(spaces, default=None)
@@ -49,7 +68,11 @@ class Series:
     def rivals(self) -> tuple[str, ...]:
         """What the timed calls are compared with: "unfused exact, fp32 states"."""
         found = (self.group.report.rival(case, self.over) for case in self.timed)
-        return tuple(dict.fromkeys(f"{one.implementation} {one.precision}" for one in found if one and one.device_us))
+        return tuple(
+            dict.fromkeys(
+                f"{one.implementation} {one.precision}" for one in found if one and one.device_us
+            )
+        )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -60,17 +83,23 @@ class Series:
 
     def _ratios(self, clock: Clock) -> list[Estimate]:
         """Speedups of the timed calls; none if one of them has none."""
-        found = [one for case in self.timed if (one := self.group.report.speedup(case, clock, self.over))]
+        found = [
+            one for case in self.timed if (one := self.group.report.speedup(case, clock, self.over))
+        ]
         return found if len(found) == len(self.timed) else []
 
     def speedup(self, clock: Clock = "device") -> Estimate | None:
         """The sum of the baseline's times over the sum of ours, over the same calls.
 
-        Its interval assumes that all calls are at the same end of their intervals, so it covers at least 95 %.
+        Its interval assumes that all calls are at the same end of their intervals, so it covers at
+        least 95 %.
         """
         # a call's ratio is baseline / own time, so its weight is its own time
         bounds = zip(*self._ratios(clock), strict=True)
-        sums = [math.fsum(map(operator.mul, bound, self._us[clock])) / self.us[clock] for bound in bounds]
+        sums = [
+            math.fsum(map(operator.mul, bound, self._us[clock])) / self.us[clock]
+            for bound in bounds
+        ]
         return Estimate(*sums) if sums else None
 
     @property
@@ -82,20 +111,35 @@ class Series:
 
     @property
     def floor_pct(self) -> float | None:
-        """The least time for all bytes and arithmetic of the timed calls, as a share of their device time."""
-        floors = [floor for case in self.timed if (floor := case.floor_us(self.group.report.ceilings)) is not None]
-        return 100 * sum(floors) / self.us["device"] if self.timed and len(floors) == len(self.timed) else None
+        """The least time for all bytes and arithmetic of the timed calls, as a share of their
+        device time.
+        """
+        floors = [
+            floor
+            for case in self.timed
+            if (floor := case.floor_us(self.group.report.ceilings)) is not None
+        ]
+        return (
+            100 * sum(floors) / self.us["device"]
+            if self.timed and len(floors) == len(self.timed)
+            else None
+        )
 
 
 class Group:
-    """Cases that can be compared and added up: all of one kind of call on one prompt, of one size; of a bench, those on
-    the same inputs.
+    """Cases that can be compared and added up: all of one kind of call on one prompt, of one size;
+    of a bench, those on the same inputs.
 
-    call: one of these calls; None for calls of a whole prompt.  steps: the calls are decode steps, which have their own
-    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.  layers: their indices.
-    tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or decode steps.
-    where: "at 131,072 tokens", "in decode steps after 512 tokens"; size: the same without its preposition.
-    implementations: the baseline first, the others in the order in which they ran; compared: the others.
+    call: one of these calls; None for calls of a whole prompt.  steps: the calls are decode steps,
+    which have their own
+    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.  layers:
+    their indices.
+    tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or
+    decode steps.
+    where: "at 131,072 tokens", "in decode steps after 512 tokens"; size: the same without its
+    preposition.
+    implementations: the baseline first, the others in the order in which they ran; compared: the
+    others.
     """
 
     def __init__(self, report: Report, cases: Sequence[Case]) -> None:
@@ -105,30 +149,46 @@ class Group:
         self.noun = "step" if self.steps else "chunk"
         self.calls = len({(case.layer, case.call) for case in cases})
         self.layers = tuple(sorted({layer_of(case) for case in cases}))
-        self.baseline = next((case.baseline for case in cases if case.baseline), first.implementation)
+        self.baseline = next(
+            (case.baseline for case in cases if case.baseline), first.implementation
+        )
         names = dict.fromkeys(case.implementation for case in cases)
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
         self.size = first.calls
-        self.where = f"{'at' if self.call is None or self.call.kind == 'packed' else 'in'} {self.size}"
+        self.where = (
+            f"{'at' if self.call is None or self.call.kind == 'packed' else 'in'} {self.size}"
+        )
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11 steps in 3 layers"."""
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11
+        steps in 3 layers".
+        """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
         each, *others = {own.calls for own in self.by_layer()}
         if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        return of_layers if each == 1 else f"{fmt.plural(each, self.noun)} in {'each of ' * (layers > 1)}{of_layers}"
+        return (
+            of_layers
+            if each == 1
+            else f"{fmt.plural(each, self.noun)} in {'each of ' * (layers > 1)}{of_layers}"
+        )
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
-        """Every series, or those of some implementations: exact before relaxed, wide states before narrow ones."""
-        found = grouped(sorted(self.cases, key=layer_of), lambda case: (case.implementation, case.precision))
+        """Every series, or those of some implementations: exact before relaxed, wide states before
+        narrow ones.
+        """
+        found = grouped(
+            sorted(self.cases, key=layer_of), lambda case: (case.implementation, case.precision)
+        )
         return tuple(
             Series(self, *key, tuple(found[key]))
             for name in implementations or self.implementations
-            for key in sorted((key for key in found if key[0] == name), key=lambda key: precision_order(key[1]))
+            for key in sorted(
+                (key for key in found if key[0] == name), key=lambda key: precision_order(key[1])
+            )
         )
 
     def others(self) -> tuple[Series, ...]:
@@ -137,12 +197,15 @@ class Group:
 
     def by_layer(self) -> Iterator[Group]:
         """A group for each layer."""
-        yield from (Group(self.report, own) for _, own in sorted(grouped(self.cases, layer_of).items()))
+        yield from (
+            Group(self.report, own) for _, own in sorted(grouped(self.cases, layer_of).items())
+        )
 
 
 def groups(report: Report) -> tuple[Group, ...]:
-    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it.  For a
-    bench, one for each of its inputs, in their order."""
+    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps
+    after it.  For a bench, one for each of its inputs, in their order.
+    """
 
     def key(case: Case) -> tuple[int, bool, int, int]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
@@ -150,7 +213,10 @@ def groups(report: Report) -> tuple[Group, ...]:
 
     drawn = grouped((case for case in report.cases if case.drawn), lambda case: case.place)
     found = grouped((case for case in report.cases if case.layer), key)
-    return tuple(Group(report, own) for own in (*drawn.values(), *(found[one] for one in sorted(found, reverse=True))))
+    return tuple(
+        Group(report, own)
+        for own in (*drawn.values(), *(found[one] for one in sorted(found, reverse=True)))
+    )
 
 
 def layer_of(case: Case) -> int:
@@ -172,7 +238,8 @@ def deviation(accuracy: Accuracy | None, which: Against) -> Deviation | None:
 class Pooled(NamedTuple):
     """Pooled deviations of several calls: all elements, and the worst maximum.
 
-    largest: the deviation that holds the largest error, of `case`.  rms_ratio: of the worst call; inf if infinite.
+    largest: the deviation that holds the largest error, of `case`.  rms_ratio: of the worst call;
+    inf if infinite.
     """
 
     largest: Deviation
@@ -186,14 +253,20 @@ class Pooled(NamedTuple):
 
     def match_rms_pct(self, tolerance: float) -> float | None:
         """The same, relative to the RMS of the tensor."""
-        found = [(share, one.elements) for one in self.parts if (share := one.match_rms_pct(tolerance)) is not None]
+        found = [
+            (share, one.elements)
+            for one in self.parts
+            if (share := one.match_rms_pct(tolerance)) is not None
+        ]
         return self._share(found) if len(found) == len(self.parts) else None
 
     @staticmethod
     def _share(shares: Sequence[tuple[float, int]]) -> float:
         if all(share == 100.0 for share, _ in shares):
             return 100.0
-        pooled = math.fsum(share * elements for share, elements in shares) / sum(elements for _, elements in shares)
+        pooled = math.fsum(share * elements for share, elements in shares) / sum(
+            elements for _, elements in shares
+        )
         return min(pooled, math.nextafter(100.0, 0.0))
 
 
@@ -213,10 +286,15 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
 def tokens_of(prompts: Iterable[Group]) -> str:
     """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there are no prompts."""
     every = list(prompts)
-    first, *others = dict.fromkeys(group.tokens for group in [one for one in every if not one.steps] or every)
+    first, *others = dict.fromkeys(
+        group.tokens for group in [one for one in every if not one.steps] or every
+    )
     if not others:
         return first
-    return fmt.words(text.removesuffix("s").removesuffix(" token") for text in (first, *others)) + " tokens"
+    return (
+        fmt.words(text.removesuffix("s").removesuffix(" token") for text in (first, *others))
+        + " tokens"
+    )
 
 
 def places(prompts: Iterable[Group]) -> str:

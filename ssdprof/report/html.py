@@ -29,7 +29,8 @@ _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:
 _KINDS = {Table: "table", str: "note", tuple: "list"}
 
 Block = tuple[str, object]  # kind, by which the template draws it, and content
-Picture = tuple[str, Markup, Table, bool]  # title, SVG, its numbers, and whether the picture includes its title
+# title, SVG, its numbers, and whether the picture includes its title
+Picture = tuple[str, Markup, Table, bool]
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
@@ -45,32 +46,47 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     found = () if report.kind == "bench" else groups(report)
     along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
     lines = {
-        f"Error along {along.get(one.call.kind if one.call else None, 'a chunk')}, worst layer, {one.size}":
-        plots.along_positions(one)
+        (
+            f"Error along {along.get(one.call.kind if one.call else None, 'a chunk')}, worst "
+            "layer, "
+            f"{one.size}"
+        ): plots.along_positions(one)
         for one in found[:_LAYERED]
-    }  # fmt: skip
-    bars = {"Speedup": plots.speedups(found), "Roofline of the operator": plots.roofline(report, found)}
+    }
+    bars = {
+        "Speedup": plots.speedups(found),
+        "Roofline of the operator": plots.roofline(report, found),
+    }
     pictures = {SPEED: bars, ACCURACY: lines}
-    parts = [_part(one, _pictures(numbers, pictures.get(one.title, {}).items())) for one in document.sections]
+    parts = [
+        _part(one, _pictures(numbers, pictures.get(one.title, {}).items()))
+        for one in document.sections
+    ]
     parts += _stalls(stalls, numbers) if stalls else ()
     return _page(document, parts)
 
 
 def _page(document: Document, parts: Sequence[PagePart]) -> str:
     seen: Counter[object] = Counter()
-    for part in parts:  # the stall report may have a section with the same title as the run's report
+    # the stall report may have a section with the same title as the run's report
+    for part in parts:
         seen[anchor := part["anchor"]] += 1
         part["anchor"] = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
     environment = Environment(
-        loader=PackageLoader("ssdprof.report", "templates"), undefined=StrictUndefined,
-        autoescape=True, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=PackageLoader("ssdprof.report", "templates"),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters |= {"key": sort_key, "tone": tone}
     environment.tests["sortable"] = sortable
     return environment.get_template("page.html.j2").render(document=document, parts=parts)
 
 
-def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> PagePart:
+def _part(
+    section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False
+) -> PagePart:
     return {
         "title": section.title,
         "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
@@ -84,7 +100,10 @@ def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, fold
 
 
 def _pictures(
-    numbers: Iterator[int], found: Iterable[tuple[str, plots.Drawing | None]], *, titled: bool = False
+    numbers: Iterator[int],
+    found: Iterable[tuple[str, plots.Drawing | None]],
+    *,
+    titled: bool = False,
 ) -> Iterator[Block]:
     """One block of those that there are.  numbers: make their ids unique."""
     shown: list[Picture] = [
@@ -120,10 +139,14 @@ def inline(svg: str, prefix: str, title: str) -> str:
             element.remove(child)
     for element in root.iter():
         element.tag = _local(element.tag)
-        element.attrib = {_local(name): _value(_local(name), text, prefix) for name, text in element.attrib.items()}
+        element.attrib = {
+            _local(name): _value(_local(name), text, prefix)
+            for name, text in element.attrib.items()
+        }
     for size in ("width", "height"):
         root.attrib.pop(size, None)
-    width = float(root.attrib["viewBox"].split()[2]) * 1.7  # larger than a telephone's 4/3 pixels per point
+    # larger than a telephone's 4/3 pixels per point
+    width = float(root.attrib["viewBox"].split()[2]) * 1.7
     root.attrib |= {"role": "img", "style": f"max-width: {width:.0f}px"}
     name = ElementTree.Element("title")
     name.text = title
@@ -154,6 +177,8 @@ def sortable(table: Table) -> bool:
 
 
 def sort_key(text: str) -> str:
-    """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" -> "12400.0"."""
+    """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" ->
+    "12400.0".
+    """
     found = _NUMBER.fullmatch(text.strip())
     return repr(float(found[1].replace(",", "")) * _UNITS.get(found[2] or "", 1.0)) if found else ""

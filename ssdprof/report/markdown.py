@@ -33,7 +33,8 @@ def _section(section: Section) -> str:
     body = "\n\n".join(_block(block, section.title) for block in section.blocks)
     if not section.folded:
         return f"\n### {escape(section.title)}\n\n{body}\n"
-    return f"\n<details>\n<summary>{html.escape(section.title, quote=False)}</summary>\n\n{body}\n\n</details>\n"
+    title = html.escape(section.title, quote=False)
+    return f"\n<details>\n<summary>{title}</summary>\n\n{body}\n\n</details>\n"
 
 
 def _block(block: Block, section: str) -> str:
@@ -73,4 +74,5 @@ def escape(text: str) -> str:
     """Text on one line, escaped for Markdown, HTML and GitHub's mathematics."""
     text = html.escape(" ".join(text.split()), quote=False)
     text = re.sub(r"[\\`*|~$]|\](?=[(\[:])", r"\\\g<0>", text)
-    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)  # GitHub does not interpret it inside a word
+    # GitHub does not interpret it inside a word
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)

@@ -12,16 +12,23 @@ from ssdprof.report.calls import PRECISION, untimed
 from ssdprof.report.table import Column, Section, Table, filled, lifted, section, table, text
 
 ANSWERS_READING = (
-    "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: positions with another "
-    "most likely token; margin: by how much the reference preferred its own, in nats.  In brackets: 95 % intervals, "
-    'from blocks of positions.  Rows that begin with "noise" show differences that no implementation causes: an '
+    "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: "
+    "positions with another "
+    "most likely token; margin: by how much the reference preferred its own, in nats.  In "
+    "brackets: 95 % intervals, "
+    'from blocks of positions.  Rows that begin with "noise" show differences that no '
+    "implementation causes: an "
     "implementation whose differences are no larger cannot be distinguished from the reference."
 )
 _READING = (
-    "Call: from an idle GPU to the first token, through Python.  Speedup: over {0} with the same convolution and "
-    "norm.  Predicted: by Amdahl's law, from the operator's device time in one layer alone.  Convolution and norm: "
-    "those around the operator, the model's own or the bundled kernels.  Logits: rms of the difference of "
-    "the first token's logits to {0}'s, over rms of those.  GPU idle: the rest of the call, in which the GPU "
+    "Call: from an idle GPU to the first token, through Python.  Speedup: over {0} with the same "
+    "convolution and "
+    "norm.  Predicted: by Amdahl's law, from the operator's device time in one layer alone.  "
+    "Convolution and norm: "
+    "those around the operator, the model's own or the bundled kernels.  Logits: rms of the "
+    "difference of "
+    "the first token's logits to {0}'s, over rms of those.  GPU idle: the rest of the call, in "
+    "which the GPU "
     "waited for the host; negative where the profiled prefill took longer than the timed ones."
 )
 
@@ -32,7 +39,11 @@ _Band = tuple[Case, Answers, AnswerBand | None]
 _ANSWERING: tuple[Column[_Band], ...] = (
     text(
         "implementation",
-        lambda row: f"noise: {row[0].implementation}, {row[1].change}" if row[1].change else row[0].implementation,
+        lambda row: (
+            f"noise: {row[0].implementation}, {row[1].change}"
+            if row[1].change
+            else row[0].implementation
+        ),
     ),
     text(PRECISION, lambda row: row[0].precision.short),
 )
@@ -63,7 +74,9 @@ def _change(band: AnswerBand) -> str:
     increase, interval = band.perplexity_increase_pct, band.perplexity_interval_pct
     if increase is None or interval is None:
         return fmt.MISSING
-    value, low, high = (f"{'+' if percent > 0 else ''}{fmt.small(percent)}%" for percent in (increase, *interval))
+    value, low, high = (
+        f"{'+' if percent > 0 else ''}{fmt.small(percent)}%" for percent in (increase, *interval)
+    )
     return f"{value} [{low}, {high}]"
 
 
@@ -74,7 +87,11 @@ def prompts(report: Report) -> list[list[Case]]:
 
 def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Band]:
     """Over all positions.  alone: those in which a single layer was computed."""
-    return [(case, one, case.band) for case in cases if (one := case.answers) and (one.alone is not None) == alone]
+    return [
+        (case, one, case.band)
+        for case in cases
+        if (one := case.answers) and (one.alone is not None) == alone
+    ]
 
 
 def answers(cases: Sequence[Case]) -> Table | None:
@@ -90,10 +107,18 @@ def answers(cases: Sequence[Case]) -> Table | None:
     weights = ""
     for _, one, _ in rows[:1]:
         words = "not in its own dtype: the differences are the operators' own errors"
-        weights = f"  The model ran in {one.weights}, {'its own dtype' if one.own_weights else words}."
-    differs: tuple[Column[_Band], ...] = (Column(f"first of {generated}\nthat differs", first),) if generated else ()
+        weights = (
+            f"  The model ran in {one.weights}, {'its own dtype' if one.own_weights else words}."
+        )
+    differs: tuple[Column[_Band], ...] = (
+        (Column(f"first of {generated}\nthat differs", first),) if generated else ()
+    )
     title = f"Answers at {fmt.tokens(cases[0].seqlen)}"
-    return filled(table(title, (*_ANSWERING, *_BANDS, *differs), rows, note=_reference(cases) + weights, keys=2))
+    return filled(
+        table(
+            title, (*_ANSWERING, *_BANDS, *differs), rows, note=_reference(cases) + weights, keys=2
+        )
+    )
 
 
 def answers_by_position(cases: Sequence[Case]) -> Table | None:
@@ -101,7 +126,9 @@ def answers_by_position(cases: Sequence[Case]) -> Table | None:
     positions: Column[_Band] = text(
         "positions", lambda row: f"{row[2].start:,} to {row[2].stop - 1:,}" if row[2] else ""
     )
-    rows: list[_Band] = [(case, one, band) for case, one, _ in _rows(cases) for band in one.bands[1:]]
+    rows: list[_Band] = [
+        (case, one, band) for case, one, _ in _rows(cases) for band in one.bands[1:]
+    ]
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
     return table(title, (*_ANSWERING, positions, *_BANDS), rows, note=_reference(cases), keys=3)
 
@@ -117,7 +144,11 @@ def answers_by_layer(cases: Sequence[Case]) -> Table | None:
 
 def _reference(cases: Sequence[Case]) -> str:
     found = cases[0].answers
-    return f"Reference: {found.reference}.{f'  {found.remark}' if found.remark else ''}" if found else ""
+    return (
+        f"Reference: {found.reference}.{f'  {found.remark}' if found.remark else ''}"
+        if found
+        else ""
+    )
 
 
 # --- prefills
@@ -143,7 +174,9 @@ def _times(report: Report, rows: Sequence[_Row]) -> Table | None:
     """One row for each length, convolution and norm, and implementation."""
 
     def share(case: Case, found: Prefill) -> float | None:
-        """The share of the operators in the call, in percent, from the device time of one layer alone."""
+        """The share of the operators in the call, in percent, from the device time of one layer
+        alone.
+        """
         if found.alone_us is None or case.call_us is None:
             return None
         return 100 * found.operator_calls * found.alone_us / case.call_us.value
@@ -152,10 +185,16 @@ def _times(report: Report, rows: Sequence[_Row]) -> Table | None:
         text("tokens", lambda row: _size(row[0]).removesuffix(" tokens")),
         text("convolution\nand norm", lambda row: row[1].conv_and_norm),
         text("implementation", lambda row: _name(row[0])),
-        Column("call", lambda row: fmt.duration(row[0].call_us.value) if row[0].call_us else untimed(row[0])),
+        Column(
+            "call",
+            lambda row: fmt.duration(row[0].call_us.value) if row[0].call_us else untimed(row[0]),
+        ),
         Column("speedup", lambda row: fmt.speedup(report.speedup(row[0]), by_call=True)),
         Column("verdict", lambda row: report.faster(row[0]) or fmt.MISSING),
-        Column("predicted", lambda row: fmt.ratio(report.predicted(row[0]) if report.speedup(row[0]) else None)),
+        Column(
+            "predicted",
+            lambda row: fmt.ratio(report.predicted(row[0]) if report.speedup(row[0]) else None),
+        ),
         Column("operator's\nshare", lambda row: fmt.share(share(*row), 1)),
         Column("operator,\none layer", lambda row: fmt.duration(row[1].alone_us)),
         Column("peak\nmemory", lambda row: fmt.size_words(row[1].peak_bytes)),
@@ -181,7 +220,9 @@ def _parts(rows: Sequence[_Row]) -> Table | None:
 
     names = [*dict.fromkeys(part for _, found in timed for part in found.parts), "GPU idle", "call"]
     title = f"Where the time goes at {_size(rows[0][0])}, {_layers(rows[0][1])}"
-    return table(title, (text("part", str), *(of_case(*row) for row in timed)), names if timed else ())
+    return table(
+        title, (text("part", str), *(of_case(*row) for row in timed)), names if timed else ()
+    )
 
 
 def _name(case: Case) -> str:

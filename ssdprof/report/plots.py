@@ -20,13 +20,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # readable on white and on black, and, as far as nine colours can be, distinct without colour vision
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
+COLORS = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#ccbb44",
+    "#66ccee",
+    "#aa3377",
+    "#ee8866",
+    "#999933",
+    "#bbbbbb",
+)
 GREY = "#777777"
-_NARROW = (3.5, 2.9)  # inches: the width of a page of 360 pixels, on which text has 11 pixels at least
+# inches: the width of a page of 360 pixels, on which text has 11 pixels at least
+_NARROW = (3.5, 2.9)
 _SETTINGS: dict[Any, Any] = {
-    "svg.hashsalt": "ssdprof", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9
-}  # fmt: skip
-_PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}  # of positions
+    "svg.hashsalt": "ssdprof",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
+# of positions
+_PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
@@ -60,7 +75,9 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
 def _data(headers: Row, rows: Iterable[Row]) -> Table:
     """For a plot: the first column has names or positions."""
-    return Table(title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r")))
+    return Table(
+        title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r"))
+    )
 
 
 # --- speed
@@ -68,38 +85,65 @@ def _data(headers: Row, rows: Iterable[Row]) -> Table:
 
 def speedups(found: Sequence[Group]) -> Drawing | None:
     """Bars of the speedups by device time, with their intervals.  None if nothing was timed."""
-    rows = [(one, ratio) for group in found for one in group.others() if (ratio := one.speedup())][::-1]
+    rows = [(one, ratio) for group in found for one in group.others() if (ratio := one.speedup())][
+        ::-1
+    ]
     if not rows:
         return None
     names = [one.label if len(found) == 1 else f"{one.label},\n{one.group.size}" for one, _ in rows]
 
     def paint(axes: Axes) -> None:
         ratios = [ratio.value for _, ratio in rows]
-        spread = [[one.value - one.low for _, one in rows], [one.high - one.value for _, one in rows]]
+        spread = [
+            [one.value - one.low for _, one in rows],
+            [one.high - one.value for _, one in rows],
+        ]
         axes.barh(names, ratios, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
-            axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=9)
+            axes.text(
+                ratio * 0.97,
+                position,
+                fmt.ratio(ratio),
+                va="center",
+                ha="right",
+                color="#fffffe",
+                fontsize=9,
+            )
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
         baseline, *others = {one.group.baseline for one, _ in rows}
         size = f", {found[0].size}" if len(found) == 1 else ""
-        axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline},\nby device time{size}")
+        axes.set_xlabel(
+            f"times as fast as {'the baseline' if others else baseline},\nby device time{size}"
+        )
 
-    cells = [(" ".join(name.split()), fmt.speedup(ratio)) for name, (_, ratio) in zip(names, rows, strict=True)][::-1]
-    return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0), _data(("implementation", "speedup"), cells)
+    cells = [
+        (" ".join(name.split()), fmt.speedup(ratio))
+        for name, (_, ratio) in zip(names, rows, strict=True)
+    ][::-1]
+    return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0), _data(
+        ("implementation", "speedup"), cells
+    )
 
 
 # --- rooflines: operations per byte and per second
 
 
 def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
-    """Under the ceilings measured in the run, a point for each series and length, coloured by its implementation.  None
-    if untimed."""
+    """Under the ceilings measured in the run, a point for each series and length, coloured by its
+    implementation.  None if untimed.
+    """
     points: _Points = {}
     for series in (one for group in found for one in group.series()):
         timed = [case for case in series.cases if case.bytes_moved and case.device_us]
-        moved, flops = sum(case.bytes_moved or 0 for case in timed), sum(case.flops or 0 for case in timed)
+        moved, flops = (
+            sum(case.bytes_moved or 0 for case in timed),
+            sum(case.flops or 0 for case in timed),
+        )
         if moved and flops:
-            point = flops / moved, flops / sum(case.device_us.value for case in timed if case.device_us) / 1e6
+            point = (
+                flops / moved,
+                flops / sum(case.device_us.value for case in timed if case.device_us) / 1e6,
+            )
             points.setdefault(series.implementation, []).append((*point, series.precision.short))
     roof = report.ceilings and (report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops)
     return _roofline(points, roof, "byte that must move") if roof else None
@@ -108,15 +152,20 @@ def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
 def stall_roofline(report: StallReport) -> Drawing | None:
     """Arithmetic, on tensor cores and in fp32, per byte of DRAM.  None if no kernel's are known.
 
-    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
-    type of the kernel with the most operations.
+    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores'
+    rate for the operand type of the kernel with the most operations.
     """
     points: _Points = {}
     busiest = None
     for kernel in report.kernels:
         moved = (kernel.dram_read_bytes or 0) + (kernel.dram_write_bytes or 0)
         flops = (kernel.tensor_flops or 0) + (kernel.fp32_flops or 0)
-        if None not in (kernel.dram_read_bytes, kernel.dram_write_bytes) and kernel.duration_us and moved and flops:
+        if (
+            None not in (kernel.dram_read_bytes, kernel.dram_write_bytes)
+            and kernel.duration_us
+            and moved
+            and flops
+        ):
             tflops = flops / kernel.duration_us / 1e6
             # matplotlib would leave a label with a leading underscore out of the legend
             label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
@@ -128,9 +177,12 @@ def stall_roofline(report: StallReport) -> Drawing | None:
     return _roofline(points, roof, "byte of DRAM", "Roofline")
 
 
-def _roofline(points: _Points, roof: tuple[float, float] | None, per: str, title: str = "") -> Drawing | None:
-    """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if known.  title: it is
-    wide."""
+def _roofline(
+    points: _Points, roof: tuple[float, float] | None, per: str, title: str = ""
+) -> Drawing | None:
+    """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
+    known.  title: it is wide.
+    """
     every = [point for own in points.values() for point in own]
     if not every:
         return None
@@ -145,9 +197,15 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str, title
         if roof:
             corners = [low, ridge, high]
             tflops = [min(peak, at * bandwidth / 1e3) for at in corners]
-            axes.plot(corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s")
+            axes.plot(
+                corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s"
+            )
         for number, (label, own) in enumerate(points.items()):
-            xs, ys, marker = [at for at, _, _ in own], [rate for _, rate, _ in own], _MARKERS[number % len(_MARKERS)]
+            xs, ys, marker = (
+                [at for at, _, _ in own],
+                [rate for _, rate, _ in own],
+                _MARKERS[number % len(_MARKERS)],
+            )
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
         rates = [rate for _, rate, _ in every]
@@ -159,7 +217,11 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str, title
         axes.set_ylabel("TFLOP/s by device time")
         axes.set_title(title, loc="left", fontsize=10)
 
-    named = ((", ".join(filter(None, (label, one[2]))), *one[:2]) for label, own in points.items() for one in own)
+    named = (
+        (", ".join(filter(None, (label, one[2]))), *one[:2])
+        for label, own in points.items()
+        for one in own
+    )
     cells = [(name, f"{at:,.4g}", f"{rate:,.4g}") for name, at, rate in named]
     if roof:
         cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{peak:,.4g}"))
@@ -171,11 +233,16 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str, title
 
 
 def along_positions(group: Group) -> Drawing | None:
-    """RMS error of the output against fp64 in slices of the positions, the worst layer's in each, with the floor.
+    """RMS error of the output against fp64 in slices of the positions, the worst layer's in each,
+    with the floor.
 
     None if no case recorded it, and for decode steps, which have one position.
     """
-    found = {series.label: line for series in group.others() if (line := _worst(series.cases, "vs_oracle"))}
+    found = {
+        series.label: line
+        for series in group.others()
+        if (line := _worst(series.cases, "vs_oracle"))
+    }
     if group.steps or not found:
         return None
     limit = _worst(group.cases, "floor")
@@ -187,12 +254,22 @@ def along_positions(group: Group) -> Drawing | None:
         for number, (label, line) in enumerate(found.items()):
             axes.plot(middles(line), line, drawstyle="steps-mid", color=_color(number), label=label)
         if limit:
-            axes.plot(middles(limit), limit, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor")
+            axes.plot(
+                middles(limit),
+                limit,
+                drawstyle="steps-mid",
+                color=GREY,
+                linestyle="--",
+                label="floor",
+            )
         axes.set_ylim(bottom=0)
         axes.set_ylabel("rms error against fp64")
         axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
         axes.set_xlim(0, group.seqlen)
-        axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
+        axes.set_xlabel(
+            f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, "
+            "tokens"
+        )
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
@@ -217,10 +294,15 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     found: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
     reasons = [reason for reason, _ in most(summed(group.all for group in sampled))]
-    longest = max((sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0)
+    longest = max(
+        (sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0
+    )
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
-        names = (f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name for name in group.stages)
+        names = (
+            f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name
+            for name in group.stages
+        )
         bars = dict(zip(names, group.stages.values(), strict=True))
         found[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
     roof = stall_roofline(report)
@@ -228,13 +310,16 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
 
 
 def stages(
-    bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str], longest: float = 0.0
+    bars: Mapping[str, Mapping[str, float]],
+    title: str,
+    reasons: Sequence[str],
+    longest: float = 0.0,
 ) -> Drawing:
     """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
 
     longest: of the bars of all plots of a report, which have one axis.
-    reasons: all reasons in the order of their colours, which is the same in all plots of a report; the last ones
-    share a colour.
+    reasons: all reasons in the order of their colours, which is the same in all plots of a report;
+    the last ones share a colour.
     """
     most = len(COLORS) - 1
     shown, rest = reasons[:most], reasons[most:]
@@ -254,7 +339,9 @@ def stages(
         axes.set_xlabel("percent of the busy warp time")
         axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
 
-    cells = ((name, *(f"{share.get(one, 0.0):.1f}" for one in reasons)) for name, share in bars.items())
+    cells = (
+        (name, *(f"{share.get(one, 0.0):.1f}" for one in reasons)) for name, share in bars.items()
+    )
     size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)
     return draw(paint, size, legend=2), _data(("stage, percent", *reasons), cells)
 

@@ -10,12 +10,25 @@ from ssdprof.core.base import grouped
 from ssdprof.core.case import Launch
 from ssdprof.core.stalls import KernelStalls, Launched, Line, SelfChecks, StallReport
 from ssdprof.report.facts import Fact, gpu, software
-from ssdprof.report.table import Column, Document, Section, Table, VerdictLine, facts, section, strings, table, text
+from ssdprof.report.table import (
+    Column,
+    Document,
+    Section,
+    Table,
+    VerdictLine,
+    facts,
+    section,
+    strings,
+    table,
+    text,
+)
 
 READING = (
-    "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
+    "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel "
+    "weighed by its "
     "duration.  The time is that share of the duration; stages overlap, so removing "
-    "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."
+    "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
+    "run."
 )
 REASONS = {
     "selected": "issuing: not a stall",
@@ -49,7 +62,8 @@ _LONGEST_LINE = 76
 
 # --- the kernels of an implementation, weighted by their durations
 
-Share = Mapping[str, float]  # stall reason -> percent of an implementation's busy time; the stage's is their sum
+# stall reason -> percent of an implementation's busy time; the stage's is their sum
+Share = Mapping[str, float]
 
 
 def most(share: Share) -> list[tuple[str, float]]:
@@ -67,14 +81,17 @@ def summed(shares: Iterable[Share]) -> Share:
 class KernelGroup:
     """The kernels of one implementation, weighted by their durations.
 
-    stages: in the algorithm's order, "stage" or "stage.part"; whole: with their parts added up; all: their sum, 100 %.
+    stages: in the algorithm's order, "stage" or "stage.part"; whole: with their parts added up;
+    all: their sum, 100 %.
     idle: in percent of all samples.
     hints: each with its kernel, the largest first; only those with enough effect on the whole.
     words: of parts of stages.
     lines: those that are not idle, each with its percent of the busy time, the hottest first.
     """
 
-    def __init__(self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]
+    ) -> None:
         self.name, self.kernels, self.words = name, kernels, words
         stages: dict[str, list[Share]] = defaultdict(list)
         self.idle: dict[str, float] = defaultdict(float)
@@ -84,10 +101,16 @@ class KernelGroup:
             each = 100 * weight / kernel.busy_samples
             for stage, samples in kernel.stages.items():
                 if stage in kernel.idle:
-                    self.idle[stage] += 100 * weight * sum(samples.values()) / sum(kernel.samples.values())
+                    self.idle[stage] += (
+                        100 * weight * sum(samples.values()) / sum(kernel.samples.values())
+                    )
                 else:
-                    stages[stage].append({reason: each * count for reason, count in samples.items()})
-            lines += [(each * line.total, line) for line in kernel.lines if line.stage not in kernel.idle]
+                    stages[stage].append(
+                        {reason: each * count for reason, count in samples.items()}
+                    )
+            lines += [
+                (each * line.total, line) for line in kernel.lines if line.stage not in kernel.idle
+            ]
         self.stages = {stage: summed(shares) for stage, shares in stages.items()}
         names = dict.fromkeys(name.split(".")[0] for name in self.stages)
         self.whole = {name: summed(self.parts(name).values()) for name in names}
@@ -117,11 +140,21 @@ def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
     """Hints on stages with enough of the group's time, then hints on kernels with much of it."""
-    every = [(weight, one.kernel, hint, pct) for one, weight in weights for hint, pct in one.hints.items()]
-    of_stages = [(weight * pct, kernel, hint) for weight, kernel, hint, pct in every if pct is not None]
+    every = [
+        (weight, one.kernel, hint, pct)
+        for one, weight in weights
+        for hint, pct in one.hints.items()
+    ]
+    of_stages = [
+        (weight * pct, kernel, hint) for weight, kernel, hint, pct in every if pct is not None
+    ]
     ranked = sorted((one for one in of_stages if one[0] >= _HINT_PCT), key=lambda one: -one[0])
     yield from ((kernel, hint) for _, kernel, hint in ranked[:_MOST_HINTS])
-    yield from ((kernel, hint) for weight, kernel, hint, pct in every if pct is None and 100 * weight >= _KERNEL_PCT)
+    yield from (
+        (kernel, hint)
+        for weight, kernel, hint, pct in every
+        if pct is None and 100 * weight >= _KERNEL_PCT
+    )
 
 
 def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]]:
@@ -132,7 +165,8 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-# implementation, stage, its share in percent in BASE and NEW, its µs in both, by ncu; None: missing in that report
+# implementation, stage, its share in percent in BASE and NEW, its µs in both, by ncu; None: missing
+# in that report
 StageChange = tuple[str, str, float | None, float | None, float | None, float | None]
 
 
@@ -158,7 +192,12 @@ def compose(report: StallReport) -> Document:
     found = kernel_groups(report)
     parts = ["ssdprof stalls"]
     if report.layer and report.dims:
-        parts += [report.model.split(",")[0], report.layer.name, fmt.tokens(report.dims.seqlen), str(report.precision)]
+        parts += [
+            report.model.split(",")[0],
+            report.layer.name,
+            fmt.tokens(report.dims.seqlen),
+            str(report.precision),
+        ]
     lines = [f"No stalls: {report.missing}"] if report.missing else []
     for group in found:
         if group.duration_us is not None:
@@ -176,27 +215,48 @@ def compose(report: StallReport) -> Document:
 def _sections(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[Section]:
     absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
     note = (
-        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued.  Registers: "
+        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a "
+        "scheduler issued.  Registers: "
         "at launch, per thread; spills: loads and stores of spilled registers, by warps."
     )
     missing = f"  Not collected: {', '.join(absent)}." if absent else ""
     rows = [(one, launch) for one in report.launched for launch in one.launches if report.missing]
-    per = "Registers and spills are per thread, shared memory per block; occupancy is what these allow."
-    yield section("Kernel resources", table("Resources of the kernels, from Triton", _LAUNCHED, rows, keys=3, note=per))
+    per = (
+        "Registers and spills are per thread, shared memory per block; occupancy is what these "
+        "allow."
+    )
+    yield section(
+        "Kernel resources",
+        table("Resources of the kernels, from Triton", _LAUNCHED, rows, keys=3, note=per),
+    )
     yield section("Kernels", table("Kernels", _KERNELS, report.kernels, note=note + missing))
-    yield section("Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING)
+    yield section(
+        "Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING
+    )
     yield section("Stall reasons", _averages(report))
     hints = [hint for group in found for hint in group.hints]
-    yield section("Hints", facts("What the numbers point to", ("kernel", "evidence, and what may help"), hints))
-    lines = (table(f"{one.name}: the hottest lines", _LINES, one.lines[:_HOTTEST], keys=2) for one in found)
+    yield section(
+        "Hints",
+        facts("What the numbers point to", ("kernel", "evidence, and what may help"), hints),
+    )
+    lines = (
+        table(f"{one.name}: the hottest lines", _LINES, one.lines[:_HOTTEST], keys=2)
+        for one in found
+    )
     yield section("Hottest lines", *lines)
     seen = dict.fromkeys(reason for group in found for reason, _ in most(group.all))
-    meanings = facts("Stall reasons", ("reason", "what the warp does"), ((one, meaning(one)) for one in seen))
+    meanings = facts(
+        "Stall reasons", ("reason", "what the warp does"), ((one, meaning(one)) for one in seen)
+    )
     yield section("What the reasons mean", meanings, folded=True)
     checks = list(_checks("report", report.checks))
-    checks += [row for one in report.kernels for row in _checks(one.kernel, one.checks, _sampled(one))]
+    checks += [
+        row for one in report.kernels for row in _checks(one.kernel, one.checks, _sampled(one))
+    ]
     headers = ("what", "requirement", "result", "detail")
-    yield section("Self-checks", strings("Self-checks", headers, checks, "llll", wraps=1), folded=True)
+    yield section(
+        "Self-checks", strings("Self-checks", headers, checks, "llll", wraps=1), folded=True
+    )
     ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
     yield section("What was profiled", ran, folded=True)
 
@@ -206,15 +266,23 @@ def meaning(reason: str) -> str:
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
-    """Failed self-checks, implementations without the requested precision or left out, files of unknown stages."""
-    for what, checks in (("", report.checks), *((f" of {one.kernel}", one.checks) for one in report.kernels)):
+    """Failed self-checks, implementations without the requested precision or left out, files of
+    unknown stages.
+    """
+    for what, checks in (
+        ("", report.checks),
+        *((f" of {one.kernel}", one.checks) for one in report.kernels),
+    ):
         for name, (status, detail) in checks.items():
             if status == "failed":
                 yield f"A self-check{what} failed: {name}: {detail}."
     yield from report.left_out
     for one in report.launched:
         if one.precision != report.precision:
-            yield f"{one.implementation} ran with {one.precision}: it does not have {report.precision}."
+            yield (
+                f"{one.implementation} ran with {one.precision}: it does not have "
+                f"{report.precision}."
+            )
     unlabelled = [(file, kernel.kernel) for kernel in report.kernels for file in kernel.unlabelled]
     for file, own in grouped(unlabelled, lambda one: one[0]).items():
         kernels = dict.fromkeys(kernel for _, kernel in own)
@@ -268,12 +336,21 @@ def by_stage(group: KernelGroup) -> Table | None:
         parts = group.parts(name)
         rows.append(row(name, share))
         if len(parts) > 1 or name not in parts:
-            rows += [row(f"– {group.part(part) if part != name else 'other'}", found) for part, found in parts.items()]
+            rows += [
+                row(f"– {group.part(part) if part != name else 'other'}", found)
+                for part, found in parts.items()
+            ]
     rows += [row("all", group.all)] if rows else []
     idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]
     note = f"Not a cost and not in the table, of all samples: {fmt.words(idle)}." if idle else ""
     headers = ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other")
-    return strings(f"{group.name}: stages and stall reasons", headers, rows, f"l{'r' * (len(shown) + 3)}", note=note)
+    return strings(
+        f"{group.name}: stages and stall reasons",
+        headers,
+        rows,
+        f"l{'r' * (len(shown) + 3)}",
+        note=note,
+    )
 
 
 def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
@@ -287,11 +364,15 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
         def pct(stage: str) -> float | None:
             return sum(whole[stage].values()) if stage in whole else None
 
-        time: Column[str] = Column(f"{group.name},\ntime", lambda stage: fmt.duration(group.us(pct(stage))))
+        time: Column[str] = Column(
+            f"{group.name},\ntime", lambda stage: fmt.duration(group.us(pct(stage)))
+        )
         return time, Column(f"{group.name},\nshare", lambda stage: fmt.share(pct(stage), 1))
 
     names = dict.fromkeys(name for whole in wholes for name in whole)
-    order = sorted(names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole))
+    order = sorted(
+        names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole)
+    )
     columns = (one for pair in map(of_group, sampled, wholes) for one in pair)
     title = f"Stage by stage: {fmt.words(group.name for group in sampled)}"
     return table(title, (text("stage", str), *columns), order)
@@ -300,17 +381,30 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
 def _averages(report: StallReport) -> Table | None:
     def share(kernel: KernelStalls) -> Column[str]:
         whole = sum(kernel.average.values())
-        return Column(kernel.kernel, lambda reason: fmt.share(100 * kernel.average.get(reason, 0.0) / whole, 1))
+        return Column(
+            kernel.kernel,
+            lambda reason: fmt.share(100 * kernel.average.get(reason, 0.0) / whole, 1),
+        )
 
     shares = [share(kernel) for kernel in report.kernels if kernel.average]
     reasons = dict.fromkeys(reason for kernel in report.kernels for reason in kernel.average)
-    note = "Percent of all warps' time, idle ones among them; which line or stage, the report does not say."
-    columns: tuple[Column[str], ...] = (text("reason", str), *shares, text("what the warp does", meaning, wraps=True))
+    note = (
+        "Percent of all warps' time, idle ones among them; which line or stage, the report "
+        "does not say."
+    )
+    columns: tuple[Column[str], ...] = (
+        text("reason", str),
+        *shares,
+        text("what the warp does", meaning, wraps=True),
+    )
     return table("Stall reasons, without samples", columns, reasons, note=note)
 
 
 def _waits(line: Line) -> str:
-    return ", ".join(f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
+    return ", ".join(
+        f"{reason} {100 * count / line.total:.0f}%"
+        for reason, count in list(line.samples.items())[:2]
+    )
 
 
 _LINES: tuple[Column[tuple[float, Line]], ...] = (
@@ -337,9 +431,15 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     if layer is not None and dims is not None:
         yield "model", report.model
         yield "layer", f"{layer.name} (layer {layer.index})"
-        yield "dimensions", f"{fmt.plural(dims.batch, 'sequence')} of {fmt.tokens(dims.seqlen)}, {dims}"
+        yield (
+            "dimensions",
+            f"{fmt.plural(dims.batch, 'sequence')} of {fmt.tokens(dims.seqlen)}, {dims}",
+        )
         yield "precision", str(report.precision)
-        yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in report.launched)
+        yield (
+            "variants",
+            ", ".join(f"{one.implementation}: {one.variant}" for one in report.launched),
+        )
     if environment is None:
         yield "GPU", report.gpu
         yield "versions", f"ssdprof {report.ssdprof_version}, which read it"
@@ -349,13 +449,20 @@ def _facts(report: StallReport) -> Iterator[Fact]:
         yield software(environment, ssdprof=report.ssdprof_version, ncu=report.ncu)
         yield "started", report.created
         yield "command", " ".join(report.command)
-    yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())
+    yield (
+        "reports",
+        ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items()),
+    )
 
 
 def _checks(what: str, checks: SelfChecks, passed: str = "") -> Iterator[tuple[str, str, str, str]]:
     """The checks with the same result share a row.  passed: a remark on those that passed."""
     for status, names in grouped(checks, lambda name: checks[name][0]).items():
-        detail = passed if status == "ok" and passed else "; ".join(dict.fromkeys(checks[name][1] for name in names))
+        detail = (
+            passed
+            if status == "ok" and passed
+            else "; ".join(dict.fromkeys(checks[name][1] for name in names))
+        )
         yield what, "; ".join(names), "NO" if status == "failed" else status, detail
 
 
@@ -363,5 +470,7 @@ def _sampled(kernel: KernelStalls) -> str:
     """What the samples of a kernel are of."""
     total = sum(kernel.samples.values())
     lost = fmt.share(100 * kernel.from_neighbours / total, 1) if total else ""
-    where = "lines without a stage (libraries, helpers, the kernel's head), attributed by neighbourhood"
+    where = (
+        "lines without a stage (libraries, helpers, the kernel's head), attributed by neighbourhood"
+    )
     return f"{total:,} samples, {lost} of them on {where}" if kernel.lines and total else ""

@@ -1,4 +1,6 @@
-"""The sentences at the head of a report: its verdict, where implementations may be used, and caveats."""
+"""The sentences at the head of a report: its verdict, where implementations may be used, and
+caveats.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,23 @@ NOTHING = "Nothing was compared."
 _MOST_BROKEN = 6  # cases named for each gate
 _MUCH_WORSE = 10  # times the error of exact intermediates, from which a precision is not advised
 _NOISE = 2  # times the model's noise, up to which answers cannot be told from it
-_CLEARLY_SLOWER = 1.02  # times the fastest precision's time, up to which a more accurate one is recommended
-_SAME_AS = "the same as "  # the start of the part of a plan that names a precision with equal results
+# times the fastest precision's time, up to which a more accurate one is recommended
+_CLEARLY_SLOWER = 1.02
+# the start of the part of a plan that names a precision with equal results
+_SAME_AS = "the same as "
 
 
 # --- the verdict
 
 
 def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
-    """Whether the report is complete, what failed, what was refused, what passed, and where it may be used."""
+    """Whether the report is complete, what failed, what was refused, what passed, and where it may
+    be used.
+    """
     found = Outcome(report)
-    advised = advice((group, name) for group in groups(report) for name in group.compared if name != "served")
+    advised = advice(
+        (group, name) for group in groups(report) for name in group.compared if name != "served"
+    )
     may = advised if found.passed and report.kind == "run" else ()
     return (*(VerdictLine(line, False) for line in errors(report)), *_passed(report, found), *may)
 
@@ -56,7 +64,9 @@ def shortcomings(found: Outcome) -> list[str]:
     """A line for each reason why a report's calls did not pass, if any of its cases ran."""
     lines = []
     if found.ended_early:
-        lines.append(f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing.")
+        lines.append(
+            f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing."
+        )
     elif found.missing:
         lines.append(f"MISSING: {fmt.plural(found.missing, 'requested case')}.")
     finite = grouped(found.failed, exact_answer_is_finite)
@@ -65,7 +75,10 @@ def shortcomings(found: Outcome) -> list[str]:
         where = f"In {layer_words(of_inputs)} the exact answer itself is not finite"
         lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {why}.")
     if of_kernels := finite.get(True):
-        lines.append(f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: {case_words(of_kernels)}.")
+        lines.append(
+            f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: "
+            f"{case_words(of_kernels)}."
+        )
     if found.refused:
         why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in found.refused))
         lines.append(f"REFUSED: {case_words(found.refused)}: {why}.")
@@ -87,7 +100,10 @@ def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
         unknown = any(one.condition in gates for one in found.broken)
         judged = "they are within the limits" if gates else "no limit was given"
         limits = "a limit could not be judged" if unknown else judged
-        yield VerdictLine(f"Answers of {fmt.plural(len(found.answers), 'case')} were compared: {limits}.", not unknown)
+        yield VerdictLine(
+            f"Answers of {fmt.plural(len(found.answers), 'case')} were compared: {limits}.",
+            not unknown,
+        )
     if not found.judged or found.failed:
         return
     one = found.judged == 1
@@ -110,7 +126,9 @@ def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
 
 
 def advice(found: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
-    """The precisions at which the implementations may be used: one line for all groups with the same words."""
+    """The precisions at which the implementations may be used: one line for all groups with the
+    same words.
+    """
     for line, own in grouped(found, lambda one: _advice(one[0].series(one[1]))).items():
         yield line._replace(text=f"{_capital(places(group for group, _ in own))}, {line.text}")
 
@@ -136,25 +154,38 @@ def _advice(series: Sequence[Series]) -> VerdictLine:
 
 
 def _doubt(one: Series, every: Sequence[Series]) -> str:
-    """Why a precision within its budget is not advised, by the model's answers, else by the output's error; or ""."""
-    exact = [other for other in every if other.within_budget and other.precision.intermediates == "exact"]
+    """Why a precision within its budget is not advised, by the model's answers, else by the
+    output's error; or "".
+    """
+    exact = [
+        other for other in every if other.within_budget and other.precision.intermediates == "exact"
+    ]
     if not exact or one in exact:
         return ""
     own, noise = _divergence(one)
     if own and noise:
         times = own / noise
-        return f"its answers diverge {times:,.0f} times as far as by the model's own noise" if times > _NOISE else ""
+        return (
+            f"its answers diverge {times:,.0f} times as far as by the model's own noise"
+            if times > _NOISE
+            else ""
+        )
     least = min(other.rms_ratio for each in exact if (other := each.pooled("vs_oracle")))
     error = one.pooled("vs_oracle")
     times = error.rms_ratio / least if error and least else 0.0
-    return f"its error is {times:,.0f} times that of exact intermediates" if times >= _MUCH_WORSE else ""
+    return (
+        f"its error is {times:,.0f} times that of exact intermediates"
+        if times >= _MUCH_WORSE
+        else ""
+    )
 
 
 # --- what to do
 
 
 def in_short(report: Report) -> Iterator[VerdictLine]:
-    """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers stay, and what to use.
+    """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers
+    stay, and what to use.
 
     Recommends the most accurate precision that is not clearly slower than the fastest one.
     """
@@ -170,7 +201,11 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
     every = [one for own in of_names for one in own if one.within_budget and not _doubt(one, own)]
     timed = [one for one in every if one.speedup() and len(one.timed) == group.calls]
     if not timed:
-        why = "on this GPU nothing was timed" if group.report.environment.gpu else "without a GPU there is no speed"
+        why = (
+            "on this GPU nothing was timed"
+            if group.report.environment.gpu
+            else "without a GPU there is no speed"
+        )
         who = dict.fromkeys(one.implementation for one in every) or group.compared
         verb = ("is" if len(who) == 1 else "are") + ("" if every else " not")
         said = f"{fmt.words(who)} {verb} accurate enough for {group.extent} {group.where}"
@@ -180,10 +215,18 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
     best = next(one for one in timed if one.us["device"] <= _CLEARLY_SLOWER * least)
     whole = baseline_us(best) or 0.0
     if best.verdict != "faster":
-        yield VerdictLine(f"In short: keep {group.baseline}: {best.implementation} is not faster {group.where}.", True)
+        yield VerdictLine(
+            f"In short: keep {group.baseline}: {best.implementation} is not faster {group.where}.",
+            True,
+        )
         return
-    less = f"takes {fmt.duration(whole - best.us['device'])} less of {fmt.duration(whole)} for {group.extent}"
-    gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} {less} {group.where}"
+    less = (
+        f"takes {fmt.duration(whole - best.us['device'])} less of {fmt.duration(whole)} for "
+        f"{group.extent}"
+    )
+    gain = (
+        f"on this {gpu_name(group.report.environment)}, {best.implementation} {less} {group.where}"
+    )
     yield VerdictLine(f"In short: {gain}; {_answers_words(best)}; use {best.precision}.", True)
 
 
@@ -200,10 +243,14 @@ def _answers_words(one: Series) -> str:
 
 
 def _divergence(one: Series) -> tuple[float, float]:
-    """The largest mean KL of the answers at this implementation and precision, and that of noise; 0: unknown."""
+    """The largest mean KL of the answers at this implementation and precision, and that of noise;
+    0: unknown.
+    """
     key = one.implementation, one.precision
     compared = [(case, band.kl_mean) for case in one.group.report.of_answers if (band := case.band)]
-    own = [kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key]
+    own = [
+        kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key
+    ]
     noise = [kl for case, kl in compared if case.answers and case.answers.change]
     return max(own, default=0.0), max(noise, default=0.0)
 
@@ -217,14 +264,22 @@ def caveats(report: Report) -> Iterator[str]:
     if report.of_calls and not timed:
         why = " in this run" if report.environment.gpu else ", because this machine has no GPU"
         yield f"No speed: nothing was timed{why}."
-    elif left := [case.name for case in report.of_calls if case.result == "passed" and not case.time_us]:
+    elif left := [
+        case.name for case in report.of_calls if case.result == "passed" and not case.time_us
+    ]:
         cases = f"{fmt.plural(len(left), 'case')} passed and could not be timed"
         yield f"No time: {cases}: {shortened(left, _MOST_BROKEN)}."
     if report.clocks and (reasons := report.clocks.throttle_reasons):
         valid = "Speedups are valid, because the implementations were timed in turns."
-        yield f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are too long.  {valid}"
+        yield (
+            f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are "
+            f"too long.  {valid}"
+        )
     if report.model and report.model.source == "demo" and timed:
-        yield "The built-in demo model is too small to fill a GPU: its times do not represent a real model's."
+        yield (
+            "The built-in demo model is too small to fill a GPU: its times do not represent a "
+            "real model's."
+        )
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _equal_precisions(report.of_calls, timed)
@@ -244,7 +299,11 @@ def _single_chunks(report: Report) -> Iterator[str]:
             longest = max(lengths, default=LONGEST_SEQLEN)  # a recording may begin with states
         elif group.cases[0].drawn or (call and not (call.kind == "chunk" and call.count == 1)):
             continue  # of a bench, or it begins with a state
-        chunks = {case.dims.chunk_size for case in group.cases if case.dims and case.dims.chunk_size is not None}
+        chunks = {
+            case.dims.chunk_size
+            for case in group.cases
+            if case.dims and case.dims.chunk_size is not None
+        }
         if chunks and longest <= min(chunks):
             one = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
             are = "are" if call is None and longest > 1 else "is"
@@ -254,15 +313,22 @@ def _single_chunks(report: Report) -> Iterator[str]:
 
 
 def _of_baselines(report: Report) -> Iterator[str]:
-    """A caveat on each precision of a baseline outside its budget, with the errors where it is largest."""
+    """A caveat on each precision of a baseline outside its budget, with the errors where it is
+    largest.
+    """
 
     def rms(case: Case) -> float:
-        return math.inf if case.error is None or case.error.rms_ratio is None else case.error.rms_ratio
+        return (
+            math.inf if case.error is None or case.error.rms_ratio is None else case.error.rms_ratio
+        )
 
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=rms)
-        rated = [one for one in report.cases if one.rated_against == (worst.place, worst.implementation)]
-        rated.sort(key=lambda one: one.precision == worst.precision)  # where there is one, the same precision is shown
+        rated = [
+            one for one in report.cases if one.rated_against == (worst.place, worst.implementation)
+        ]
+        # where there is one, the same precision is shown
+        rated.sort(key=lambda one: one.precision == worst.precision)
         errors = {one.implementation: fmt.small(rms(one)) for one in rated if one.accuracy}
         timed = ", but timed" * bool(worst.time_us)
         rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
@@ -272,16 +338,25 @@ def _of_baselines(report: Report) -> Iterator[str]:
 
 def _of_libraries(report: Report) -> Iterator[str]:
     yield from (f"Not compared: {reason}" for reason in report.absent)
-    own = [case for case in report.cases if case.kind == "library" and (case.baseline or case.drawn)]
+    own = [
+        case for case in report.cases if case.kind == "library" and (case.baseline or case.drawn)
+    ]
     troubles = (case for case in own if case.result != "passed")
-    for (_, reason), found in grouped(troubles, lambda case: (case.implementation, case.why)).items():
+    for (_, reason), found in grouped(
+        troubles, lambda case: (case.implementation, case.why)
+    ).items():
         yield f"Without a time: {case_words(found)}: {reason.rstrip('.')}."
     if outside := [case for case in own if case.result == "passed" and case.outside_budget]:
-        yield f"Outside the error budget, but timed because it is another library's: {case_words(outside)}."
+        yield (
+            "Outside the error budget, but timed because it is another library's: "
+            f"{case_words(outside)}."
+        )
 
 
 def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
-    """The precisions of an implementation that give the same bits as another one, from the plans of its cases."""
+    """The precisions of an implementation that give the same bits as another one, from the plans of
+    its cases.
+    """
     same = (
         (case.implementation, part.removeprefix(_SAME_AS), case.precision)
         for case in cases
@@ -298,7 +373,10 @@ def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
         which = "every precision" if ran <= {other, *precisions} else fmt.words(precisions)
         said = f"{name} computes {which} as {other}: results are bitwise the same"
         if timed:
-            said += ", and so is the time.  Speedups differ where each is over the baseline at its own state dtype"
+            said += (
+                ", and so is the time.  Speedups differ where each is over the baseline at "
+                "its own state dtype"
+            )
         yield f"{said}."
 
 
@@ -312,13 +390,18 @@ def case_words(cases: Iterable[Case]) -> str:
         result = "" if case.result == "refused" else f" {_result_words(case)}"
         return f"{case.implementation} ({case.precision}){result}"
 
-    return "; ".join(f"{which} in {layer_words(own)}" for which, own in grouped(cases, name).items())
+    return "; ".join(
+        f"{which} in {layer_words(own)}" for which, own in grouped(cases, name).items()
+    )
 
 
 def trouble_words(series: Series) -> str:
     """The reason why a series did not pass: "not finite in layer 9"."""
     wrong = [case for case in series.cases if case.result != "passed" or case.outside_budget]
-    reasons = grouped(wrong, lambda one: "outside the error budget" if one.result == "passed" else _result_words(one))
+    reasons = grouped(
+        wrong,
+        lambda one: "outside the error budget" if one.result == "passed" else _result_words(one),
+    )
     return fmt.words(f"{why} in {layer_words(own)}" for why, own in reasons.items())
 
 

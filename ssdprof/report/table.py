@@ -1,6 +1,7 @@
 """The data of a document and its tables, which renderers draw without changing the contents.
 
-A column is a header and a function of a row's item: a case, a series of cases, or a pair of two reports.
+A column is a header and a function of a row's item: a case, a series of cases, or a pair of two
+reports.
 """
 
 from __future__ import annotations
@@ -36,13 +37,19 @@ class Table:
     wraps: int | None = None
 
     def __post_init__(self) -> None:
-        if len(self.align) != len(self.headers) or any(len(row) != len(self.headers) for row in self.rows):
-            raise ValueError(f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has")
+        if len(self.align) != len(self.headers) or any(
+            len(row) != len(self.headers) for row in self.rows
+        ):
+            raise ValueError(
+                f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has"
+            )
 
     def only(self, columns: Iterable[int]) -> Table:
         """With some of its columns."""
         kept = tuple(columns)
-        headers, *rows = (tuple(cells[column] for column in kept) for cells in (self.headers, *self.rows))
+        headers, *rows = (
+            tuple(cells[column] for column in kept) for cells in (self.headers, *self.rows)
+        )
         align = tuple(self.align[column] for column in kept)
         wraps = kept.index(self.wraps) if self.wraps in kept else None
         return replace(self, headers=headers, rows=tuple(rows), align=align, wraps=wraps)
@@ -50,7 +57,11 @@ class Table:
     def full(self) -> list[int]:
         """The columns that are not empty."""
         columns = enumerate(zip(*self.rows, strict=True))
-        return [number for number, cells in columns if any(cell not in ("", fmt.MISSING) for cell in cells)]
+        return [
+            number
+            for number, cells in columns
+            if any(cell not in ("", fmt.MISSING) for cell in cells)
+        ]
 
 
 class Column(NamedTuple, Generic[T]):
@@ -83,12 +94,17 @@ def table(
     rows = (tuple(column.of(item) for column in columns) for item in items)
     sides = "".join(column.align[0] for column in columns)
     wraps = next((number for number, column in enumerate(columns) if column.wraps), None)
-    return strings(title, [column.header for column in columns], rows, sides, keys=keys, wraps=wraps, note=note)
+    return strings(
+        title, [column.header for column in columns], rows, sides, keys=keys, wraps=wraps, note=note
+    )
 
 
-def strings(title: str, headers: Sequence[str], rows: Iterable[Row], align: str, **fields: Any) -> Table | None:
-    """A table of given cells; None without rows.  align: a letter for each column, such as "llrr".  fields: others of
-    a table."""
+def strings(
+    title: str, headers: Sequence[str], rows: Iterable[Row], align: str, **fields: Any
+) -> Table | None:
+    """A table of given cells; None without rows.  align: a letter for each column, such as "llrr".
+    fields: others of a table.
+    """
     found = tuple(rows)
     if not found:
         return None
@@ -102,7 +118,13 @@ def filled(found: Table | None) -> Table | None:
 
 def tone(cell: str) -> str:
     """ "good", "bad" or none: for its colour."""
-    if cell.startswith("NO") or cell in ("slower", "inaccurate", "nonfinite", "failed", "out of memory"):
+    if cell.startswith("NO") or cell in (
+        "slower",
+        "inaccurate",
+        "nonfinite",
+        "failed",
+        "out of memory",
+    ):
         return "bad"
     return "good" if cell in ("faster", "passed", "yes", "ok") else ""
 
@@ -113,15 +135,22 @@ def aligned(letters: str) -> tuple[Align, ...]:
 
 
 def folded(rows: Iterable[Row], column: int) -> list[Row]:
-    """Rows that differ only in the precision in a column become one: "exact, fp32/fp16; relaxed, bf16", or "all 6
-    precisions" if the rows with the same cells before that column have no other."""
+    """Rows that differ only in the precision in a column become one: "exact, fp32/fp16; relaxed,
+    bf16", or "all 6 precisions" if the rows with the same cells before that column have no other.
+    """
     every = list(rows)
     kinds = grouped(every, lambda row: row[:column])
     found = []
-    for (before, after), own in grouped(every, lambda row: (row[:column], row[column + 1 :])).items():
+    for (before, after), own in grouped(
+        every, lambda row: (row[:column], row[column + 1 :])
+    ).items():
         cells = [row[column] for row in own]
         each = grouped(cells, lambda cell: cell.partition(", ")[0]).items()
-        states = {kind: "/".join(cell.removeprefix(f"{kind}, ") for cell in of) for kind, of in each if kind}
+        states = {
+            kind: "/".join(cell.removeprefix(f"{kind}, ") for cell in of)
+            for kind, of in each
+            if kind
+        }
         words = "; ".join(f"{kind}, {one}" for kind, one in states.items())
         whole = len(cells) > 1 and set(cells) == {row[column] for row in kinds[before]}
         found.append((*before, f"all {len(cells)} precisions" if whole else words, *after))
@@ -140,7 +169,8 @@ class VerdictLine(NamedTuple):
     good: bool
 
 
-Block = Table | str | tuple[str, ...]  # a text explains the table above it, a tuple is a list of sentences
+# a text explains the table above it, a tuple is a list of sentences
+Block = Table | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +185,16 @@ class Section:
 def section(title: str, *blocks: Block | None, reading: str = "", folded: bool = False) -> Section:
     """reading: explains the blocks, if there are any."""
     found = tuple(block for block in blocks if block)
-    return Section(title=title, blocks=(*found, reading) if found and reading else found, folded=folded)
+    return Section(
+        title=title, blocks=(*found, reading) if found and reading else found, folded=folded
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """origin: (label, value) pairs shown before all numbers.  Sections without blocks are left out."""
+    """origin: (label, value) pairs shown before all numbers.  Sections without blocks are left
+    out.
+    """
 
     title: str
     version: str = ""  # of ssdprof

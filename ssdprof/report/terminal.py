@@ -22,12 +22,18 @@ _MOST_ROWS = 60  # of a table with one row per case
 _STYLES = {"good": "green", "bad": "red", "": ""}
 
 
-def render(document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False) -> RenderableType:
+def render(
+    document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False
+) -> RenderableType:
     """The whole document.
 
-    rest: the command that shows all rows of a long table.  verdict_last: repeat the verdict at the end.
+    rest: the command that shows all rows of a long table.  verdict_last: repeat the verdict at the
+    end.
     """
-    parts: list[RenderableType] = [Text(document.title, style="bold"), *map(verdict, document.verdict)]
+    parts: list[RenderableType] = [
+        Text(document.title, style="bold"),
+        *map(verdict, document.verdict),
+    ]
     parts += [origin(document.origin)] if document.origin else []
     if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
@@ -69,7 +75,9 @@ class SplitTable:
         for number, part in enumerate(parts):
             if number:
                 yield ""
-            yield _drawn(part, is_part=len(parts) > 1, squeezed=_taken(_widths(part)) > options.max_width)
+            yield _drawn(
+                part, is_part=len(parts) > 1, squeezed=_taken(_widths(part)) > options.max_width
+            )
         if (hidden := len(self.table.rows) - _MOST_ROWS) > 0:
             yield Text(f"{hidden:,} more rows: {self.rest}", style="dim")
         if self.table.note:
@@ -90,10 +98,14 @@ def _section(section: Section, rest: str) -> Iterator[RenderableType]:
 
 def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
     """is_part: of a table, without empty rows.  squeezed: every column may wrap."""
-    drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
+    drawn = RichTable(
+        box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False
+    )
     for column, (header, align) in enumerate(zip(table.headers, table.align, strict=True)):
         rigid = column != table.wraps and not squeezed
-        drawn.add_column(Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top")
+        drawn.add_column(
+            Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top"
+        )
     for row in table.rows[:_MOST_ROWS]:
         if not is_part or any(cell != MISSING for cell in row[table.keys :]):
             drawn.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
@@ -101,7 +113,9 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part: the fewest parts that fit, of similar widths.  A split table loses empty columns."""
+    """Columns of each part: the fewest parts that fit, of similar widths.  A split table loses
+    empty columns.
+    """
     widths = _widths(table)
     whole, keys = tuple(range(len(widths))), tuple(range(table.keys))
     rest = [column for column in table.full() if column >= table.keys]
@@ -126,7 +140,10 @@ def _widths(table: Table) -> list[int]:
     """The width of each column, if only the text column is wrapped."""
     columns = zip(*([header.split("\n") for header in table.headers], *table.rows), strict=True)
     widest = [max(map(cell_len, (*header, *cells))) for header, *cells in columns]
-    return [min(one, _LEAST_WRAPPED) if column == table.wraps else one for column, one in enumerate(widest)]
+    return [
+        min(one, _LEAST_WRAPPED) if column == table.wraps else one
+        for column, one in enumerate(widest)
+    ]
 
 
 def _taken(widths: Iterable[int]) -> int:

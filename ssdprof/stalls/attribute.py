@@ -1,17 +1,20 @@
 """Attributes samples to source lines, and lines to stages, which the source itself declares.
 
-    STAGES = {"take_ticket": "ticket"}                         @jit functions; one without a stage has its "caller"'s
-    WAITS = {"full": "waiting.chunk"}                          what `mbarrier.wait(shared.full...)` waits for
+    STAGES = {"take_ticket": "ticket"}                         @jit functions; one without a stage
+    has its "caller"'s WAITS = {"full": "waiting.chunk"}                          what
+    `mbarrier.wait(shared.full...)` waits for
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
-So reports of older versions keep their meaning.  For files of other libraries a table has the same information, by the
-hash of the file (`operators/known_sources/`).  In any other file every function is a stage of its own name.
+So reports of older versions keep their meaning.  For files of other libraries a table has the same
+information, by the hash of the file (`operators/known_sources/`).  In any other file every function
+is a stage of its own name.
 
-An instruction has one source line.  In reports that ssdprof records it is the innermost of those that led there that
-has a stage (`target.py`); in others it is that of the innermost function that was inlined.  Lines of "caller", of
-libraries and of a function's header (the compiler's own) have no stage: such an instruction gets the stage of the one
-before it in the program that has one, else of the one after it, because compilers keep instructions of a line together.
-The number of such samples is reported.
+An instruction has one source line.  In reports that ssdprof records it is the innermost of those
+that led there that has a stage (`target.py`); in others it is that of the innermost function that
+was inlined.  Lines of "caller", of libraries and of a function's header (the compiler's own) have
+no stage: such an instruction gets the stage of the one before it in the program that has one, else
+of the one after it, because compilers keep instructions of a line together.  The number of such
+samples is reported.
 """
 
 from __future__ import annotations
@@ -44,9 +47,11 @@ def attribute(
     sources: Sources,
     known: Stages = Stages(),  # noqa: B008
 ) -> tuple[dict[str, Samples], tuple[Line, ...], int]:
-    """Every sample of the kernel's points: by stage in the algorithm's order, and by line and stage, hottest first.
+    """Every sample of the kernel's points: by stage in the algorithm's order, and by line and
+    stage, hottest first.
 
-    The number is that of the samples with the stage of a neighbour.  known: the stages of the kernel's operator.
+    The number is that of the samples with the stage of a neighbour.  known: the stages of the
+    kernel's operator.
     """
     places = [sources.place(point.file, point.line) for point in kernel.points]
     specialized = sources.specialized(kernel.function)
@@ -54,13 +59,15 @@ def attribute(
     by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
     for point, place, stage in zip(kernel.points, places, _stages(places), strict=True):
-        # In the header of a kernel with warp roles, the only block-wide barriers are those at which warps wait for a
-        # role, and for the end of the other roles.
+        # In the header of a kernel with warp roles, the only block-wide barriers are those at which
+        # warps wait for a role, and for the end of the other roles.
         idles = specialized and place.header
         for reason, count in point.samples.items():
             name = IDLE_WARPS if idles and reason == _BLOCK_BARRIER else stage
             by_stage[name][reason] += count
-            by_line[point.file, point.line, "" if point.line else point.sass, place.function, name][reason] += count
+            by_line[point.file, point.line, "" if point.line else point.sass, place.function, name][
+                reason
+            ] += count
             from_neighbours += count if place.stage is None and name == stage else 0
     lines = [
         Line(
@@ -80,7 +87,11 @@ def attribute(
 
 def ordered(samples: Mapping[str, int]) -> Samples:
     """The most frequent reason first, without those that have no samples."""
-    return {reason: count for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0])) if count}
+    return {
+        reason: count
+        for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0]))
+        if count
+    }
 
 
 def is_idle(stage: str) -> bool:
@@ -137,12 +148,16 @@ class Sources:
         return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
 
     def specialized(self, kernel: str) -> bool:
-        """Whether some warps of the launched function have no role.  It may be in any of the files."""
+        """Whether some warps of the launched function have no role.  It may be in any of the
+        files.
+        """
         files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
         return any(parsed and kernel in parsed.specialized for parsed in files)
 
     def implementation(self, kernel: str) -> str:
-        """The implementation of the kernel, if its file is a known one of another library; else ""."""
+        """The implementation of the kernel, if its file is a known one of another library; else
+        "".
+        """
         texts = (text for file, text in self._recorded.items() if not _LIBRARY.search(file))
         found = (self._known.get(_sha256(text)) for text in texts)
         return next((one["implementation"] for one in found if one and kernel in one["stages"]), "")
@@ -173,7 +188,9 @@ def _installed(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class LineStage:
-    """stage: None for a line of the calling function.  header: between a function's name and its body."""
+    """stage: None for a line of the calling function.  header: between a function's name and its
+    body.
+    """
 
     function: str = ""
     stage: str | None = None
@@ -182,7 +199,8 @@ class LineStage:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """places: of every line of a @jit function.  specialized: functions in which some warps have no role.
+    """places: of every line of a @jit function.  specialized: functions in which some warps have no
+    role.
     waits: lines that wait, with the stage.
     labelled: its stages are known, from itself or a table.
     """
@@ -208,12 +226,19 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return SourceFile(lines)
-    stages, names = known["stages"] if known else _table(tree, "STAGES"), _table(tree, "WAITS") or {}
-    marks: Mapping[int, str] = {n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))}
+    stages, names = (
+        known["stages"] if known else _table(tree, "STAGES"),
+        _table(tree, "WAITS") or {},
+    )
+    marks: Mapping[int, str] = {
+        n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))
+    }
     functions = [
-        node for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
-    ]  # fmt: skip
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(_is_jit(decorator) for decorator in node.decorator_list)
+    ]
     if stages is not None and known is None:
         stages = dict.fromkeys((node.name for node in functions), CALLER) | dict(stages)
     waits, places = _waits(tree, names), dict[int, LineStage]()
@@ -223,7 +248,9 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         text=lines,
         places=places,
         specialized=frozenset(
-            node.name for node in functions if any(_called(one) == "warp_specialize" for one in ast.walk(node))
+            node.name
+            for node in functions
+            if any(_called(one) == "warp_specialize" for one in ast.walk(node))
         ),
         waits=waits,
         labelled=stages is not None or not functions,
@@ -237,17 +264,24 @@ def _places(
     waits: Mapping[int, str],
     lines: Sequence[str],
 ) -> Iterator[tuple[int, LineStage]]:
-    """The lines of a function with their stages.  starts: lines from which on another stage begins."""
+    """The lines of a function with their stages.  starts: lines from which on another stage
+    begins.
+    """
     body = node.body[0].lineno
     # a mark may stand between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
     stage = node.name if stages is None else stages.get(node.name, UNKNOWN)
     of_caller = stage == CALLER
-    for number in range(min(one.lineno for one in node.decorator_list), (node.end_lineno or node.lineno) + 1):
+    for number in range(
+        min(one.lineno for one in node.decorator_list), (node.end_lineno or node.lineno) + 1
+    ):
         header = number < body
         stage = stage if header else starts.get(number, stage)
-        yield number, LineStage(node.name, None if of_caller or header else waits.get(number, stage), header)
+        yield (
+            number,
+            LineStage(node.name, None if of_caller or header else waits.get(number, stage), header),
+        )
 
 
 def _is_jit(decorator: ast.expr) -> bool:
@@ -258,25 +292,43 @@ def _is_jit(decorator: ast.expr) -> bool:
 def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
     """The dict of that name; None if there is none.  In a user's file it may be any object."""
     for node in tree.body:
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
+            name
+        ]:
             try:
                 value = ast.literal_eval(node.value)
             except ValueError:  # not a literal
                 return None
-            return {str(key): str(stage) for key, stage in value.items()} if isinstance(value, dict) else None
+            return (
+                {str(key): str(stage) for key, stage in value.items()}
+                if isinstance(value, dict)
+                else None
+            )
     return None
 
 
 def _waits(tree: ast.Module, waits: Mapping[str, str]) -> dict[int, str]:
-    """Lines of `mbarrier.wait(shared.NAME...)`, and of `rings.NAME.wait_full(...)` and `rings.NAME.wait_empty(...)`."""
+    """Lines of `mbarrier.wait(shared.NAME...)`, and of `rings.NAME.wait_full(...)` and
+    `rings.NAME.wait_empty(...)`.
+    """
     found: dict[int, str] = {}
     for node in ast.walk(tree) if waits else ():
         if isinstance(node, ast.Call):
             by_method = _called(node) in ("wait_full", "wait_empty")
-            awaited = node.args[:1] if ast.unparse(node.func) == "mbarrier.wait" else [node.func] if by_method else []
-            parts = (part for one in awaited for part in ast.walk(one) if isinstance(part, ast.Attribute))
+            awaited = (
+                node.args[:1]
+                if ast.unparse(node.func) == "mbarrier.wait"
+                else [node.func]
+                if by_method
+                else []
+            )
+            parts = (
+                part for one in awaited for part in ast.walk(one) if isinstance(part, ast.Attribute)
+            )
             if name := next((part.attr for part in parts if part.attr in waits), ""):
-                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name])
+                found |= dict.fromkeys(
+                    range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name]
+                )
     return found
 
 

@@ -1,4 +1,5 @@
-"""The stall report from ncu's raw kernels: facts from metrics, whose names differ by chip and version; checks; hints.
+"""The stall report from ncu's raw kernels: facts from metrics, whose names differ by chip and
+version; checks; hints.
 
 Self-checks are run on every report and shown with it.
 """
@@ -59,19 +60,31 @@ _LIMITS = {
 _SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 _AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _WHOLE = {
-    "block", "registers", "spill_requests", "shared_bytes", "dram_read_bytes", "dram_write_bytes", "l2_bytes",
-    "tensor_flops", "fp32_flops",
-}  # fmt: skip
+    "block",
+    "registers",
+    "spill_requests",
+    "shared_bytes",
+    "dram_read_bytes",
+    "dram_write_bytes",
+    "l2_bytes",
+    "tensor_flops",
+    "fp32_flops",
+}
 _SECTOR_BYTES = 32
 _TENSOR_OPS = "sm__ops_path_tensor_src_"
 
 
 def analyse(
-    reports: Sequence[RawReport], launched: Sequence[Launched] = (), *, missing: str = "", **origin: Any
+    reports: Sequence[RawReport],
+    launched: Sequence[Launched] = (),
+    *,
+    missing: str = "",
+    **origin: Any,
 ) -> StallReport:
     """The stall report.  Depends only on the arguments, not on the machine.
 
-    launched: by each implementation, in the order of its report; empty for reports made without ssdprof.
+    launched: by each implementation, in the order of its report; empty for reports made without
+    ssdprof.
     missing: the reason if there are no reports.  origin: other fields of the stall report.
     """
     asked = () if missing else launched
@@ -110,7 +123,9 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     count, name = kernel.number(_SAMPLE_COUNT), kernel.function
     found = KernelStalls(
         kernel=name,
-        implementation=implementation or known.kernels.get(name, "") or sources.implementation(name),
+        implementation=implementation
+        or known.kernels.get(name, "")
+        or sources.implementation(name),
         **facts,
         sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
         samples=ordered(kernel.totals),
@@ -127,7 +142,9 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
 
 
 def _stages(kernel: RawKernel) -> Stages:
-    """The stages of the operator with a kernel of this name; for an unknown kernel those of all operators."""
+    """The stages of the operator with a kernel of this name; for an unknown kernel those of all
+    operators.
+    """
     known = [one.stages for one in operators.records()]
     for stages in known:
         theirs = (name for source in stages.sources.values() for name in source["stages"])
@@ -140,11 +157,20 @@ def _stages(kernel: RawKernel) -> Stages:
 
 
 def numbers(kernel: RawKernel) -> dict[str, Any]:
-    """The resources and the speed of a launch, by the fields of KernelStalls; None or () if not collected."""
+    """The resources and the speed of a launch, by the fields of KernelStalls; None or () if not
+    collected.
+    """
     grid = [kernel.number(f"launch__grid_dim_{axis}") for axis in "xyz"]
-    limits = {name: limit for name, metric in _LIMITS.items() if (limit := kernel.number(metric)) is not None}
+    limits = {
+        name: limit
+        for name, metric in _LIMITS.items()
+        if (limit := kernel.number(metric)) is not None
+    }
     found: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
-    shared = [kernel.number(f"launch__shared_mem_per_block_{kind}") for kind in ("static", "dynamic", "driver")]
+    shared = [
+        kernel.number(f"launch__shared_mem_per_block_{kind}")
+        for kind in ("static", "dynamic", "driver")
+    ]
     if found["shared_bytes"] is None and any(part is not None for part in shared):
         found["shared_bytes"] = sum(filter(None, shared))
     found["duration_us"] = _product(found["duration_us"], 1e-3)
@@ -154,25 +180,35 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
         found["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
     tensor_flops, tensor_peak = _tensor(kernel, found["tensor_pct"])
     bandwidth = _product(
-        kernel.number("dram__bytes.sum.peak_sustained"), kernel.number("dram__cycles_elapsed.avg.per_second")
+        kernel.number("dram__bytes.sum.peak_sustained"),
+        kernel.number("dram__cycles_elapsed.avg.per_second"),
     )
     found |= {
         "grid": None if grid[0] is None else (int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)),
-        "limited_by": tuple(name for name, limit in limits.items() if limit == min(limits.values())),
+        "limited_by": tuple(
+            name for name, limit in limits.items() if limit == min(limits.values())
+        ),
         "tensor_flops": tensor_flops,
         "fp32_flops": _fp32(kernel),
         "dram_peak_gb_per_s": _product(bandwidth, 1e-9),
         "tensor_peak_tflops": tensor_peak,
     }
-    return {name: round(value) if name in _WHOLE and value is not None else value for name, value in found.items()}
+    return {
+        name: round(value) if name in _WHOLE and value is not None else value
+        for name, value in found.items()
+    }
 
 
 def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
-    """(operations on the tensor cores, their dense peak in TFLOP/s for the operand type that was used most)."""
+    """(operations on the tensor cores, their dense peak in TFLOP/s for the operand type that was
+    used most).
+    """
     kinds = {
         name.removesuffix(".sum"): count
         for name in kernel.metrics
-        if name.startswith(_TENSOR_OPS) and name.endswith(".sum") and (count := kernel.number(name)) is not None
+        if name.startswith(_TENSOR_OPS)
+        and name.endswith(".sum")
+        and (count := kernel.number(name)) is not None
     }
     if not kinds:
         return None, None
@@ -194,7 +230,9 @@ def _fp32(kernel: RawKernel) -> float | None:
         per_ns = _product(kernel.number("smsp__cycles_elapsed.avg.per_second"), 1e-9)
         cycles = _product(per_ns, kernel.number(*_DURATION))
     for name, operations in (("fadd", 1), ("fmul", 1), ("ffma", 2)):
-        rate = kernel.number(f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed")
+        rate = kernel.number(
+            f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed"
+        )
         if rate is None or cycles is None:
             return None
         total += operations * rate * cycles
@@ -202,7 +240,9 @@ def _fp32(kernel: RawKernel) -> float | None:
 
 
 def average(kernel: RawKernel) -> dict[str, float]:
-    """Stall reason -> warps that wait for it while one issues, of the whole kernel: counted, not sampled."""
+    """Stall reason -> warps that wait for it while one issues, of the whole kernel: counted, not
+    sampled.
+    """
     found: dict[str, float] = {}
     for name in kernel.metrics:
         match, value = _AVERAGE.fullmatch(name), kernel.number(name)
@@ -224,7 +264,11 @@ def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[
     total = sum(kernel.totals.values()) if kernel.points else None
     by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
     counted = None if count is None or not kernel.totals else round(count)
-    off = [f"{why} {by_reason[why]:,} of {n:,}" for why, n in kernel.totals.items() if by_reason[why] != n]
+    off = [
+        f"{why} {by_reason[why]:,} of {n:,}"
+        for why, n in kernel.totals.items()
+        if by_reason[why] != n
+    ]
     adds_up = not off if kernel.points and kernel.totals else None
     sampled, unknown = True if kernel.points else None, sum(found.stages.get(UNKNOWN, {}).values())
     lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
@@ -234,7 +278,10 @@ def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[
         "reasons add up to the samples": _sums([kernel.totals], counted),
         "lines add up to the kernel": _sums((line.samples for line in found.lines), total),
         "stages add up to the kernel": _sums(found.stages.values(), total),
-        "every reason adds up over the lines": (adds_up, "; ".join(off) or f"{len(kernel.totals)} reasons"),
+        "every reason adds up over the lines": (
+            adds_up,
+            "; ".join(off) or f"{len(kernel.totals)} reasons",
+        ),
         "every line has a stage": (sampled and unknown == 0, lost),
         "the source was recorded": (sampled and not not_recorded, absent),
         "no sample was dropped": (none_dropped, f"{dropped or 0:,.0f} bytes dropped"),
@@ -243,10 +290,16 @@ def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[
 
 
 def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) -> SelfChecks:
-    """Checks of the files, and that only the requested launches, if they are known, were profiled."""
+    """Checks of the files, and that only the requested launches, if they are known, were
+    profiled.
+    """
     found: dict[str, tuple[bool | None, str]] = {}
     for report in reports:
-        detail = "ends at the end of its last block" if report.whole else "does not end at the end of a block"
+        detail = (
+            "ends at the end of its last block"
+            if report.whole
+            else "does not end at the end of a block"
+        )
         found[f"{report.name} is complete"] = report.whole, detail
     checks = _judged(found, "no way to tell")
     if not asked:
@@ -257,7 +310,10 @@ def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) 
         wanted = {launch.kernel for launch in launched.launches}
         wrong = [
             f"{what}: {', '.join(sorted(which))}"
-            for what, which in (("not profiled", wanted - set(names)), ("not requested", set(names) - wanted))
+            for what, which in (
+                ("not profiled", wanted - set(names)),
+                ("not requested", set(names) - wanted),
+            )
             if which
         ]
         if names.total() != launched.launch_count:
@@ -293,30 +349,47 @@ _LONGEST_QUOTE = 80
 
 # reason -> remedy.  Reasons whose remedy depends on more are in `_advice`.
 ADVICE = {
-    "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them earlier, have fewer of "
+    "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them "
+    "earlier, have fewer of "
     "them in the chain, or compute them once for several uses.",
-    "barrier": "Warps wait for the slowest of their block: give them equal work, put fewer barriers into the loop, or "
+    "barrier": "Warps wait for the slowest of their block: give them equal work, put fewer "
+    "barriers into the loop, or "
     "let only the warps that share data wait for each other.",
-    "wait": "The chain of dependent instructions is the limit, at a fixed latency each: more independent work per warp "
+    "wait": "The chain of dependent instructions is the limit, at a fixed latency each: more "
+    "independent work per warp "
     "or more warps hide it.",
     "math_pipe_throttle": "A compute pipe is full here: this is work, and only less work helps.",
-    "mio_throttle": "Too many shared-memory, exponential or shuffle instructions at once: wider accesses, or fewer.",
+    "mio_throttle": (
+        "Too many shared-memory, exponential or shuffle instructions at once: wider "
+        "accesses, or fewer."
+    ),
     "lg_throttle": "Too many small global accesses at once: wider ones, or TMA copies.",
-    "no_instructions": "The code does not fit the instruction cache: unroll less, or specialise less.",
-    "membar": "A fence waits for writes to arrive: a narrower scope or one fence for several writes.",
-    "warpgroup_arrive": "The tensor cores' operands are not ready: prepare registers and fences earlier.",
+    "no_instructions": (
+        "The code does not fit the instruction cache: unroll less, or specialise less."
+    ),
+    "membar": (
+        "A fence waits for writes to arrive: a narrower scope or one fence for several writes."
+    ),
+    "warpgroup_arrive": (
+        "The tensor cores' operands are not ready: prepare registers and fences earlier."
+    ),
     "sleeping": "Warps sleep while they poll a flag: the warps that set it are late.",
-    "dispatch_stall": "The dispatcher holds instructions back, mostly for register-file conflicts: this is rarely in a "
+    "dispatch_stall": "The dispatcher holds instructions back, mostly for register-file "
+    "conflicts: this is rarely in a "
     "kernel's hand.",
     "branch_resolving": "Short loops and branches: unroll, or use predicates.",
     "imc_miss": "Constants miss their cache: fewer kernel arguments in the inner loop.",
     "drain": "Programs end while their stores are still under way: fewer, larger programs.",
-    "tex_throttle": "Too many local or surface accesses at once; registers that spilled count as such.",
+    "tex_throttle": (
+        "Too many local or surface accesses at once; registers that spilled count as such."
+    ),
 }
 
 
 def hints(kernel: KernelStalls) -> dict[str, float | None]:
-    """Hints by stage and reason, the largest first, then those about the whole kernel: see `KernelStalls`."""
+    """Hints by stage and reason, the largest first, then those about the whole kernel: see
+    `KernelStalls`.
+    """
     found: list[tuple[int, str, float]] = []
     for stage, samples in kernel.stages.items():
         for reason, count in () if stage in kernel.idle else samples.items():
@@ -324,13 +397,17 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
             if share < _WORTH_PCT:
                 continue
             of_stage = (line for line in kernel.lines if line.stage == stage)
-            samples_of, line = max(((one.samples.get(reason, 0), one) for one in of_stage), key=lambda pair: pair[0])
+            samples_of, line = max(
+                ((one.samples.get(reason, 0), one) for one in of_stage), key=lambda pair: pair[0]
+            )
             advice = _advice(kernel, stage, reason, line.text)
             if advice:
                 quote = cut(line.text, _LONGEST_QUOTE)
                 evidence = f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples"
                 where = f"{100 * samples_of / count:.0f} % of them on {line.file}:{line.line}"
-                found.append((count, f"{evidence}, {where}{f' `{quote}`' if quote else ''}{advice}", share))
+                found.append(
+                    (count, f"{evidence}, {where}{f' `{quote}`' if quote else ''}{advice}", share)
+                )
     found.sort(key=lambda hint: -hint[0])
     return {text: share for _, text, share in found[:_MOST]} | dict.fromkeys(_whole(kernel))
 
@@ -341,17 +418,20 @@ def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
         return ""
     if stage.startswith("waiting") or "mbarrier.wait" in text:
         return (
-            ".  Other warps of this program are late with what these wait for: look at the roles that fill the "
+            ".  Other warps of this program are late with what these wait for: look at the roles "
+            "that fill the "
             "barrier, or let them run further ahead (a longer ring)."
         )
     if stage == "state_passing.wait":
         return (
-            ".  The states of earlier segments are not ready: use shorter segments, or more heads and sequences at "
+            ".  The states of earlier segments are not ready: use shorter segments, or more "
+            "heads and sequences at "
             "once."
         )
     if reason == "barrier" and "mma_wait" in text:
         return (
-            ".  The tensor cores are at work and nothing else is: put independent work between the start of a product "
+            ".  The tensor cores are at work and nothing else is: put independent work between "
+            "the start of a product "
             "and its use, or alternate two programs or warp groups around the tensor cores."
         )
     if reason == "long_scoreboard":
@@ -364,26 +444,43 @@ def _global_load(kernel: KernelStalls) -> str:
     memory = "".join(f"{name} {value:.0f} %, " for name, value in known if value is not None)
     evidence = f"; {memory.removesuffix(', ')}." if memory else "."
     if (kernel.dram_pct or 0) >= _BUSY_MEMORY_PCT:
-        return f"{evidence}  DRAM is full: fewer bytes (smaller types, one pass less, more reuse) is all that helps."
+        return (
+            f"{evidence}  DRAM is full: fewer bytes (smaller types, one pass less, more "
+            "reuse) is all that helps."
+        )
     if (kernel.l2_pct or 0) >= _BUSY_MEMORY_PCT:
         return f"{evidence}  L2 is full: share loads between heads, or read less often."
     rest = "more stages in flight if shared memory then still holds as many programs."
     if (kernel.l2_hit_pct or 0) >= _MOST_HIT_PCT:
-        return f"{evidence}  Bound by the latency of L2, not by a bandwidth: fewer re-reads, or {rest}"
-    return f"{evidence}  Bound by the latency of loads, not by a bandwidth: more warps per SM, or {rest}"
+        return (
+            f"{evidence}  Bound by the latency of L2, not by a bandwidth: fewer re-reads, or {rest}"
+        )
+    return (
+        f"{evidence}  Bound by the latency of loads, not by a bandwidth: more warps per SM, "
+        f"or {rest}"
+    )
 
 
 def _whole(kernel: KernelStalls) -> Iterator[str]:
     waves, occupancy, issue = kernel.waves, kernel.occupancy_pct, kernel.issue_pct
     if kernel.spill_requests:
         yield (
-            f"{kernel.spill_requests:,} loads and stores of spilled registers, at {kernel.registers} registers.  Fewer "
+            f"{kernel.spill_requests:,} loads and stores of spilled registers, at "
+            f"{kernel.registers} registers.  Fewer "
             "values alive at once, smaller tiles or more warps per tile."
         )
-    if occupancy is not None and occupancy < 30 and kernel.limited_by and issue is not None and 0 < issue < 50:
+    if (
+        occupancy is not None
+        and occupancy < 30
+        and kernel.limited_by
+        and issue is not None
+        and 0 < issue < 50
+    ):
         yield (
-            f"Occupancy {occupancy:.0f} %, limited by {' and '.join(kernel.limited_by)}; a scheduler issues in "
-            f"{issue:.0f} % of the cycles.  Few warps hide little latency: it must be hidden inside a warp, by loads "
+            f"Occupancy {occupancy:.0f} %, limited by {' and '.join(kernel.limited_by)}; a "
+            "scheduler issues in "
+            f"{issue:.0f} % of the cycles.  Few warps hide little latency: it must be hidden "
+            "inside a warp, by loads "
             "in flight and independent work, or smaller tiles must let more programs in."
         )
     if waves is not None and waves < _FULL_WAVE:
@@ -391,4 +488,6 @@ def _whole(kernel: KernelStalls) -> Iterator[str]:
         yield f"{full}  More programs: split the sequence or the heads further."
     elif waves is not None and 1 < waves < 4 and 0 < waves % 1 < 0.5:
         last = f"{waves:.2f} waves: the last one keeps {100 * (waves % 1):.0f} % of the GPU busy."
-        yield f"{last}  Cut the grid so that the last wave is fuller, or launch persistent programs."
+        yield (
+            f"{last}  Cut the grid so that the last wave is fuller, or launch persistent programs."
+        )

@@ -22,29 +22,46 @@ TIMEOUT_S = 300.0
 OLDEST = (2023, 1)  # the first with complete counters for Hopper
 RANGE = "ssdprof"  # NVTX range around the one call that is profiled
 SECTIONS = (
-    "LaunchStats", "Occupancy", "SpeedOfLight",
+    "LaunchStats",
+    "Occupancy",
+    "SpeedOfLight",
     "SpeedOfLight_RooflineChart",  # fp32 arithmetic
-    "SpeedOfLight_HierarchicalTensorRooflineChart", "MemoryWorkloadAnalysis",
+    "SpeedOfLight_HierarchicalTensorRooflineChart",
+    "MemoryWorkloadAnalysis",
     "MemoryWorkloadAnalysis_Tables",  # bytes of DRAM and L2
-    "SchedulerStats", "WarpStateStats", "SourceCounters",
-)  # fmt: skip
-_REMEDIES = (
-    "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put 'options nvidia "
-    "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver again."
+    "SchedulerStats",
+    "WarpStateStats",
+    "SourceCounters",
 )
-# Environment variables that a child process gets.  An allow list, so that unknown variables with tokens are not passed.
+_REMEDIES = (
+    "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put "
+    "'options nvidia "
+    "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver "
+    "again."
+)
+# Environment variables that a child process gets.  An allow list, so that unknown variables with
+# tokens are not passed.
 _PASSED = re.compile(
-    r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|LD_LIBRARY_PATH|"
-    r"C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|TORCHINDUCTOR|TRITON)_\w*|PYTHON[A-Z]+)"
+    r"(PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|LANG|TZ|TERM|CC|CXX|CPATH|VIRTUAL_ENV|LIBRARY_PATH|"
+    r"LD_LIBRARY_PATH|"
+    r"C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|TORCHINDUCTOR|"
+    r"TRITON)_\w*|PYTHON[A-Z]+)"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 # a pattern in ncu's output -> the message and the hint for the user
 ERRORS = {
-    "ERR_NVGPUCTRPERM": ("The driver does not let this user read the GPU's hardware counters.", _REMEDIES),
+    "ERR_NVGPUCTRPERM": (
+        "The driver does not let this user read the GPU's hardware counters.",
+        _REMEDIES,
+    ),
     "LibraryNotLoaded|Failed to initialize the profiler": (
-        "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, as in gVisor.",
+        (
+            "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, "
+            "as "
+            "in gVisor."
+        ),
         "Use a machine or container that talks to the kernel driver directly.",
     ),
     "not compatible with Nsight Compute|driver is not supported": (
@@ -67,8 +84,9 @@ ERRORS = {
 
 
 class Job(Record):
-    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder for compiled kernels,
-    for `launch` and `profile` of such jobs only: kernels compiled elsewhere may lack their lines.
+    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder
+    for compiled kernels, for `launch` and `profile` of such jobs only: kernels compiled elsewhere
+    may lack their lines.
     tuned: a file with configurations for the kernels.
     """
 
@@ -82,14 +100,17 @@ class Job(Record):
 
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
-    """The command of the process that runs the job once inside the range, and writes its launches."""
+    """The command of the process that runs the job once inside the range, and writes its
+    launches.
+    """
     return (*child.python("ssdprof.stalls.target"), job.model_dump_json(), str(launched))
 
 
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
     """Run the job without ncu: its launches, and the resources that Triton reports.
 
-    It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with the
+    It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with
+    the
     exit code of the failure: BAD_INPUT if the implementation refuses the layer.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
@@ -99,7 +120,9 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
         except MissingCapabilityError as error:
             try:  # the error that the target wrote instead of its launches, if it did
                 written = json.loads(launched.read_text(encoding="utf-8"))
-                refusal = SsdprofError(written["message"], written["hint"], ExitCode(written["exit_code"]))
+                refusal = SsdprofError(
+                    written["message"], written["hint"], ExitCode(written["exit_code"])
+                )
             except (OSError, ValueError, LookupError):
                 raise error from None
             raise refusal from error
@@ -134,18 +157,23 @@ def profile(
 
 
 def _environment(job: Job) -> dict[str, str]:
-    return clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}
+    return (
+        clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}
+    )
 
 
 def find() -> tuple[str, str]:
-    """The path and the version of the newest ncu on this machine.  MissingCapabilityError if there is
-    none, or if it is too old.
+    """The path and the version of the newest ncu on this machine.  MissingCapabilityError if there
+    is none, or if it is too old.
     """
     found = find_ncu()
     if found is None:
         raise MissingCapabilityError(
             "ncu is not installed: NVIDIA Nsight Compute is needed to read warp stalls.",
-            "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls --from FILE.",
+            (
+                "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls "
+                "--from FILE."
+            ),
         )
     version = ncu_version(found)
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
@@ -164,33 +192,65 @@ def command(
     target: Sequence[str],
     sections: Sequence[str] = SECTIONS,
 ) -> tuple[str, ...]:
-    """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into `report`.
+    """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into
+    `report`.
 
-    Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so kernels whose
-    programs wait for each other do not hang.
+    Kernel replay: ncu saves and restores memory between its passes, tickets and flags included, so
+    kernels whose programs wait for each other do not hang.
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     return (
-        ncu, "--config-file", "off", "-f", "-o", str(report), "--target-processes", "application-only",
-        "--nvtx", "--nvtx-include", f"{RANGE}/",  # the slash marks a push-pop range
-        "-k", f"regex:^({names})$", "-c", str(launches),
+        ncu,
+        "--config-file",
+        "off",
+        "-f",
+        "-o",
+        str(report),
+        "--target-processes",
+        "application-only",
+        "--nvtx",
+        "--nvtx-include",
+        f"{RANGE}/",  # the slash marks a push-pop range
+        "-k",
+        f"regex:^({names})$",
+        "-c",
+        str(launches),
         *(word for section in sections for word in ("--section", section)),
-        "--import-source", "yes", "--clock-control", "none", "--cache-control", "all", "--replay-mode", "kernel",
-        "--check-exit-code", "yes", *target,
-    )  # fmt: skip
+        "--import-source",
+        "yes",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
+        "--replay-mode",
+        "kernel",
+        "--check-exit-code",
+        "yes",
+        *target,
+    )
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child process: without variables that might be secrets, and with line information on."""
-    passed = {name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}
-    return passed | {"CUDA_INJECTION64_PATH": "none", "HF_HUB_OFFLINE": "1", "TRITON_DISABLE_LINE_INFO": "0"}
+    """The environment of a child process: without variables that might be secrets, and with line
+    information on.
+    """
+    passed = {
+        name: value
+        for name, value in environ.items()
+        if _PASSED.fullmatch(name) and not _SECRET.search(name)
+    }
+    return passed | {
+        "CUDA_INJECTION64_PATH": "none",
+        "HF_HUB_OFFLINE": "1",
+        "TRITON_DISABLE_LINE_INFO": "0",
+    }
 
 
 def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
     """Run a command in its own process group; its output, stdout and stderr together.
 
-    Raises MissingCapabilityError if it fails, with the meaning of its output, or if it takes too long.  In any case,
-    no process of the group is left.
+    Raises MissingCapabilityError if it fails, with the meaning of its output, or if it takes too
+    long.  In any case, no process of the group is left.
     """
     with subprocess.Popen(
         command,
@@ -228,5 +288,6 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
     how = how_ended(returncode)
     return MissingCapabilityError(
-        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}", "ssdprof doctor may say why."
+        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}",
+        "ssdprof doctor may say why.",
     )

@@ -2,8 +2,10 @@
 
     python -m ssdprof.stalls.read FILE OUT         OUT gets the launches, as JSON
 
-The package is compiled code: a damaged file can crash it, and an intact file crashes it if torch is loaded too (with
-2025.3.1).  So it runs in a process of its own, and this module imports neither torch nor anything that does.
+The package is compiled code: a damaged file can crash it, and an intact file crashes it if torch is
+loaded too (with
+2025.3.1).  So it runs in a process of its own, and this module imports neither torch nor anything
+that does.
 """
 
 from __future__ import annotations
@@ -28,9 +30,20 @@ from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 
 Value = int | float | str
-_SAMPLED = "smsp__pcsamp_warps_issue_stalled_"  # + a reason; with "_not_issued" after it, a part of the same samples
-CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}  # other names of stall reasons
-_TO_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0, "second": 1e9, "msecond": 1e6, "usecond": 1e3, "nsecond": 1.0}
+# + a reason; with "_not_issued" after it, a part of the same samples
+_SAMPLED = "smsp__pcsamp_warps_issue_stalled_"
+# other names of stall reasons
+CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}
+_TO_NS = {
+    "s": 1e9,
+    "ms": 1e6,
+    "us": 1e3,
+    "ns": 1.0,
+    "second": 1e9,
+    "msecond": 1e6,
+    "usecond": 1e3,
+    "nsecond": 1.0,
+}
 _NOT_INSTALLED = 9  # exit code
 _MAGIC = b"NVR\0"
 _LAYOUT = b"\x08\x07"  # version 7 of the container: the one whose sizes are known here
@@ -42,7 +55,8 @@ _AGAIN = "Copy or record it again."
 class Point:
     """An instruction with the warps that were sampled there.
 
-    file: as the report names it; "" and line 0 if it has no line information.  samples: by stall reason.
+    file: as the report names it; "" and line 0 if it has no line information.  samples: by stall
+    reason.
     """
 
     address: int
@@ -57,7 +71,8 @@ class RawKernel:
     """One profiled launch.
 
     metrics: by ncu's name, in base units (nanoseconds, bytes, cycles, percent)
-    totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty if not collected
+    totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty
+    if not collected
     points: in order of address; empty if source counters were not collected
     sources: file name -> text, as recorded
     """
@@ -79,7 +94,9 @@ KERNELS = TypeAdapter(tuple[RawKernel, ...])  # reads the output of `main`
 
 @dataclass(frozen=True, kw_only=True)
 class RawReport:
-    """A file.  name: without folders.  whole: whether its length agrees with its headers; None: unknown."""
+    """A file.  name: without folders.  whole: whether its length agrees with its headers; None:
+    unknown.
+    """
 
     name: str
     sha256: str
@@ -95,40 +112,59 @@ def base_name(path: str) -> str:
 def read(path: Path) -> RawReport:
     """Every launch in a report.
 
-    Raises BadInputError for a file that is missing, not a report, truncated, damaged or without a launch, and
-    MissingCapabilityError if ncu-report is not installed.
+    Raises BadInputError for a file that is missing, not a report, truncated, damaged or without a
+    launch, and MissingCapabilityError if ncu-report is not installed.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name an .ncu-rep file.") from error
+        raise BadInputError(
+            f"{path} cannot be read: {error.strerror}.", "Name an .ncu-rep file."
+        ) from error
     whole = _is_whole(content)
     kernels = () if whole is False else _kernels(path)
     if kernels and all(kernel.metrics for kernel in kernels):
-        return RawReport(name=path.name, sha256=hashlib.sha256(content).hexdigest(), kernels=kernels, whole=whole)
+        return RawReport(
+            name=path.name, sha256=hashlib.sha256(content).hexdigest(), kernels=kernels, whole=whole
+        )
     if not content.startswith(_MAGIC) and path.suffix != ".ncu-repz":
         raise BadInputError(f"{path} is not an ncu report.", "Name a file that 'ncu -o' wrote.")
     if whole is False:
         raise BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
     raise BadInputError(
-        f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is damaged.",
-        "Copy it again; or ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing when it was recorded.",
+        (
+            f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is "
+            "damaged."
+        ),
+        (
+            "Copy it again; or ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing "
+            "when it was recorded."
+        ),
     )
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
-        command, environ = [*child.python("ssdprof.stalls.read"), str(path), str(out)], os.environ | child.search_path()
+        command, environ = (
+            [*child.python("ssdprof.stalls.read"), str(path), str(out)],
+            os.environ | child.search_path(),
+        )
         try:
             ended = subprocess.run(
-                command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
         if ended.returncode == _NOT_INSTALLED:
             raise MissingCapabilityError(
-                "The ncu-report package, which reads ncu's files, is not installed.", "pip install ncu-report"
+                "The ncu-report package, which reads ncu's files, is not installed.",
+                "pip install ncu-report",
             )
         if ended.returncode != 0:
             words = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -137,7 +173,8 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
         return KERNELS.validate_json(out.read_bytes())
 
 
-# --- whether a file is complete: a report is a sequence of blocks, each with a header that has the size of its payload
+# --- whether a file is complete: a report is a sequence of blocks, each with a header that has the
+#   size of its payload
 
 
 def _is_whole(content: bytes) -> bool | None:
@@ -194,7 +231,9 @@ def main() -> None:
     except ImportError:
         sys.exit(_NOT_INSTALLED)
     file, out = map(Path, sys.argv[1:])
-    out.write_text(json.dumps([asdict(kernel) for kernel in launches(ncu_report, file)]), encoding="utf-8")
+    out.write_text(
+        json.dumps([asdict(kernel) for kernel in launches(ncu_report, file)]), encoding="utf-8"
+    )
 
 
 def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
@@ -245,7 +284,13 @@ def _value(metric: Any) -> Value | None:
 def _point(action: Any, address: int, samples: Mapping[str, int]) -> Point:
     source = action.source_info(address)
     sass = " ".join((action.sass_by_pc(address) or "").split())
-    return Point(address, source.file_name() if source else "", source.line() if source else 0, sass, dict(samples))
+    return Point(
+        address,
+        source.file_name() if source else "",
+        source.line() if source else 0,
+        sass,
+        dict(samples),
+    )
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
     python -m ssdprof.stalls.target JOB FILE         JOB: an `ncu.Job`, as JSON
 
-Small, because ncu saves and restores the device memory that the process can reach between its passes.  FILE gets, as
-JSON, a `Launched` with the launches of the call, or the message, hint and exit code of an error.
+Small, because ncu saves and restores the device memory that the process can reach between its
+passes.  FILE gets, as JSON, a `Launched` with the launches of the call, or the message, hint and
+exit code of an error.
 
-It also makes the compiler record, for an inlined instruction, the line that has its stage.  An instruction has one line
-in a report: that of the innermost function that was inlined there, a helper's or a library's.  Triton writes the chain
-of calls into its PTX as a comment, which ptxas drops:
+It also makes the compiler record, for an inlined instruction, the line that has its stage.  An
+instruction has one line
+in a report: that of the innermost function that was inlined there, a helper's or a library's.
+Triton writes the chain of calls into its PTX as a comment, which ptxas drops:
 
     .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
 
-So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a stage.
+So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a
+stage.
 """
 
 from __future__ import annotations
@@ -74,27 +77,36 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
 
 
 def refusal_of(error: Exception) -> dict[str, Any]:
-    """The message and hint for the user, and the exit code of the command, which the error's type determines."""
+    """The message and hint for the user, and the exit code of the command, which the error's type
+    determines.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         full = "The layer's tensors do not fit into the GPU's memory."
         error = SsdprofError(full, "Use a shorter --seq.", ExitCode.MISSING_CAPABILITY)
     elif not isinstance(error, SsdprofError):
-        error = SsdprofError(f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT)
+        error = SsdprofError(
+            f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT
+        )
     return {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
 
 
 def call_at(implementation: Implementation, inputs: Any, wanted: PrecisionRecord) -> Call:
-    """The call at the requested precision, or at the most similar one of an implementation that lacks it.
+    """The call at the requested precision, or at the most similar one of an implementation that
+    lacks it.
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    found = own_precisions(implementation, operators.get(inputs.operator).judged.dims(inputs).dtype, (wanted,))
+    found = own_precisions(
+        implementation, operators.get(inputs.operator).judged.dims(inputs).dtype, (wanted,)
+    )
 
     def likeness(one: PrecisionRecord) -> tuple[bool, bool]:
         return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
 
     precision = precision_of(max(found, key=likeness))
-    return Call(implementation=implementation, inputs=inputs, precision=precision, label=implementation.name)
+    return Call(
+        implementation=implementation, inputs=inputs, precision=precision, label=implementation.name
+    )
 
 
 @torch.no_grad()
@@ -136,14 +148,16 @@ _FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
 def install() -> None:
     """Install the hook for every kernel that Triton compiles in this process from now on.
 
-    Triton 3.6 does not ask the hook for a part of its cache's key, so TRITON_CACHE_DIR must be a folder without
-    compiled kernels.
+    Triton 3.6 does not ask the hook for a part of its cache's key, so TRITON_CACHE_DIR must be a
+    folder without compiled kernels.
     """
     triton.knobs.runtime.add_stages_inspection_hook = _hook
 
 
 def _hook(*given: Any) -> tuple[str, str] | None:
-    """Triton calls it without arguments for its part of the cache's key, else with a compiler's stages."""
+    """Triton calls it without arguments for its part of the cache's key, else with a compiler's
+    stages.
+    """
     if not given:
         return _KEY, _KEY
     stages: dict[str, Callable[[Any, Any], Any]] = given[1]
@@ -154,7 +168,8 @@ def _hook(*given: Any) -> tuple[str, str] | None:
 
 
 def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
-    """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the chain has one.
+    """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the
+    chain has one.
 
     sources: of the files that the PTX names; None reads them.
     """

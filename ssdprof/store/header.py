@@ -1,4 +1,6 @@
-"""The header of a report: what was asked for, of which model and machine, with notes for the reader."""
+"""The header of a report: what was asked for, of which model and machine, with notes for the
+reader.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,32 @@ from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
-    """The header of a report that is about to start, with notes on its model.  Its id is set by `opened`.
+    """The header of a report that is about to start, with notes on its model.  Its id is set by
+    `opened`.
 
     fields: of `Report`: kind, subject, environment and baseline, and others.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
-        version=VERSION, id="", created=created, command=command, commit=_commit(), ssdprof_version=__version__,
+        version=VERSION,
+        id="",
+        created=created,
+        command=command,
+        commit=_commit(),
+        ssdprof_version=__version__,
         **fields,
-    )  # fmt: skip
-    return report.changed(notes=(*report.notes, *_notes(report, report.model))) if report.model else report
+    )
+    return (
+        report.changed(notes=(*report.notes, *_notes(report, report.model)))
+        if report.model
+        else report
+    )
 
 
 def _commit() -> str:
-    """The commit that is checked out in the working directory; empty without one, or without git."""
+    """The commit that is checked out in the working directory; empty without one, or without
+    git.
+    """
     words = ("git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
     with suppress(OSError):
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
@@ -36,46 +50,63 @@ def _commit() -> str:
 
 
 def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
-    """Sentences that follow from the request; `report.caveats` adds those that follow from the results."""
+    """Sentences that follow from the request; `report.caveats` adds those that follow from the
+    results.
+    """
     if report.absent:
         yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in report.absent)}."
     if ref.siblings:
         yield (
-            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
+            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: "
+            f"{', '.join(ref.siblings)}."
         )
     if ref.random_weights:
         yield (
-            "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
+            "The weights are random: good for speed, which depends on shapes, but the accuracy "
+            "says little about any "
             "trained model, and the model's answers mean nothing."
         )
     if ref.quantization is not None:
-        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
+        decoded = (
+            " and was decoded to 16 bit as it was loaded"
+            if ref.quantization in DECODED_ON_LOAD
+            else ""
+        )
         yield (
-            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
+            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its "
+            "projections is part of the "
             "values that were replayed."
         )
-    lengths = (max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in report.prompts)
+    lengths = (
+        max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in report.prompts
+    )
     longest = max(lengths, default=0)
     if ref.trained_context is not None and longest > ref.trained_context:
         yield (
-            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "
+            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: "
+            "its activations beyond "
             "that may be unlike those in use."
         )
     if any(prompt.kind == "random" for prompt in report.prompts):
         yield (
-            "The prompt is random tokens: good for speed, but no text has such statistics, so decays, states and "
+            "The prompt is random tokens: good for speed, but no text has such statistics, so "
+            "decays, states and "
             "accuracy may be unlike those in use."
         )
     if report.tensor_parallel > 1:
         yield (
-            f"What was replayed is the share of the first of {report.tensor_parallel} tensor-parallel ranks: its heads "
-            "alone, with their groups or key heads; a single group is on every rank.  The model itself ran undivided."
+            f"What was replayed is the share of the first of {report.tensor_parallel} "
+            "tensor-parallel ranks: its heads "
+            "alone, with their groups or key heads; a single group is on every rank.  The model "
+            "itself ran undivided."
         )
     if report.cast:
         source, to = report.cast
         yield (
-            f"The captured inputs were {report.cast_words}: times, matches and errors are those of {to} inputs, and "
-            f"the model itself ran in {source}.  Parameters, states and gates that the model keeps in fp32 were not "
+            f"The captured inputs were {report.cast_words}: times, matches and errors are those "
+            f"of {to} inputs, and "
+            f"the model itself ran in {source}.  Parameters, states and gates that the model "
+            "keeps in fp32 were not "
             "cast."
         )
     placement = report.placement

@@ -1,7 +1,9 @@
-"""Processes that torchrun started on this machine, one per GPU, which share the cases of one report.
+"""Processes that torchrun started on this machine, one per GPU, which share the cases of one
+report.
 
-What they share is the report's folder: each writes a file of its own there, and holds its lock while it runs
-(`store.reports`).  torchrun's store tells them the folder, and who has opened its file.
+What they share is the report's folder: each writes a file of its own there, and holds its lock
+while it runs (`store.reports`).  torchrun's store tells them the folder, and who has opened its
+file.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 T = TypeVar("T")
 POLL_S = 0.2
 FIRST = 0  # the rank that prints the report
-_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, with WORLD_SIZE
+# set by torchrun, with WORLD_SIZE
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
 
 
@@ -28,7 +31,8 @@ SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is
 class Ranks:
     """This process and the others.  store: torchrun's, which outlives every process."""
 
-    divided: ClassVar[bool] = False  # of this process; before work is divided, all ranks have the same errors
+    # of this process; before work is divided, all ranks have the same errors
+    divided: ClassVar[bool] = False
 
     rank: int
     count: int
@@ -57,21 +61,27 @@ class Ranks:
 
     def alive(self, rank: int) -> bool:
         """Whether the rank's process runs; one that has not yet joined lives."""
-        return not self.store.check([f"{rank}/process"]) or _runs(int(self.store.get(f"{rank}/process")))
+        return not self.store.check([f"{rank}/process"]) or _runs(
+            int(self.store.get(f"{rank}/process"))
+        )
 
     def gone(self, rank: int) -> MissingCapabilityError:
         """The error for a rank that died."""
         return MissingCapabilityError(
             f"Rank {rank} of {self.count} died before its share was done.",
-            "Its own messages say why.  A process that was killed leaves none: often it took too much main memory.",
+            (
+                "Its own messages say why.  A process that was killed leaves none: often it took "
+                "too "
+                "much main memory."
+            ),
         )
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the first rank reports the error of this rank.
 
-    Before work is divided, all ranks have the same error, and torchrun ends this process after the first one has
-    ended.  If torchrun does not, only this rank has the error.
+    Before work is divided, all ranks have the same error, and torchrun ends this process after the
+    first one has ended.  If torchrun does not, only this rank has the error.
     """
     if not follows(environment):
         return False
@@ -84,29 +94,40 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank is not the first, and has so far done the same as the first."""
-    with suppress(BadInputError):  # of variables that torchrun does not set: this rank tells it, as any other error
-        return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
+    # of variables that torchrun does not set: this rank tells it, as any other error
+    with suppress(BadInputError):
+        return (
+            not Ranks.divided
+            and started(environment) > 1
+            and int(environment.get("RANK", FIRST)) != FIRST
+        )
     return False
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
-    """Join the other processes of torchrun, and select this process's GPU.  None if there are no others.
+    """Join the other processes of torchrun, and select this process's GPU.  None if there are no
+    others.
 
-    BadInputError for processes on several machines, and if torchrun did not start this one; MissingCapabilityError
-    for more processes than GPUs.
+    BadInputError for processes on several machines, and if torchrun did not start this one;
+    MissingCapabilityError for more processes than GPUs.
     """
     count = started(environment)
     if count == 1:
         return None
     if environment.get("LOCAL_WORLD_SIZE", str(count)) != str(count):
         raise BadInputError(
-            "Ranks on several machines are not supported.", "Start all of them on one: torchrun --nproc-per-node N."
+            "Ranks on several machines are not supported.",
+            "Start all of them on one: torchrun --nproc-per-node N.",
         )
     if absent := [name for name in _OF_TORCHRUN if not environment.get(name)]:
         raise BadInputError(
-            f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun did not start this "
+            f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun "
+            "did not start this "
             "process.",
-            f"For one process, run: unset WORLD_SIZE.  For {count}: torchrun --nproc-per-node {count} -m ssdprof ...",
+            (
+                f"For one process, run: unset WORLD_SIZE.  For {count}: torchrun --nproc-per-node "
+                f"{count} -m ssdprof ..."
+            ),
         )
     import torch
     from torch.distributed.distributed_c10d import PrefixStore
@@ -115,7 +136,11 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
     if torch.cuda.is_available():
         if count > (gpus := torch.cuda.device_count()):
             raise MissingCapabilityError(
-                f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} can be used here.",
+                (
+                    f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} "
+                    "can "
+                    "be used here."
+                ),
                 f"Start torchrun --nproc-per-node {gpus}.",
             )
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))

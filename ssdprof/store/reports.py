@@ -1,9 +1,10 @@
 """Folders of reports: run.json, written once, and cases.N.jsonl of each rank, which only grow.
 
-A line is {"case": ...}, a case, or more of a case that an earlier line began, or {"process": ...}, of which the last
-counts.  Every file has one writer, which holds its lock, so whoever reads knows who is still at work.  An end of any
-kind, SIGKILL too, loses at most the case in work, and the same command on the folder goes on from there.
-`ssdprof ... --json` prints a report as one document, which is read as well.
+A line is {"case": ...}, a case, or more of a case that an earlier line began, or {"process": ...},
+of which the last counts.  Every file has one writer, which holds its lock, so whoever reads knows
+who is still at work.  An end of any kind, SIGKILL too, loses at most the case in work, and the same
+command on the folder goes on from there.  `ssdprof ... --json` prints a report as one document,
+which is read as well.
 """
 
 from __future__ import annotations
@@ -30,8 +31,24 @@ from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, sampler, tell
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, first_fault, library_message, unreadable
-from ssdprof.files import check_writable, locked, parse_json, regular, safe_name, uninterrupted, unwritable, write_text
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    first_fault,
+    library_message,
+    unreadable,
+)
+from ssdprof.files import (
+    check_writable,
+    locked,
+    parse_json,
+    regular,
+    safe_name,
+    uninterrupted,
+    unwritable,
+    write_text,
+)
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
@@ -42,7 +59,8 @@ CAPTURES = "captures"
 _LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
 _TAKEN = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
-_MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}  # of one request, run twice
+# of one request, run twice
+_MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}
 _WORDS = {
     "model": "another model",
     "prompts": "another prompt",
@@ -54,7 +72,8 @@ _PROCESS: TypeAdapter[ProcessLine] = TypeAdapter(ProcessLine)
 
 
 class Writer:
-    """Appends the lines of one process.  folder: of the report.  report: what this process has of it.
+    """Appends the lines of one process.  folder: of the report.  report: what this process has of
+    it.
 
     earlier: the cases of a process that was interrupted, by name, if this one goes on.
     """
@@ -87,7 +106,9 @@ class Writer:
         return bool(self._cases)
 
     def case(self, case: Case) -> None:
-        """Append a case, or its samples or fault if it was appended before.  Notes that its layer was captured."""
+        """Append a case, or its samples or fault if it was appended before.  Notes that its layer
+        was captured.
+        """
         if case.layer:
             self.captured(case.layer)
         known = self._cases.get(case.name)
@@ -101,7 +122,9 @@ class Writer:
             self.update(captured=(*self.report.first.captured, layer))
 
     def update(self, **fields: Any) -> None:
-        """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds, steps, left_out."""
+        """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds,
+        steps, left_out.
+        """
         if (clocks := fields.get("clocks")) and self._clocks:
             fields["clocks"] = self._clocks.until(clocks)
         line = ProcessLine(**(self.report.first.own | fields))
@@ -122,7 +145,9 @@ class Writer:
         with suppress(SsdprofError):
             if self._path and (self.folder / HEADER).is_file():
                 there = {case.name for case in _lines(self._path)[0]}
-        return self.report.model_copy(update={"cases": tuple(one for one in self.report.cases if one.name in there)})
+        return self.report.model_copy(
+            update={"cases": tuple(one for one in self.report.cases if one.name in there)}
+        )
 
     def note(self, text: str) -> None:
         """A sentence for the reader, once; nothing if it is empty."""
@@ -144,7 +169,9 @@ class Writer:
         try:
             if not os.path.isfile(self.folder / HEADER):
                 raise FileNotFoundError(errno.ENOENT, "It was removed")
-            self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            self._file.write(
+                json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+            )
             self._file.flush()
         except OSError as error:
             raise unwritable(self.folder, error) from error
@@ -172,10 +199,19 @@ def _refuse_complete(folder: Path) -> Report:
 
 
 def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> None:
-    """BadInputError unless it is an interrupted report of this header, and the `sources` are unchanged."""
+    """BadInputError unless it is an interrupted report of this header, and the `sources` are
+    unchanged.
+    """
     known = _refuse_complete(folder)
     before, now = (one.own | {"command": _without_folder(one.command)} for one in (known, header))
-    differs = next((name for name in before | now if before.get(name) != now.get(name) and name not in _MAY_DIFFER), "")
+    differs = next(
+        (
+            name
+            for name in before | now
+            if before.get(name) != now.get(name) and name not in _MAY_DIFFER
+        ),
+        "",
+    )
     why = f"of {_WORDS.get(differs, 'another request')}" if differs else ""
     began = datetime.fromisoformat(known.created).timestamp()
     if changed := [path for path in sources if path.stat().st_ctime > began + 1]:
@@ -189,7 +225,11 @@ def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> No
 def _without_folder(command: Sequence[str]) -> list[str]:
     """The words of a command without --out DIR."""
     words = pairwise(("", *command))
-    return [word for before, word in words if "--out" not in (before, word) and not word.startswith("--out=")]
+    return [
+        word
+        for before, word in words
+        if "--out" not in (before, word) and not word.startswith("--out=")
+    ]
 
 
 @contextmanager
@@ -202,14 +242,14 @@ def opened(
 ) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
-    out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
-    folder, and waits at the end for the others.  fields: see `draft`.
-    sources: gives the files on which the results depend, and the fields do not.
-    After an exception what was done stays, and the user is told where it is; without a case the files are removed.
+    out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the
+    first one makes the folder, and waits at the end for the others.  fields: see `draft`.
+    sources: gives the files on which the results depend, and the fields do not.  After an exception
+    what was done stays, and the user is told where it is; without a case the files are removed.
     The same request goes on in the folder of an interrupted report: its cases are `Writer.earlier`.
 
-    Raises BadInputError if `out` has another report, or another process is writing into it; MissingCapabilityError if
-    it cannot be written, or if a rank died.
+    Raises BadInputError if `out` has another report, or another process is writing into it;
+    MissingCapabilityError if it cannot be written, or if a rank died.
     """
     first, header = ranks is None or ranks.first, draft(**fields)
     if first:
@@ -217,7 +257,9 @@ def opened(
     else:
         assert ranks
         path = Path(ranks.told("folder", FIRST))
-    header = header.changed(id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1)
+    header = header.changed(
+        id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
+    )
     rank = ranks.rank if ranks else FIRST
     again = sampler()
     with ExitStack() as stack:
@@ -232,7 +274,9 @@ def opened(
             else:
                 for stale in path.glob("cases.[0-9]*.jsonl"):
                     os.truncate(stale, 0)
-                write_text(path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n")
+                write_text(
+                    path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n"
+                )
             if ranks:
                 ranks.tell("folder", str(path.resolve()))
         if ranks:
@@ -261,7 +305,9 @@ def opened(
             with uninterrupted():
                 # torchrun interrupts the other ranks after one has died
                 died = _dead(path, ranks) if ranks else None
-                kept = _ended(writer, died or error, made) if first else _ended(writer, died or error)
+                kept = (
+                    _ended(writer, died or error, made) if first else _ended(writer, died or error)
+                )
             if died:
                 raise died from None
             if isinstance(error, KeyboardInterrupt):
@@ -272,7 +318,9 @@ def opened(
 
 
 def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> str:
-    """Note why it ended; a sentence on where the results are.  made: the folder; None: another rank did."""
+    """Note why it ended; a sentence on where the results are.  made: the folder; None: another rank
+    did.
+    """
     if not writer.begun:
         files = [*writer.folder.glob("cases.[0-9]*.jsonl")]
         if made is not None and not any(b'{"case":' in file.read_bytes() for file in files):
@@ -300,7 +348,8 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
 
 
 def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
-    """Note in a rank's lines why its process ended, which could not do so.  The report, if there is anything in it.
+    """Note in a rank's lines why its process ended, which could not do so.  The report, if there is
+    anything in it.
 
     case: the one that ran then, as JSON; empty if none did.
     """
@@ -322,7 +371,9 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
 
 
 def _wait(path: Path, ranks: Ranks) -> None:
-    """Until every other rank has closed its file.  MissingCapabilityError if one ended before its share was done."""
+    """Until every other rank has closed its file.  MissingCapabilityError if one ended before its
+    share was done.
+    """
     for rank in range(ranks.count):
         if rank == ranks.rank:
             continue
@@ -334,12 +385,16 @@ def _wait(path: Path, ranks: Ranks) -> None:
         if not last.complete:
             error = ranks.gone(rank)
             if last.ended:
-                raise MissingCapabilityError(f"Rank {rank} of {ranks.count} ended: {last.ended}.", error.hint)
+                raise MissingCapabilityError(
+                    f"Rank {rank} of {ranks.count} ended: {last.ended}.", error.hint
+                )
             raise error
 
 
 def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
-    """The error for another rank that died; None if there is none.  One that noted its end has a message of its own."""
+    """The error for another rank that died; None if there is none.  One that noted its end has a
+    message of its own.
+    """
     for rank in range(ranks.count):
         if rank != ranks.rank and not ranks.alive(rank):
             last = _last(path, rank)
@@ -367,28 +422,38 @@ def _cut(file: BinaryIO) -> None:
 def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
     """The folder, or the file, and the report.
 
-    where: a report's folder, its run.json, a name under `runs/`, a document that --json printed, or None for the latest
-        report of the kinds under `runs/`.
+    where: a report's folder, its run.json, a name under `runs/`, a document that --json printed, or
+        None for the latest report of the kinds under `runs/`.
     Raises BadInputError if there is none, if it cannot be read, or if it is of another kind.
     """
     path = _path(where, kinds)
     report = _document(path) if path.is_file() else _folder(path)
     if kinds and report.kind not in kinds:
-        raise BadInputError(f"{path} is a report of ssdprof {report.kind}.", f"Name one of ssdprof {kinds[0]}.")
+        raise BadInputError(
+            f"{path} is a report of ssdprof {report.kind}.", f"Name one of ssdprof {kinds[0]}."
+        )
     return path, report
 
 
 def latest(*kinds: str) -> Path | None:
     """The report under `runs/` that was started last, of one of the kinds."""
     headers = _readable(RUNS, lambda path: _document(path / HEADER))
-    found = [(one.created, one.id, path) for path, one in headers if isinstance(one, Report) and one.kind in kinds]
+    found = [
+        (one.created, one.id, path)
+        for path, one in headers
+        if isinstance(one, Report) and one.kind in kinds
+    ]
     return max(found)[2] if found else None
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
-    """The reports directly under `folder`, the newest first, unreadable ones last, with what is wrong with them."""
+    """The reports directly under `folder`, the newest first, unreadable ones last, with what is
+    wrong with them.
+    """
     found = _readable(folder, _folder)
-    return tuple(sorted(found, key=lambda each: (getattr(each[1], "created", ""), each[0]), reverse=True))
+    return tuple(
+        sorted(found, key=lambda each: (getattr(each[1], "created", ""), each[0]), reverse=True)
+    )
 
 
 def dump(report: Report) -> str:
@@ -396,7 +461,9 @@ def dump(report: Report) -> str:
     return report.model_dump_json(exclude_defaults=True, indent=1)
 
 
-def _readable(folder: Path, read: Callable[[Path], Report]) -> Iterator[tuple[Path, Report | SsdprofError]]:
+def _readable(
+    folder: Path, read: Callable[[Path], Report]
+) -> Iterator[tuple[Path, Report | SsdprofError]]:
     """Folders of reports directly under `folder`, with what `read` gives or raises."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if (path / HEADER).is_file():
@@ -411,11 +478,14 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
         newest = latest(*(kinds or ("run",)))
         if newest is None:
             raise BadInputError(
-                f"There is no run under {RUNS.resolve()}.", "Make one with 'ssdprof run MODEL', or name a run's folder."
+                f"There is no run under {RUNS.resolve()}.",
+                "Make one with 'ssdprof run MODEL', or name a run's folder.",
             )
         return newest
     if not str(where).strip():
-        raise BadInputError("The run's name is empty.", "Name a run's folder, or leave it out for the latest run.")
+        raise BadInputError(
+            "The run's name is empty.", "Name a run's folder, or leave it out for the latest run."
+        )
     places = (Path(where), RUNS / where)
     for path in places:
         if path.is_file():
@@ -423,7 +493,9 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
         if (path / HEADER).is_file():
             return path
     why = f"it contains no {HEADER}" if any(map(Path.is_dir, places)) else "it does not exist"
-    raise BadInputError(f"{where} is not a run: {why}.", f"Name a run's folder; they are kept under {RUNS}/.")
+    raise BadInputError(
+        f"{where} is not a run: {why}.", f"Name a run's folder; they are kept under {RUNS}/."
+    )
 
 
 def _document(file: Path) -> Report:
@@ -431,10 +503,16 @@ def _document(file: Path) -> Report:
     try:
         document = parse_json(text)
     except ValueError as error:
-        raise BadInputError(f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged.") from error
+        raise BadInputError(
+            f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged."
+        ) from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
-        found = "no report of ssdprof" if version is None else f"of version {version}; this ssdprof reads {VERSION}"
+        found = (
+            "no report of ssdprof"
+            if version is None
+            else f"of version {version}; this ssdprof reads {VERSION}"
+        )
         raise BadInputError(f"{file} is {found}.", _AGAIN)
     try:
         report = Report.model_validate(document)
@@ -476,7 +554,9 @@ def _joined(lines: Iterable[Case]) -> dict[str, Case]:
 
 
 def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
-    """The cases, and the last line of the process.  A last line without its end is left out: its process was killed."""
+    """The cases, and the last line of the process.  A last line without its end is left out: its
+    process was killed.
+    """
     if not file.exists():
         return [], None
     cases, process = list[Case](), None
@@ -488,9 +568,13 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
                 case {"process": found}:
                     process = _PROCESS.validate_python(found)
                 case _:
-                    raise BadInputError(f"{file} is damaged: line {number} is neither a case nor a process.", _AGAIN)
+                    raise BadInputError(
+                        f"{file} is damaged: line {number} is neither a case nor a process.", _AGAIN
+                    )
         except ValidationError as error:
-            raise BadInputError(f"{file} is damaged, line {number}: {first_fault(error)}.", _AGAIN) from error
+            raise BadInputError(
+                f"{file} is damaged, line {number}: {first_fault(error)}.", _AGAIN
+            ) from error
         except ValueError as error:
             what = f"not JSON: {library_message(error)}"
             raise BadInputError(f"{file} is damaged, line {number}: {what}.", _AGAIN) from error
@@ -508,11 +592,15 @@ def _text(file: Path) -> str:
     except OSError as error:
         raise unreadable(str(file), error, "Name a run's folder.") from error
     except UnicodeDecodeError as error:
-        raise BadInputError(f"{file} is not JSON: it is not UTF-8.", "The file may be cut off or damaged.") from error
+        raise BadInputError(
+            f"{file} is not JSON: it is not UTF-8.", "The file may be cut off or damaged."
+        ) from error
 
 
 def new_folder(subject: str) -> Path:
-    """runs/<time>-<subject>, or the same with -2, -3, ... if it exists: two runs may start within one second."""
+    """runs/<time>-<subject>, or the same with -2, -3, ... if it exists: two runs may start within
+    one second.
+    """
     path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(subject)}"
     number, candidate = 1, path
     while candidate.exists():

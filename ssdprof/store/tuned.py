@@ -1,4 +1,6 @@
-"""The configurations that `ssdprof tune` found, in the user's cache: one file for each GPU model."""
+"""The configurations that `ssdprof tune` found, in the user's cache: one file for each GPU
+model.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def file_of(gpu: Gpu) -> Path:
 
 
 def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
-    """The finds for GPUs of this name.  (None, "") if there are none; (None, why) if they are no longer valid."""
+    """The finds for GPUs of this name.  (None, "") if there are none; (None, why) if they are no
+    longer valid.
+    """
     file = file_of(gpu)
     if not file.is_file():
         return None, ""
@@ -42,7 +46,8 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
 
 
 def keep(found_on: Environment, calls: TunedCalls, find: TunedConfig | None) -> Path:
-    """Store what a search found for these calls, and delete earlier finds for them and invalid ones.
+    """Store what a search found for these calls, and delete earlier finds for them and invalid
+    ones.
 
     Raises MissingCapabilityError if the file cannot be written.
     """
@@ -52,7 +57,9 @@ def keep(found_on: Environment, calls: TunedCalls, find: TunedConfig | None) -> 
     found = (*kept, find) if find else tuple(kept)
     finds = TunedConfigs(
         ssdprof_version=__version__,
-        kernels={name: kernels_hash(name) for name in dict.fromkeys(find.operator for find in found)},
+        kernels={
+            name: kernels_hash(name) for name in dict.fromkeys(find.operator for find in found)
+        },
         environment=found_on,
         finds=found,
     )
@@ -81,7 +88,10 @@ def _why_stale(finds: TunedConfigs, gpu: Gpu) -> str:
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
     if any(digest != kernels_hash(name) for name, digest in finds.kernels.items()):
-        return f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now {__version__})"
+        return (
+            f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now "
+            f"{__version__})"
+        )
     if there.packages.get("triton") != triton:
         return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"
     return ""
@@ -107,7 +117,11 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
         return None
     _use(finds)
     found = plural(len(finds.finds), "configuration")
-    say(f"{found} tuned on this GPU will be used where they fit; --no-tuned takes the committed ones.")
+    say(
+        f"{found} tuned on this GPU will be used where they fit; --no-tuned takes the "
+        "committed "
+        "ones."
+    )
     return file_of(gpu)
 
 

@@ -1,4 +1,6 @@
-"""Reports of benches with given times: every case is of the shape "tiny", one sequence of 40 tokens."""
+"""Reports of benches with given times: every case is of the shape "tiny", one sequence of 40
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,30 @@ OURS = ("fused", "unfused", "recurrent")
 
 
 def measured(
-    name: str, us: float, precision: PrecisionRecord = EXACT_FP32, *, drawn: tuple[str, ...] = (),
-    checked: int | None = None, **fields: Any,
-) -> Case:  # fmt: skip
+    name: str,
+    us: float,
+    precision: PrecisionRecord = EXACT_FP32,
+    *,
+    drawn: tuple[str, ...] = (),
+    checked: int | None = None,
+    **fields: Any,
+) -> Case:
     """A call takes 10 us more than the device."""
     return cases.case(
-        name, precision, drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked), seqlen=40,
-        kind="bundled" if name in OURS else "library", version="" if name in OURS else "2.3",
-        samples=cases.timed(us, us + 10, width=0.0), bytes_moved=10**7, flops=10**9, **fields,
-    )  # fmt: skip
+        name,
+        precision,
+        drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked),
+        seqlen=40,
+        kind="bundled" if name in OURS else "library",
+        version="" if name in OURS else "2.3",
+        samples=cases.timed(us, us + 10, width=0.0),
+        bytes_moved=10**7,
+        flops=10**9,
+        **fields,
+    )
 
 
 def report(*made: Case, **fields: Any) -> Report:
-    return cases.bench(*made, **({"baseline": "mamba_ssm", "created": "2026-01-01T00:00:00+00:00"} | fields))
+    return cases.bench(
+        *made, **({"baseline": "mamba_ssm", "created": "2026-01-01T00:00:00+00:00"} | fields)
+    )

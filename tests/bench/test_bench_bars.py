@@ -45,8 +45,12 @@ seconds = 2.0
 
 
 @cache
-def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any) -> Report:
-    """mamba_ssm takes 300 us and has two precisions, one of them slower.  A call costs 10 us more."""
+def timed(
+    fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any
+) -> Report:
+    """mamba_ssm takes 300 us and has two precisions, one of them slower.  A call costs 10 us
+    more.
+    """
     first = {"seconds": 9.0, "compiled": {"one": seconds}}
     times = (
         ("mamba_ssm", 300.0, EXACT_FP32),
@@ -99,7 +103,9 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
 
 @pytest.mark.parametrize("rival", [True, False])
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
-def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: str, *, rival: bool) -> None:
+def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
+    status: str, *, rival: bool
+) -> None:
     good, new = timed(), timed(created="2026-01-02T00:00:00+00:00")
     made = tuple(
         cases.failed(case, status) if case.label.startswith("fused, exact") else case
@@ -109,13 +115,19 @@ def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: st
     found = check(good, new.changed(cases=made))
     device = found["exact", "as mamba_ssm, device"]
     assert [reading.ratio for reading in device.missed] == [0]
-    assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in check_bars.remarks(found.values())
-    assert found["relaxed", "as fused exact, device"].holds  # its baseline failed once, and was timed once
+    assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in check_bars.remarks(
+        found.values()
+    )
+    # its baseline failed once, and was timed once
+    assert found["relaxed", "as fused exact, device"].holds
 
 
 def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
     good, new = timed(), timed(fused_us=1.0)
-    made = (cases.failed(one, "failed") if one.implementation == "mamba_ssm" else one for one in new.cases)
+    made = (
+        cases.failed(one, "failed") if one.implementation == "mamba_ssm" else one
+        for one in new.cases
+    )
     failed = new.changed(cases=tuple(made))
     assert check(failed, good)["exact", "as mamba_ssm, device"].least.ratio == 3.0
     assert len(check(failed)["exact", "as mamba_ssm, device"].unmeasured) == 1
@@ -138,7 +150,9 @@ device = {{ must = {must} }}
 """
 
 
-def check_files(folder: Path, monkeypatch: pytest.MonkeyPatch, must: int, *gpus: str) -> int | str | None:
+def check_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, must: int, *gpus: str
+) -> int | str | None:
     """The exit code of the script, for a result of each GPU."""
     (folder / "bars.toml").write_text(A_BAR.format(must=must))
     for number, name in enumerate(gpus):
@@ -162,7 +176,10 @@ def test_the_script_prints_a_table_and_ends_with_1_if_a_bar_does_not_hold(
     assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H200") == 0
     assert "held" in capsys.readouterr().out
     assert check_files(tmp_path, monkeypatch, 4, "NVIDIA H200") == 1
-    assert "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x" in capsys.readouterr().out
+    assert (
+        "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x"
+        in capsys.readouterr().out
+    )
     assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H100") == 2
     assert "the results are of NVIDIA H100 and NVIDIA H200" in capsys.readouterr().err
 
@@ -176,7 +193,11 @@ def bars_of(operator: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_bar_holds_in_the_committed_results(operator: str) -> None:
-    cells = [cell for cell in recorded.committed("h200") if cell.bench.operator == operator and not cell.bench.fixed]
+    cells = [
+        cell
+        for cell in recorded.committed("h200")
+        if cell.bench.operator == operator and not cell.bench.fixed
+    ]
     found = bars.check(bars_of(operator), cells)
     assert found
     assert list(check_bars.remarks(found)) == []
@@ -186,7 +207,12 @@ def test_every_bar_holds_in_the_committed_results(operator: str) -> None:
 
 
 def of_one(fields: dict[str, Any], result: Report) -> bars.Finding:
-    bar = {"name": "a bar", "shapes": ["tiny"], "tokens": ["1 x 40"], "of": "fused exact fp32"} | fields
+    bar = {
+        "name": "a bar",
+        "shapes": ["tiny"],
+        "tokens": ["1 x 40"],
+        "of": "fused exact fp32",
+    } | fields
     (found,) = bars.check({"bar": [bar]}, list(recorded.recorded("b", result)))
     return found
 
@@ -206,7 +232,12 @@ def test_over_microseconds_and_over_the_floor() -> None:
 def test_errors_count_where_all_tokens_were_compared() -> None:
     rules = {"over": "unfused exact", "error": {"must": 0.99}, "checked_in_full": True}
     full, short = (
-        report(*(measured(name, us, checked=checked) for name, us in (("fused", 50.0), ("unfused", 90.0))))
+        report(
+            *(
+                measured(name, us, checked=checked)
+                for name, us in (("fused", 50.0), ("unfused", 90.0))
+            )
+        )
         for checked in (None, 16)
     )
     assert of_one(rules, full).what == "as unfused exact, error"

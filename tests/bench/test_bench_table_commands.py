@@ -1,4 +1,6 @@
-"""The commands of benchmarks/bars-*.sh measure every cell of every bar, with every implementation of the bar."""
+"""The commands of benchmarks/bars-*.sh measure every cell of every bar, with every implementation
+of the bar.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,17 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         if words[0] != "ssdprof":
             continue
         assert words[:3] == ["ssdprof", "bench", operator]
-        option = BENCH.make_context("bench", ["." if "/mamba" in word else word for word in words[2:]]).params
+        option = BENCH.make_context(
+            "bench", ["." if "/mamba" in word else word for word in words[2:]]
+        ).params
         tokens, left_out = parse_tokens(
             option["seq"], option["batch"], option["cells"], option["packed"], max_tokens=1 << 18
         )
         assert not left_out
         shapes = parse_shapes(record.generated, option["shape"])
-        theirs, also = ([name for name in option[key].split(",") if name] for key in ("against", "also"))
+        theirs, also = (
+            [name for name in option[key].split(",") if name] for key in ("against", "also")
+        )
         theirs += ["published"] if option["published"] else []
         assert set(theirs) | set(also) <= set(known(record))
         states = tuple(option["states"].split(",")) if option["states"] else None
@@ -62,7 +68,11 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         drawn = tuple(word for word in record.generated.ways if word in option["draw"].split(","))
         names = option["implementations"].split(",")
         for cell in expand(shapes, (option["dtype"],), tokens, "contiguous", drawn):
-            ours = [f"{name} {one.intermediates} {one.state_dtype}" for name in names for one in precisions]
+            ours = [
+                f"{name} {one.intermediates} {one.state_dtype}"
+                for name in names
+                for one in precisions
+            ]
             by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
             for case in (*ours, *by_token, *(f"{name} exact fp32" for name in also), *theirs):
                 yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(drawn), case
@@ -82,10 +92,16 @@ def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
         for shape in bar["shapes"]:
             for tokens in bar["tokens"]:
                 for drawn in bar.get("drawn", [""]):
-                    assert any(bar[name] for name in ("device", "call", "error") if name in bar), "held to nothing"
+                    assert any(bar[name] for name in ("device", "call", "error") if name in bar), (
+                        "held to nothing"
+                    )
                     place = (shape, tokens, bar.get("dtype", "bf16"), drawn)
                     for words in (bar["of"], over if isinstance(over, str) else bar["of"]):
-                        assert is_measured(words, cases.get(place, set())), (bar["name"], place, words)
+                        assert is_measured(words, cases.get(place, set())), (
+                            bar["name"],
+                            place,
+                            words,
+                        )
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])

@@ -1,4 +1,6 @@
-"""Captures of tiny models, the fp64 recurrence on captured inputs, and the tolerance for results."""
+"""Captures of tiny models, the fp64 recurrence on captured inputs, and the tolerance for
+results.
+"""
 
 from typing import Any
 
@@ -15,9 +17,15 @@ FP32_ROUNDING = 5e-5  # of the largest value: a few hundred roundings through th
 
 
 def capture(
-    name: str, ids: torch.Tensor, serving: Serving = Serving(), segment_length: int | None = None, *,  # noqa: B008
-    model: Any = None, layers: tuple[LayerRef, ...] | None = None, **options: Any,
-) -> tuple[list[CapturedLayer], int]:  # fmt: skip
+    name: str,
+    ids: torch.Tensor,
+    serving: Serving = Serving(),  # noqa: B008
+    segment_length: int | None = None,
+    *,
+    model: Any = None,
+    layers: tuple[LayerRef, ...] | None = None,
+    **options: Any,
+) -> tuple[list[CapturedLayer], int]:
     """The captured calls, and how often the operators were called.
 
     model: with its head; None: the shared one.  layers, segment_length: None: all.
@@ -31,12 +39,16 @@ def capture(
     } | options
     length = segment_length or ids.shape[1]
     ref = tiny_models.checkpoint_ref(name)
-    calls = capture_layers(model.base_model, ids, layers, ref=ref, segment_length=length, serving=serving, **options)
+    calls = capture_layers(
+        model.base_model, ids, layers, ref=ref, segment_length=length, serving=serving, **options
+    )
     return found, calls
 
 
 def oracle(inputs: Any) -> Any:
-    recurrence = {"ssd": ssd_recurrence, "gdn": gdn_recurrence, "kda": kda_recurrence}[inputs.operator]
+    recurrence = {"ssd": ssd_recurrence, "gdn": gdn_recurrence, "kda": kda_recurrence}[
+        inputs.operator
+    ]
     return recurrence(inputs, torch.float64)
 
 

@@ -57,7 +57,11 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
     joined, segmented = capture(name, segment_length=40)
     sites = len(tiny_models.OPERATOR_LAYERS[name])
     assert (one_piece, segmented) == (sites, 3 * sites)
-    assert [one.layer for one in whole] == [one.layer for one in joined] == list(tiny_models.layer_refs(name))
+    assert (
+        [one.layer for one in whole]
+        == [one.layer for one in joined]
+        == list(tiny_models.layer_refs(name))
+    )
     for one, other in zip(whole, joined, strict=True):
         assert_close(one.inputs, other.inputs)
         assert not ({"initial_states", "initial_state"} & tensors(other.inputs).keys())
@@ -75,7 +79,8 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     ids = tiny_models.prompt(LENGTH)
     with torch.no_grad(), intercept(find_mixers(model), copy):
         model(ids, use_cache=False)
-    first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]  # before any rounding by ssdprof
+    # before any rounding by ssdprof
+    first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]
     given = tensors(passed[0])
     assert tensors(first.inputs).keys() == given.keys()
     for argument, tensor in tensors(first.inputs).items():
@@ -91,7 +96,8 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     widths = [piece.shape[2] * piece.shape[3] for piece in pieces]
     assert [piece.storage_offset() for piece in pieces] == [0, widths[0], widths[0] + widths[1]]
     if isinstance(first.inputs, SSDInputs):
-        assert first.model_strides["x"][1] == 1  # positions are adjacent after transformers' convolution
+        # positions are adjacent after transformers' convolution
+        assert first.model_strides["x"][1] == 1
         assert first.inputs.D is not None
         assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
     assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())
@@ -150,10 +156,15 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
     on_disk, calls = capture("mamba2", segment_length=40, host_budget_bytes=100)
     assert calls == 3 * 3
     for one, other in zip(together, on_disk, strict=True):
-        assert all(torch.equal(tensor, tensors(other.inputs)[name]) for name, tensor in tensors(one.inputs).items())
+        assert all(
+            torch.equal(tensor, tensors(other.inputs)[name])
+            for name, tensor in tensors(one.inputs).items()
+        )
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
-    with pytest.raises(MissingCapabilityError, match=rf"90 tokens take {size_words(size)}, .*has room for 99 B\."):
+    with pytest.raises(
+        MissingCapabilityError, match=rf"90 tokens take {size_words(size)}, .*has room for 99 B\."
+    ):
         capture("mamba2", segment_length=40, host_budget_bytes=100)
 
 
@@ -167,13 +178,19 @@ def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(MissingCapabilityError, match=r"no room for .* of captured inputs: No space left") as raised:
+    with pytest.raises(
+        MissingCapabilityError, match=r"no room for .* of captured inputs: No space left"
+    ) as raised:
         capture("mamba2", segment_length=40, host_budget_bytes=100)
     assert "TMPDIR" in raised.value.hint
 
 
-def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their pages are written."""
+def test_a_million_tokens_take_more_than_2_to_the_31_elements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their
+    pages are written.
+    """
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
     seqlen, heads, dim, length = 1 << 20, 32, 64, 8
     generator = torch.Generator().manual_seed(0)
@@ -183,7 +200,11 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytes
             return torch.randn(1, length, *shape, generator=generator).bfloat16()
 
         return SSDInputs(
-            x=normal(heads, dim), dt=normal(heads), A=-torch.ones(heads), B=normal(1, 128), C=normal(1, 128)
+            x=normal(heads, dim),
+            dt=normal(heads),
+            A=-torch.ones(heads),
+            B=normal(1, 128),
+            C=normal(1, 128),
         )
 
     first, last = piece(), piece()
@@ -202,8 +223,12 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytes
 
 def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
     model = tiny_models.build("bamba").base_model
-    model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states  # as a kernel for the whole layer would do
-    for segment_length, calls in ((LENGTH, "2 operator calls where 3 layers and 1"), (40, "6 operator calls")):
+    # as a kernel for the whole layer would do
+    model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states
+    for segment_length, calls in (
+        (LENGTH, "2 operator calls where 3 layers and 1"),
+        (40, "6 operator calls"),
+    ):
         with pytest.raises(BadInputError, match=f"bamba model made {calls}") as raised:
             capture("bamba", model=model, segment_length=segment_length)
         assert raised.value.exit_code == ExitCode.BAD_INPUT
@@ -211,7 +236,9 @@ def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
-def test_whatever_ends_a_capture_leaves_the_model_as_it_was(segment_length: int, error: type[BaseException]) -> None:
+def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
+    segment_length: int, error: type[BaseException]
+) -> None:
     model = tiny_models.build("nemotron_h").base_model
     site = find_mixers(model)[0]
     original, attention = site.namespace[site.function], model.config._attn_implementation
@@ -234,7 +261,10 @@ def test_whatever_ends_a_capture_leaves_the_model_as_it_was(segment_length: int,
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ids": torch.full((1, 4), tiny_models.VOCAB)}, "token id 128; the model's vocabulary has 128"),
+        (
+            {"ids": torch.full((1, 4), tiny_models.VOCAB)},
+            "token id 128; the model's vocabulary has 128",
+        ),
         ({"ids": torch.tensor([[3, -1]])}, "token id -1"),
         ({"ids": torch.empty(1, 0, dtype=torch.int64)}, r"int64 ids, not \(1, 0\)"),
         ({"layers": ()}, "No layer was selected"),
@@ -247,15 +277,25 @@ def test_no_prompt_and_no_layer(options: dict[str, Any], words: str) -> None:
 
 def test_importing_capture_imports_no_transformers() -> None:
     """Replays of stored captures need none."""
-    code = "import sys, ssdprof.capture.layers, ssdprof.checkpoint.load; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    code = (
+        "import sys, ssdprof.capture.layers, ssdprof.checkpoint.load; print('transformers' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_out_of_memory_says_what_to_do() -> None:
     def on_layer(_: CapturedLayer) -> None:
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
-    with pytest.raises(MissingCapabilityError, match="cpu ran out of memory with segments of 90 tokens") as raised:
+    with pytest.raises(
+        MissingCapabilityError, match="cpu ran out of memory with segments of 90 tokens"
+    ) as raised:
         capture("mamba2", on_layer=on_layer)
     assert "--seq" in raised.value.hint
 

@@ -20,7 +20,8 @@ def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
     model = tiny_models.shared(name).base_model
     found, _ = capture(name, tiny_models.prompt(50), model=model)
     sizes = [
-        sum(t.numel() * t.element_size() for t in tensors(one.inputs).values() if t.ndim > 2) // 50 for one in found
+        sum(t.numel() * t.element_size() for t in tensors(one.inputs).values() if t.ndim > 2) // 50
+        for one in found
     ]
     assert sizes == [capture_bytes_per_token(site) for site in find_mixers(model)]
 
@@ -30,7 +31,9 @@ def test_free_memory_of_the_host() -> None:
 
 
 def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise each rank would use half of it for captured inputs, and all of it for a model without a GPU."""
+    """Otherwise each rank would use half of it for captured inputs, and all of it for a model
+    without a GPU.
+    """
     monkeypatch.setattr(machine, "_available", lambda: 8000)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
@@ -40,7 +43,9 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
     version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the limit."""
+    """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the
+    limit.
+    """
     controller, prefix, limit, taken = (
         ("memory", "total_", "memory.limit_in_bytes", "memory.usage_in_bytes")
         if version == 1
@@ -53,10 +58,13 @@ def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count
         (folder / limit).write_text(f"{allowed}\n")
         (folder / taken).write_text(f"{used}\n")
         (folder / "memory.stat").write_text(
-            f"{prefix}inactive_file {cached // 2}\n{prefix}active_file {cached // 2}\n{prefix}anon 1\n"
+            f"{prefix}inactive_file {cached // 2}\n{prefix}active_file "
+            f"{cached // 2}\n{prefix}anon 1\n"
         )
 
-    (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemAvailable:     100 kB\nHugePages_Total:  0\n")
+    (tmp_path / "meminfo").write_text(
+        "MemFree:  1 kB\nMemAvailable:     100 kB\nHugePages_Total:  0\n"
+    )
     (tmp_path / "own").write_text(f"3:cpuset:/\n0:{controller}:/jobs/mine\n")
     monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
@@ -66,7 +74,8 @@ def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count
     assert host_memory() == (30000 if version == 1 else 100 * 1024)
     group("jobs", "80000", 79000, 28000)
     assert host_memory() == 29000
-    (tmp_path / "own").write_text(f"0:{controller}:/jobs/of/another/tree\n")  # as in a container without its own view
+    # as in a container without its own view
+    (tmp_path / "own").write_text(f"0:{controller}:/jobs/of/another/tree\n")
     assert host_memory() == 29000
     (tmp_path / "own").unlink()
     assert host_memory() == 100 * 1024

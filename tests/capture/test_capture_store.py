@@ -1,4 +1,6 @@
-"""Captures on disk: the data that is read equals the data that was stored, and errors name the damage."""
+"""Captures on disk: the data that is read equals the data that was stored, and errors name the
+damage.
+"""
 
 import errno
 import itertools
@@ -31,7 +33,9 @@ LENGTH = 50
 
 
 def prompt(seqlen: int = LENGTH) -> Prompt:
-    return Prompt(kind="random", source="random ids", tokenizer="none", seqlen=seqlen, token_sha256="0" * 64)
+    return Prompt(
+        kind="random", source="random ids", tokenizer="none", seqlen=seqlen, token_sha256="0" * 64
+    )
 
 
 def captured(name: str, dtype: torch.dtype = torch.float32) -> list[CapturedLayer]:
@@ -45,7 +49,9 @@ def mamba2() -> list[CapturedLayer]:
 
 def writer(folder: Path, name: str = "mamba2", **options: Any) -> CaptureWriter:
     ref = tiny_models.checkpoint_ref(name)
-    return CaptureWriter(folder, checkpoint=ref, prompts=[prompt()], segment_length=LENGTH, **options)
+    return CaptureWriter(
+        folder, checkpoint=ref, prompts=[prompt()], segment_length=LENGTH, **options
+    )
 
 
 @pytest.fixture
@@ -100,10 +106,18 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
             assert torch.equal(other, tensor)
         if isinstance(layer.inputs, SSDInputs):
             assert isinstance(again.inputs, SSDInputs)
-            assert again.inputs.dt_limit == layer.inputs.dt_limit == ((0.001 if name == "nemotron_h" else 0), math.inf)
+            assert (
+                again.inputs.dt_limit
+                == layer.inputs.dt_limit
+                == ((0.001 if name == "nemotron_h" else 0), math.inf)
+            )
             assert again.inputs.dt_softplus
         assert again.inputs.chunk_size == layer.inputs.chunk_size
-    assert {file.name for file in out.folder.iterdir()} == {".lock", MANIFEST, *(r.file for r in manifest.layers)}
+    assert {file.name for file in out.folder.iterdir()} == {
+        ".lock",
+        MANIFEST,
+        *(r.file for r in manifest.layers),
+    }
 
 
 def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_asked_for(
@@ -115,7 +129,10 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
     assert [layer.layer for layer in read_all(tmp_path)] == [mamba2[2].layer]
     with writer(tmp_path) as out:
         out.add(mamba2[0])
-    with pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"), writer(tmp_path):
+    with (
+        pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"),
+        writer(tmp_path),
+    ):
         pass
     assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
     with pytest.raises(KeyboardInterrupt), writer(tmp_path, overwrite=True) as out:
@@ -124,7 +141,11 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
         raise KeyboardInterrupt
     assert load(tmp_path)[0].complete
     assert len(list(tmp_path.iterdir())) == 3
-    for left in (".layer_000_seqlen_24.safetensors.1.tmp", ".manifest.json.2.tmp", "layer_009_seqlen_9.safetensors"):
+    for left in (
+        ".layer_000_seqlen_24.safetensors.1.tmp",
+        ".manifest.json.2.tmp",
+        "layer_009_seqlen_9.safetensors",
+    ):
         (tmp_path / left).touch()
     with writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[1])
@@ -143,7 +164,9 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
     count = itertools.count(1)
 
     def dies(change: Any) -> Any:
-        return lambda *given, **options: os._exit(9) if next(count) == at else change(*given, **options)
+        return lambda *given, **options: (
+            os._exit(9) if next(count) == at else change(*given, **options)
+        )
 
     if (child := os.fork()) == 0:
         monkeypatch.setattr(Path, "replace", dies(Path.replace))
@@ -192,7 +215,16 @@ def without_dt(file: Path) -> None:
         (Path.unlink, r"{file} is missing"),
         (without_dt, r"{file} and the manifest differ in tensor dt"),
     ],
-    ids=["x", "dt", "A", "length of the header", "header", "truncated", "missing", "a tensor is missing"],
+    ids=[
+        "x",
+        "dt",
+        "A",
+        "length of the header",
+        "header",
+        "truncated",
+        "missing",
+        "a tensor is missing",
+    ],
 )
 def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: str) -> None:
     file = stored / load(stored)[0].layers[1].file
@@ -205,11 +237,23 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
     ("change", "words"),
     [
         (lambda layer: layer["layer"].update(operator="gdn"), "is damaged"),
-        (lambda layer: layer["tensors"].pop("D"), r"safetensors and the manifest differ in tensor D"),
-        (lambda layer: layer.update(seqlen=1), r"manifest\.json is damaged: .*: it does not have 1 tokens"),
-        (lambda layer: layer["tensors"]["x"].update(model_strides=[-1] * 4), "is damaged at .*model_strides"),
+        (
+            lambda layer: layer["tensors"].pop("D"),
+            r"safetensors and the manifest differ in tensor D",
+        ),
+        (
+            lambda layer: layer.update(seqlen=1),
+            r"manifest\.json is damaged: .*: it does not have 1 tokens",
+        ),
+        (
+            lambda layer: layer["tensors"]["x"].update(model_strides=[-1] * 4),
+            "is damaged at .*model_strides",
+        ),
         (lambda layer: layer["tensors"]["x"].update(model_strides=[1]), "is damaged at .*x"),
-        (lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]), "x does not have the shape or dtype"),
+        (
+            lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]),
+            "x does not have the shape or dtype",
+        ),
         (lambda layer: layer.update(file="../layer.safetensors"), "does not belong to it"),
         (lambda layer: layer.update(file="/etc/passwd"), "does not belong to it"),
         (lambda layer: layer.update(file="a/b.safetensors"), "does not belong to it"),
@@ -222,7 +266,9 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
         (lambda layer: layer.pop("seqlen"), r"manifest\.json is damaged at layers\.0\.seqlen"),
     ],
 )
-def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words: str) -> None:
+def test_a_changed_entry_of_the_manifest(
+    stored: Path, change: Callable[[Any], object], words: str
+) -> None:
     edit(stored, lambda manifest: change(manifest["layers"][0]))
     with pytest.raises(BadInputError, match=words):
         read_all(stored)
@@ -235,10 +281,12 @@ def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], o
             (json.dumps({"version": one, "checkpoint": 1}).encode(), f"has version {one}; this")
             for one in (0, 4, None, "1")
         ),
-        (b"[]", "holds no JSON object"), (b"{", "is not valid JSON"), (b"\xff\xfe", "is not valid JSON"),
+        (b"[]", "holds no JSON object"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
         (b"[" * 10**5, "is not valid JSON: it is nested too deeply"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:
     (stored / MANIFEST).write_bytes(content)
     with pytest.raises(BadInputError, match=words):
@@ -246,7 +294,9 @@ def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:
 
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])
-def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str) -> None:
+def test_files_that_may_not_be_read(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str
+) -> None:
     """Simulated, because root may run the tests and may read every file."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -264,7 +314,9 @@ def denied(*_: object) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_judged_before_a_model_is_loaded(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
     check_folder(stored, overwrite=True)
@@ -277,7 +329,10 @@ def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: 
     (stored / "file").write_text("")
     with pytest.raises(BadInputError, match="file/inside cannot be made: a file is in its place"):
         check_folder(stored / "file" / "inside", overwrite=False)
-    with pytest.raises(BadInputError, match="file/inside cannot be made"), writer(stored / "file" / "inside"):
+    with (
+        pytest.raises(BadInputError, match="file/inside cannot be made"),
+        writer(stored / "file" / "inside"),
+    ):
         pass
     monkeypatch.setattr("tempfile.mkdtemp", denied)
     with pytest.raises(MissingCapabilityError, match="cannot be written: permission denied"):
@@ -302,11 +357,17 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]) 
             with disk_with_room_for(10_000):
                 out.add(mamba2[1])
 
-    with pytest.raises(MissingCapabilityError, match=r"layer_001_seqlen_50\.safetensors cannot be written: .*large"):
+    with pytest.raises(
+        MissingCapabilityError, match=r"layer_001_seqlen_50\.safetensors cannot be written: .*large"
+    ):
         fill()
     assert not load(tmp_path)[0].complete
     assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
-    assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "layer_000_seqlen_50.safetensors", MANIFEST]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        ".lock",
+        "layer_000_seqlen_50.safetensors",
+        MANIFEST,
+    ]
 
 
 def _write_until_told(folder: Path, connection: Any) -> None:
@@ -322,7 +383,10 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) 
     other.start()
     try:
         assert ours.recv() == "writing"
-        with pytest.raises(BadInputError, match="Another capture is being written to"), writer(tmp_path):
+        with (
+            pytest.raises(BadInputError, match="Another capture is being written to"),
+            writer(tmp_path),
+        ):
             pass
     finally:
         ours.send("stop")
@@ -346,11 +410,17 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
         default_folder(ref.model_copy(update={"revision": "b" * 40}), [prompt()], refs),
         default_folder(ref, [prompt().model_copy(update={"token_sha256": "1" * 64})], refs),
         default_folder(ref, [prompt().model_copy(update={"serving": Serving(chunk=16)})], refs),
-        default_folder(ref, [prompt().model_copy(update={"serving": Serving(packed=(24, 16))})], refs),
+        default_folder(
+            ref, [prompt().model_copy(update={"serving": Serving(packed=(24, 16))})], refs
+        ),
         default_folder(ref, [prompt()], refs[:1]),
     }
     assert len({folder, *others}) == 6
 
 
 def test_the_hash_of_scalars_does_not_depend_on_their_order() -> None:
-    assert scalars_hash({"a": 1, "b": 2.0}) == scalars_hash({"b": 2.0, "a": 1}) != scalars_hash({"a": 1, "b": 2.5})
+    assert (
+        scalars_hash({"a": 1, "b": 2.0})
+        == scalars_hash({"b": 2.0, "a": 1})
+        != scalars_hash({"a": 1, "b": 2.5})
+    )

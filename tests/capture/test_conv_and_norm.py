@@ -1,4 +1,6 @@
-"""The bundled convolution and gated norm in place of a model's: the same outputs, and the model is restored."""
+"""The bundled convolution and gated norm in place of a model's: the same outputs, and the model is
+restored.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ STEPS = 2
 
 
 def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy generation of a causal language model: tokens (b, steps), and the last step's logits."""
+    """Greedy generation of a causal language model: tokens (b, steps), and the last step's
+    logits.
+    """
     cache: dict[str, Any] = {}
     tokens, new = [], ids
     with torch.no_grad():
@@ -53,7 +55,9 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
     namespace[step] = recording
     try:
         with intercept(
-            sites, lambda call: call.run_original(), lambda call: seen.append(token_major(call.inputs))
+            sites,
+            lambda call: call.run_original(),
+            lambda call: seen.append(token_major(call.inputs)),
         ) as n:
             again, observed = greedy(model, ids, STEPS)
     finally:
@@ -70,9 +74,13 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
 @pytest.mark.parametrize("segment_length", [LENGTH, 16])
 @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "olmo_hybrid"])
 def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> None:
-    """The first step's initial state is the final state of the prompt's inputs, and so on from step to step."""
+    """The first step's initial state is the final state of the prompt's inputs, and so on from step
+    to step.
+    """
     layers = defaultdict(list)
-    for captured in capture(name, tiny_models.prompt(LENGTH, batch=2), Serving(decode=STEPS), segment_length)[0]:
+    for captured in capture(
+        name, tiny_models.prompt(LENGTH, batch=2), Serving(decode=STEPS), segment_length
+    )[0]:
         layers[captured.layer].append(captured)
     assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])
     for calls in layers.values():
@@ -84,19 +92,27 @@ def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> N
         ]
         state = oracle(prompt.inputs)[1]
         for step in steps:
-            began = step.inputs.initial_state if isinstance(step.inputs, GDNInputs) else step.inputs.initial_states
+            began = (
+                step.inputs.initial_state
+                if isinstance(step.inputs, GDNInputs)
+                else step.inputs.initial_states
+            )
             assert difference(began, state) < FP32_ROUNDING
             state = oracle(step.inputs)[1]
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
-    """The model's operators and ours round differently; the tiny models' margins are larger than the difference."""
+    """The model's operators and ours round differently; the tiny models' margins are larger than
+    the difference.
+    """
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(LENGTH)
     tokens, _ = greedy(model, ids, 4)
     fed: list[torch.Tensor] = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: fed.append(args[0].clone()))
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: fed.append(args[0].clone())
+    )
     try:
         capture(name, ids, Serving(decode=4))
     finally:
@@ -106,7 +122,9 @@ def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
 
 def test_a_prompt_of_one_token_is_no_step() -> None:
     found, _ = capture("mamba2", tiny_models.prompt(1), Serving(decode=1))
-    assert [one.call.kind if one.call else "prompt" for one in found] == ["prompt"] * 3 + ["decode"] * 3
+    assert [one.call.kind if one.call else "prompt" for one in found] == ["prompt"] * 3 + [
+        "decode"
+    ] * 3
 
 
 def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,15 +132,20 @@ def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.Monk
 
     forward = type(site.module).forward
 
-    def bypassing(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def bypassing(
+        self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         if hidden_states.shape[1] == 1:
             return hidden_states
         result: torch.Tensor = forward(self, hidden_states, *args, **kwargs)
         return result
 
-    bypassing.__wrapped__ = forward  # type: ignore[attr-defined]  # sites are found by the bytecode of what is wrapped
+    # sites are found by the bytecode of what is wrapped
+    bypassing.__wrapped__ = forward  # type: ignore[attr-defined]
     monkeypatch.setattr(type(site.module), "forward", bypassing)
-    with pytest.raises(BadInputError, match="computed 0 steps where 3 layers and 2 generated tokens make 6"):
+    with pytest.raises(
+        BadInputError, match="computed 0 steps where 3 layers and 2 generated tokens make 6"
+    ):
         capture("mamba2", tiny_models.prompt(LENGTH), Serving(decode=STEPS))
 
 

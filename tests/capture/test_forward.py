@@ -8,7 +8,14 @@ import tiny_models
 import torch
 
 from ssdprof.capture import forward
-from ssdprof.capture.forward import PromptRun, counting_cache, greedy, hidden_states, logits, prefill
+from ssdprof.capture.forward import (
+    PromptRun,
+    counting_cache,
+    greedy,
+    hidden_states,
+    logits,
+    prefill,
+)
 from ssdprof.capture.intercept import intercept
 from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.meta import find_mixers
@@ -59,7 +66,9 @@ def test_attention_that_is_more_than_causal_is_refused() -> None:
 # --- models that were cut before their first attention layer
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"]
+)
 def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path) -> None:
     tiny_models.shared(name).save_pretrained(tmp_path)
     local = fetch(open_model(str(tmp_path)), deepest_layer=1)
@@ -83,8 +92,12 @@ LENGTH = 70
 
 
 def hidden(model: Any, segment_length: int) -> torch.Tensor:
-    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, find_mixers(model), "tiny")
-    return hidden_states(prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original())
+    prompt = PromptRun(
+        model.base_model, tiny_models.prompt(LENGTH), segment_length, find_mixers(model), "tiny"
+    )
+    return hidden_states(
+        prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original()
+    )
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -107,7 +120,9 @@ def test_scaled_logits_are_scaled() -> None:
     scaled.config.logits_scaling = 6.0
     found = hidden(scaled, LENGTH)
     plain, shapes = tiny_models.shared("granitemoehybrid"), list[Any]()
-    scaled.register_forward_pre_hook(lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True)
+    scaled.register_forward_pre_hook(
+        lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True
+    )
     torch.testing.assert_close(6 * logits(scaled, found), logits(plain, found))
     assert shapes == [(1, LENGTH)]
 

@@ -1,4 +1,6 @@
-"""Interception of operator calls, in every family: it sees the operator's inputs and does not change the model."""
+"""Interception of operator calls, in every family: it sees the operator's inputs and does not
+change the model.
+"""
 
 import math
 from dataclasses import fields, replace
@@ -105,13 +107,17 @@ def captured_without_transformers_operator(
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
 def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = captured_without_transformers_operator(name, tiny_models.build(name).base_model, 70, monkeypatch)
+    layers = captured_without_transformers_operator(
+        name, tiny_models.build(name).base_model, 70, monkeypatch
+    )
     assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", tiny_models.GDN)
-def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: set[tuple[str, str]] = set()
     get = kernels.get
 
@@ -131,7 +137,9 @@ def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name: str, monkeypatch:
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_a_prompt_in_segments_of_one_token_is_refused(name: str) -> None:
-    with pytest.raises(BadInputError, match=r"With segments of 1 this \w+ model got single tokens") as raised:
+    with pytest.raises(
+        BadInputError, match=r"With segments of 1 this \w+ model got single tokens"
+    ) as raised:
         capture(name, tiny_models.prompt(6), segment_length=1)
     assert "--segment 2" in raised.value.hint
 
@@ -153,34 +161,53 @@ def gdn_call(key_heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
     q, k = torch.randn(2, BATCH, TOKENS, key_heads, WIDTH)
     v = torch.randn(BATCH, TOKENS, HEADS, WIDTH)
     g, beta = -torch.rand(BATCH, TOKENS, HEADS), torch.rand(BATCH, TOKENS, HEADS)
-    return [q, k, v], {"g": g, "beta": beta, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    return [q, k, v], {
+        "g": g,
+        "beta": beta,
+        "output_final_state": False,
+        "use_qk_l2norm_in_kernel": True,
+    }
 
 
 class Mixer(nn.Module):
     num_k_heads = 2
 
 
-def bind(operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
-    return module.bind(meta.Mixer("layers.0.mixer", 0, operator, mixer, "function", {}), print, args, kwargs)
+def bind(
+    operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OperatorCall:
+    return module.bind(
+        meta.Mixer("layers.0.mixer", 0, operator, mixer, "function", {}), print, args, kwargs
+    )
 
 
 def test_arguments_arrive_where_they_belong() -> None:
     args, kwargs = ssd_call()
     state = torch.randn(BATCH, HEADS, WIDTH, STATE)
-    bound = bind("ssd", Mixer(), tuple(args), {**kwargs, "dt_limit": [0.001, 5], "initial_states": state})
+    bound = bind(
+        "ssd", Mixer(), tuple(args), {**kwargs, "dt_limit": [0.001, 5], "initial_states": state}
+    )
     assert isinstance(bound.inputs, SSDInputs)
     assert bound.wants_final_state
     assert bound.inputs.x is args[0]
     assert bound.inputs.C is args[4]
     assert bound.inputs.D is kwargs["D"]
     assert bound.inputs.initial_states is state
-    assert (bound.inputs.chunk_size, bound.inputs.dt_softplus, bound.inputs.dt_limit) == (32, False, (0.001, 5.0))
+    assert (bound.inputs.chunk_size, bound.inputs.dt_softplus, bound.inputs.dt_limit) == (
+        32,
+        False,
+        (0.001, 5.0),
+    )
 
     args, kwargs = gdn_call()
     bound = bind("gdn", Mixer(), tuple(args), kwargs)
     assert isinstance(bound.inputs, GDNInputs)
     assert not bound.wants_final_state
-    assert (bound.inputs.chunk_size, bound.inputs.use_qk_l2norm, bound.inputs.scale) == (64, True, None)
+    assert (bound.inputs.chunk_size, bound.inputs.use_qk_l2norm, bound.inputs.scale) == (
+        64,
+        True,
+        None,
+    )
     assert torch.equal(bound.inputs.q, args[0])
     assert bound.inputs.beta is kwargs["beta"]
 
@@ -188,15 +215,25 @@ def test_arguments_arrive_where_they_belong() -> None:
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
 def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
-    leaked = {"use_cache": True, "output_router_logits": False, "cu_seqlens": None, "position_ids": torch.arange(3)}
-    clean, bound = (bind(operator, Mixer(), tuple(args), kwargs | extra).inputs for extra in ({}, leaked))
+    leaked = {
+        "use_cache": True,
+        "output_router_logits": False,
+        "cu_seqlens": None,
+        "position_ids": torch.arange(3),
+    }
+    clean, bound = (
+        bind(operator, Mixer(), tuple(args), kwargs | extra).inputs for extra in ({}, leaked)
+    )
     for field in fields(clean):
         ours, theirs = getattr(bound, field.name), getattr(clean, field.name)
-        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, field.name
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, (
+            field.name
+        )
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"), [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "state_v_first"), ("gdn", "cp_context")]
+    ("operator", "name"),
+    [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "state_v_first"), ("gdn", "cp_context")],
 )
 def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str) -> None:
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
@@ -207,7 +244,9 @@ def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str)
 def test_inputs_that_do_not_fit_together_are_refused() -> None:
     args, kwargs = ssd_call()
     args[1] = args[1][:, :-1]
-    with pytest.raises(BadInputError, match="Mixer calls its ssd operator in an unknown way: dt must have shape"):
+    with pytest.raises(
+        BadInputError, match="Mixer calls its ssd operator in an unknown way: dt must have shape"
+    ):
         bind("ssd", Mixer(), tuple(args), kwargs)
     with pytest.raises(BadInputError, match="required positional argument"):
         bind("ssd", Mixer(), tuple(args[:2]), {})
@@ -218,11 +257,18 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
     one_row = [tensor.flatten(0, 1)[None] for tensor in args]
     gates = {name: kwargs[name].flatten(0, 1)[None] for name in ("g", "beta")}
     bounds = torch.tensor([0, 3, 3, BATCH * TOKENS], dtype=torch.int32)
-    bound = bind("gdn", Mixer(), tuple(one_row), {**kwargs, **gates, "cu_seqlens": bounds, "output_final_state": True})
+    bound = bind(
+        "gdn",
+        Mixer(),
+        tuple(one_row),
+        {**kwargs, **gates, "cu_seqlens": bounds, "output_final_state": True},
+    )
     assert bound.inputs.cu_seqlens is bounds
     out, final_states = operators.get("gdn").binding.replacement(bound.inputs)
     first = {name: getattr(bound.inputs, name)[:, :3] for name in ("q", "k", "v", "g", "beta")}
-    alone, _ = operators.get("gdn").binding.replacement(replace(bound.inputs, cu_seqlens=None, **first))
+    alone, _ = operators.get("gdn").binding.replacement(
+        replace(bound.inputs, cu_seqlens=None, **first)
+    )
     assert final_states.shape[0] == 3
     torch.testing.assert_close(out[:, :3], alone)
     with pytest.raises(BadInputError, match="packs sequences"):
@@ -234,7 +280,10 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("stated", "passed", "remark"),
-    [((0.0, math.inf), (0.001, math.inf), "dt_limit (0.001, inf)"), ((0.001, 0.1), (0.001, 0.1), "")],
+    [
+        ((0.0, math.inf), (0.001, math.inf), "dt_limit (0.001, inf)"),
+        ((0.001, 0.1), (0.001, 0.1), ""),
+    ],
 )
 def test_limits_of_dt_that_the_config_does_not_state_are_remarked(
     stated: tuple[float, float], passed: tuple[float, float], remark: str

@@ -17,7 +17,9 @@ DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE tokenizer with merges and with a special token before every text, as many checkpoints have."""
+    """A BPE tokenizer with merges and with a special token before every text, as many checkpoints
+    have.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +31,9 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=600, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([text.load()[:50_000].decode()], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>").save_pretrained(folder)
     return folder
@@ -41,15 +45,37 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("seqs", "lengths"),
     [
-        ("1", (1,)), ("16384", (16384,)), ("16k", (16384,)), ("128K", (131072,)), ("1m", (1048576,)),
-        ("16m", (LONGEST_SEQLEN,)), ("16k, 1k,512,1024", (16384, 1024, 512)),
+        ("1", (1,)),
+        ("16384", (16384,)),
+        ("16k", (16384,)),
+        ("128K", (131072,)),
+        ("1m", (1048576,)),
+        ("16m", (LONGEST_SEQLEN,)),
+        ("16k, 1k,512,1024", (16384, 1024, 512)),
     ],
-)  # fmt: skip
-def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs: str, lengths: tuple[int, ...]) -> None:
+)
+def test_lengths_are_numbers_or_multiples_of_1024_each_once(
+    seqs: str, lengths: tuple[int, ...]
+) -> None:
     assert parse_seqs(seqs) == lengths
 
 
-NO_LENGTHS = ["0", "0k", "-5", "128q", "", " ", "k", "1.5k", "1e3", "١٢", "0x10", "1 k", "17m", "9" * 5000]
+NO_LENGTHS = [
+    "0",
+    "0k",
+    "-5",
+    "128q",
+    "",
+    " ",
+    "k",
+    "1.5k",
+    "1e3",
+    "١٢",
+    "0x10",
+    "1 k",
+    "17m",
+    "9" * 5000,
+]
 
 
 @pytest.mark.parametrize("seqs", [*NO_LENGTHS, "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
@@ -63,7 +89,9 @@ def test_anything_else_is_refused_with_a_hint(seqs: str) -> None:
 # --- the default text
 
 
-def test_the_default_text_suffices_for_128k_tokens_of_any_tokenizer_that_splits_at_white_space() -> None:
+def test_the_default_text_suffices_for_128k_tokens_of_tokenizers_that_split_at_white_space() -> (
+    None
+):
     assert len(text.load().decode().split()) > 131072
 
 
@@ -100,22 +128,32 @@ def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte() -> 
     assert prompt.batch == 1
 
 
-def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(tokenizer_folder: Path) -> None:
+def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(
+    tokenizer_folder: Path,
+) -> None:
     from transformers import AutoTokenizer
 
-    whole = AutoTokenizer.from_pretrained(tokenizer_folder)(text.load()[:200_000].decode())["input_ids"]
+    whole = AutoTokenizer.from_pretrained(tokenizer_folder)(text.load()[:200_000].decode())[
+        "input_ids"
+    ]
     assert (whole[0], 0 in whole[1:]) == (0, False)
     for seqlen in (1, 100, 5000):
         ids, prompt = build_prompt(tokenizer_folder, seqlen)
         assert ids.tolist() == [whole[:seqlen]]
-        assert prompt.token_sha256 == hashlib.sha256(struct.pack(f"<{seqlen}q", *ids[0].tolist())).hexdigest()
+        assert (
+            prompt.token_sha256
+            == hashlib.sha256(struct.pack(f"<{seqlen}q", *ids[0].tolist())).hexdigest()
+        )
 
 
 @pytest.mark.parametrize(
     ("letters", "seqlen"),
-    [(60, 299), (8, 8)],  # far longer than expected; and: the first read ends inside the last required word
+    # far longer than expected; and: the first read ends inside the last required word
+    [(60, 299), (8, 8)],
 )
-def test_it_reads_on_until_the_last_token_is_certain(tmp_path: Path, letters: int, seqlen: int) -> None:
+def test_it_reads_on_until_the_last_token_is_certain(
+    tmp_path: Path, letters: int, seqlen: int
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * letters: 1}, unk_token="[UNK]"))
@@ -143,7 +181,9 @@ def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -
         ({"seqlen": 150, "packed": (100, 50)}, "Ask for fewer or shorter sequences, "),
     ],
 )
-def test_the_hint_for_too_short_a_file_says_what_fits(tmp_path: Path, lengths: dict[str, Any], hint: str) -> None:
+def test_the_hint_for_too_short_a_file_says_what_fits(
+    tmp_path: Path, lengths: dict[str, Any], hint: str
+) -> None:
     file = tmp_path / "short.txt"
     file.write_text("x" * 46)  # the demo's tokens are bytes
     with pytest.raises(BadInputError, match=r"it gives 46 tokens .* are needed") as error:
@@ -153,18 +193,25 @@ def test_the_hint_for_too_short_a_file_says_what_fits(tmp_path: Path, lengths: d
 
 
 def test_the_default_text_can_be_too_short_as_well() -> None:
-    with pytest.raises(BadInputError, match="The default text is too short: it gives 1,001,975 tokens"):
+    with pytest.raises(
+        BadInputError, match="The default text is too short: it gives 1,001,975 tokens"
+    ):
         build_prompt(DEMO, 2**20)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty"), (b"  \n\n\t ", "empty"), (bytes(range(128, 256)) * 10, "not UTF-8"), (None, "No such file"),
+        (b"", "empty"),
+        (b"  \n\n\t ", "empty"),
+        (bytes(range(128, 256)) * 10, "not UTF-8"),
+        (None, "No such file"),
         ("folder", "directory"),
     ],
-)  # fmt: skip
-def test_a_file_that_gives_no_text_is_refused(tmp_path: Path, content: bytes | str | None, message: str) -> None:
+)
+def test_a_file_that_gives_no_text_is_refused(
+    tmp_path: Path, content: bytes | str | None, message: str
+) -> None:
     file = tmp_path if content == "folder" else tmp_path / "mine.txt"
     if isinstance(content, bytes):
         file.write_bytes(content)
@@ -180,7 +227,9 @@ def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path) -> None:
         build_prompt(DEMO, 4, kind="random", file=tmp_path / "mine.txt")
 
 
-def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(tokenizer_folder: Path) -> None:
+def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(
+    tokenizer_folder: Path,
+) -> None:
     first, prompt = build_prompt(tokenizer_folder, 20_000, kind="random", seed=1)
     again, _ = build_prompt(tokenizer_folder, 20_000, kind="random", seed=1)
     other, _ = build_prompt(tokenizer_folder, 20_000, kind="random", seed=2)
@@ -194,7 +243,9 @@ def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(tokenizer_f
 # --- tokenizers
 
 
-def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
     _, prompt = build_prompt(tokenizer_folder, 5)
     digest = hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
     assert digest[:12] in prompt.tokenizer
@@ -206,7 +257,14 @@ def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(tokenizer_f
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tokenizer_class": "OurTokenizer", "auto_map": {"AutoTokenizer": ["ours.OurTokenizer", None]}}, None]
+    "settings",
+    [
+        {
+            "tokenizer_class": "OurTokenizer",
+            "auto_map": {"AutoTokenizer": ["ours.OurTokenizer", None]},
+        },
+        None,
+    ],
 )
 def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
     tokenizer_folder: Path, tmp_path: Path, settings: dict[str, object] | None
@@ -227,7 +285,9 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 # --- several prompts
 
 
-def test_a_batch_and_a_pack_are_cut_from_the_text_each_with_its_special_token(tokenizer_folder: Path) -> None:
+def test_a_batch_and_a_pack_are_cut_from_the_text_each_with_its_special_token(
+    tokenizer_folder: Path,
+) -> None:
     alone = build_prompt(tokenizer_folder, 30)[0][0].tolist()
     ids, prompt = build_prompt(tokenizer_folder, 10, batch=3)
     assert ids.tolist() == [[0, *alone[start : start + 9]] for start in (1, 10, 19)]

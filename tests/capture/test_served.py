@@ -23,7 +23,9 @@ NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
 
 
 def state_of(inputs: Any) -> torch.Tensor | None:
-    state: torch.Tensor | None = inputs.initial_state if isinstance(inputs, GDNInputs) else inputs.initial_states
+    state: torch.Tensor | None = (
+        inputs.initial_state if isinstance(inputs, GDNInputs) else inputs.initial_states
+    )
     return state
 
 
@@ -44,7 +46,12 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
         own = [chunk for chunk in chunks if chunk.layer == one.layer]
         assert [chunk.call.number for chunk in own if chunk.call] == [1, 2, 3, 4]
         assert {chunk.call.count for chunk in own if chunk.call} == {4}
-        assert [next(iter(tensors(chunk.inputs).values())).shape[1] for chunk in own] == [16, 16, 16, 2]
+        assert [next(iter(tensors(chunk.inputs).values())).shape[1] for chunk in own] == [
+            16,
+            16,
+            16,
+            2,
+        ]
         assert state_of(own[0].inputs) is None
         out, state = oracle(one.inputs)
         together, last = [], None
@@ -72,7 +79,9 @@ def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
     lengths = (20, 1, 29)
     ids = tiny_models.prompt(LENGTH)
     found, calls = capture(name, ids, Serving(packed=lengths), segment_length)
-    assert calls == (3 if segment_length == LENGTH else 3 + 1 + 4) * len(tiny_models.layer_refs(name))
+    assert calls == (3 if segment_length == LENGTH else 3 + 1 + 4) * len(
+        tiny_models.layer_refs(name)
+    )
     alone = [capture(name, one, Serving(), segment_length)[0] for one in ids.split(lengths, 1)]
     for number, one in enumerate(found):
         assert one.inputs.cu_seqlens.tolist() == [0, 20, 21, 50]
@@ -82,7 +91,9 @@ def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
         binding = operators.get(one.inputs.operator).binding
         for argument in (*binding.views, *binding.per_position):
             if argument in tensors(one.inputs):
-                together = torch.cat([tensors(layers[number].inputs)[argument] for layers in alone], 1)
+                together = torch.cat(
+                    [tensors(layers[number].inputs)[argument] for layers in alone], 1
+                )
                 assert torch.equal(tensors(one.inputs)[argument], together)
         outs = torch.cat([oracle(layers[number].inputs)[0] for layers in alone], 1)
         assert_close(oracle(one.inputs)[0], outs)
@@ -97,13 +108,24 @@ def test_inputs_without_sequence_bounds_cannot_be_packed() -> None:
     assert "--batch" in raised.value.hint
 
 
-@pytest.mark.parametrize("serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"])
+@pytest.mark.parametrize(
+    "serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"]
+)
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path) -> None:
     found, _ = capture(name, tiny_models.prompt(LENGTH), serving)
-    prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=LENGTH, token_sha256="", serving=serving)
+    prompt = Prompt(
+        kind="random",
+        source="ids",
+        tokenizer="none",
+        seqlen=LENGTH,
+        token_sha256="",
+        serving=serving,
+    )
     ref = tiny_models.checkpoint_ref(name)
-    with store.CaptureWriter(tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH) as writer:
+    with store.CaptureWriter(
+        tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH
+    ) as writer:
         for captured in found:
             writer.add(captured)
         with pytest.raises(ValueError, match="is in the manifest already"):
@@ -113,7 +135,11 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
     assert len({stored.file for stored in manifest.layers}) == len(found)
     for stored, captured in zip(manifest.layers, found, strict=True):
         read = load(stored)
-        assert (read.layer, read.call, read.remark) == (captured.layer, captured.call, captured.remark)
+        assert (read.layer, read.call, read.remark) == (
+            captured.layer,
+            captured.call,
+            captured.remark,
+        )
         assert tensors(read.inputs).keys() == tensors(captured.inputs).keys()
         for argument, tensor in tensors(captured.inputs).items():
             assert torch.equal(tensors(read.inputs)[argument], tensor)
@@ -129,7 +155,9 @@ def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
     prompt = Prompt(kind="random", source="ids", tokenizer="none", seqlen=LENGTH, token_sha256="")
     wrong = replace(first, inputs=replace(first.inputs, cu_seqlens=torch.tensor(bounds)))
     ref = tiny_models.checkpoint_ref(name)
-    with store.CaptureWriter(tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH) as writer:
+    with store.CaptureWriter(
+        tmp_path, checkpoint=ref, prompts=[prompt], segment_length=LENGTH
+    ) as writer:
         stored = writer.add(wrong)
     with pytest.raises(BadInputError, match=f"cu_seqlens must rise from 0 to {LENGTH}"):
         store.load(tmp_path)[1](stored)
@@ -146,7 +174,9 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     sizes = operator.judged.dims(inputs).sizes
     why = operator.refusal(sizes, ranks)
     if (name, ranks) == ("mamba2", 4):
-        assert why == "its 2 groups cannot be divided by 4, and only a single group is repeated on every rank"
+        assert why == (
+            "its 2 groups cannot be divided by 4, and only a single group is repeated on every rank"
+        )
         return
     if (name, ranks) == ("qwen3_next", 4):
         assert why == "its 2 key heads cannot be divided by 4"
@@ -154,7 +184,8 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     assert why == ""
     out, states = oracle(inputs)
     if state_field := {"initial_state", "initial_states"} & vars(inputs).keys():
-        inputs = replace(inputs, **dict.fromkeys(state_field, states))  # with an initial state, as for a chunk
+        # with an initial state, as for a chunk
+        inputs = replace(inputs, **dict.fromkeys(state_field, states))
         out, states = oracle(inputs)
     own = operator.first_rank(inputs, ranks)
     heads = out.shape[2] // ranks

@@ -18,7 +18,9 @@ SaveTiny = Callable[[str], Path]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache and no login.  The client reads its settings on import, so they are patched in the client."""
+    """An empty hub cache and no login.  The client reads its settings on import, so they are
+    patched in the client.
+    """
     folder = tmp_path / "hub-cache"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
@@ -29,7 +31,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:  # noqa: ARG001  # the cache goes with it
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:
+    # the cache goes with it
     with MiniHub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
@@ -37,7 +40,9 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:  # n
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
-    """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family.  Copy it before changes."""
+    """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family.  Copy it
+    before changes.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
 
     def save(name: str) -> Path:

@@ -20,34 +20,58 @@ Open = Callable[[dict[str, Any]], Model]
 
 # Excerpts of published configs: the keys with the layers and their sizes.
 GRANITE_H_SMALL = {
-    "model_type": "granitemoehybrid", "num_hidden_layers": 40, "hidden_size": 4096,
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 40,
+    "hidden_size": 4096,
     "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
-    "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256,
-    "mamba_expand": 2, "max_position_embeddings": 131072,
-}  # fmt: skip
-BAMBA = {
-    "model_type": "bamba", "num_hidden_layers": 32, "hidden_size": 4096, "attn_layer_indices": [9, 18, 27],
-    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
     "mamba_expand": 2,
+    "max_position_embeddings": 131072,
+}
+BAMBA = {
+    "model_type": "bamba", "num_hidden_layers": 32, "hidden_size": 4096,
+    "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": "auto",
+    "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256, "mamba_expand": 2,
 }  # fmt: skip
 NANO_9B = {
-    "model_type": "nemotron_h", "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
-    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "hidden_size": 4480,
-    "mamba_num_heads": 128, "mamba_head_dim": 80, "ssm_state_size": 128, "n_groups": 8, "chunk_size": 128,
-}  # fmt: skip
+    "model_type": "nemotron_h",
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "hidden_size": 4480,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "chunk_size": 128,
+}
 MAMBA2_2_7B = {
-    "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"},
-    "attn_layer_idx": [], "pad_vocab_size_multiple": 16, "tie_embeddings": True,
-}  # fmt: skip
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {"layer": "Mamba2"},
+    "attn_layer_idx": [],
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
 QWEN3_5 = {
     "model_type": "qwen3_5",
     "text_config": {
-        "model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "full_attention_interval": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
     "vision_config": {"model_type": "qwen3_5", "depth": 27},
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -76,7 +100,10 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> Non
     assert found.layer_count == model.config.num_hidden_layers
     for layer in found.layers:
         sizes = found.sizes(layer)
-        assert gates(model.get_submodule(layer.name)) == sizes["nheads" if layer.operator == "ssd" else "value_heads"]
+        assert (
+            gates(model.get_submodule(layer.name))
+            == sizes["nheads" if layer.operator == "ssd" else "value_heads"]
+        )
         assert layer.operator == tiny_models.operator_of(name)
 
 
@@ -91,10 +118,17 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> Non
     ],
     ids=["granite-4.0-h-small", "Bamba-9B", "Nemotron-Nano-9B-v2", "mamba2-2.7b", "Qwen3.5-27B"],
 )
-def test_published_configs(opened: Open, config: dict[str, Any], layers: int, of: int, words: str) -> None:
+def test_published_configs(
+    opened: Open, config: dict[str, Any], layers: int, of: int, words: str
+) -> None:
     found = opened(config)
-    assert found.ref.model_type in ("mamba2", config.get("model_type"))  # a known type needs no remote code
-    assert (len(found.layers), found.layer_count, found.size_words(found.layers[-1])) == (layers, of, words)
+    # a known type needs no remote code
+    assert found.ref.model_type in ("mamba2", config.get("model_type"))
+    assert (len(found.layers), found.layer_count, found.size_words(found.layers[-1])) == (
+        layers,
+        of,
+        words,
+    )
 
 
 def test_the_original_format_pads_its_vocabulary(opened: Open) -> None:
@@ -117,12 +151,16 @@ def test_depth_keeps_what_the_model_definition_insists_on(opened: Open) -> None:
 @pytest.mark.parametrize(
     ("outer", "key", "inner"),
     [
-        ("qwen3_5", "text_config", "qwen3_5_text"), ("minicpmv4_6", "text_config", "qwen3_5_text"),
-        ("minicpmv4_7", "text_config", "qwen3_5_moe_text"), ("minicpm_ocr", "text_config", "qwen3_5_text"),
-        ("jev", "text_config", "qwen3_5_text"), ("nemotron_h_omni", "llm_config", "nemotron_h"),
-        ("nemo_speechlm", "text_config", "nemotron_h"), ("unheard", "thinker_config", "qwen3_5_text"),
+        ("qwen3_5", "text_config", "qwen3_5_text"),
+        ("minicpmv4_6", "text_config", "qwen3_5_text"),
+        ("minicpmv4_7", "text_config", "qwen3_5_moe_text"),
+        ("minicpm_ocr", "text_config", "qwen3_5_text"),
+        ("jev", "text_config", "qwen3_5_text"),
+        ("nemotron_h_omni", "llm_config", "nemotron_h"),
+        ("nemo_speechlm", "text_config", "nemotron_h"),
+        ("unheard", "thinker_config", "qwen3_5_text"),
     ],
-)  # fmt: skip
+)
 def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, inner: str) -> None:
     text = tiny_models.shared(inner).config.to_dict()
     tower = {"model_type": "vit", "num_hidden_layers": 2}
@@ -145,19 +183,26 @@ def test_a_type_of_transformers_outside_of_the_table(opened: Open) -> None:
     ("config", "reason"),
     [
         *(({"model_type": name}, "Mamba-1") for name in ("mamba", "falcon_mamba", "jamba")),
-        ({"model_type": "llama", "num_hidden_layers": 1}, "layer: its layers are of LlamaAttention and LlamaMLP."),
+        (
+            {"model_type": "llama", "num_hidden_layers": 1},
+            "layer: its layers are of LlamaAttention and LlamaMLP.",
+        ),
         ({"model_type": "plamo2", "auto_map": {"AutoModel": "modeling.Model"}}, "no remote code"),
         ({"model_type": "plamo2"}, "transformers does not know"),
         ({"hidden_size": 64}, "no model_type"),
     ],
 )
-def test_other_types_are_refused_with_the_reason(opened: Open, config: dict[str, Any], reason: str) -> None:
+def test_other_types_are_refused_with_the_reason(
+    opened: Open, config: dict[str, Any], reason: str
+) -> None:
     text = refusal(opened, config)
     assert reason in text
     assert "granitemoehybrid" in text  # the supported types
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "modelopt"}, {"bits": 4}, "int4", {"quant_method": ["fp8"]}])
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "modelopt"}, {"bits": 4}, "int4", {"quant_method": ["fp8"]}]
+)
 def test_unknown_quantisation_is_refused(opened: Open, quantization: object) -> None:
     text = refusal(opened, {**GRANITE_H_SMALL, "quantization_config": quantization})
     assert "which ssdprof cannot load" in text
@@ -167,7 +212,10 @@ def test_unknown_quantisation_is_refused(opened: Open, quantization: object) -> 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
 def test_known_quantisation_is_recorded(opened: Open, method: str) -> None:
     for config in (GRANITE_H_SMALL, QWEN3_5):
-        assert opened({**config, "quantization_config": {"quant_method": method}}).quantization == method
+        assert (
+            opened({**config, "quantization_config": {"quant_method": method}}).quantization
+            == method
+        )
 
 
 STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.nan, 1.0]]
@@ -176,10 +224,18 @@ STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.na
 @pytest.mark.parametrize(
     ("config", "change", "named"),
     [
-        (GRANITE_H_SMALL, {"num_hidden_layers": 10**9}, "num_hidden_layers of 1000000000; there may be 4096"),
+        (
+            GRANITE_H_SMALL,
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers of 1000000000; there may be 4096",
+        ),
         *((GRANITE_H_SMALL, {"time_step_limit": limits}, "time_step_limit") for limits in STEPS),
         (GRANITE_H_SMALL, {"time_step_floor": 1e300}, "time_step_floor"),
-        (GRANITE_H_SMALL, {"layer_types": ["mamba"] * 10**5, "num_hidden_layers": 40}, "layer_types of 100000"),
+        (
+            GRANITE_H_SMALL,
+            {"layer_types": ["mamba"] * 10**5, "num_hidden_layers": 40},
+            "layer_types of 100000",
+        ),
         (GRANITE_H_SMALL, {"num_local_experts": 10**9}, "num_local_experts"),
         (GRANITE_H_SMALL, {"num_hidden_layers": 41}, "layer_types"),
         (GRANITE_H_SMALL, {"mamba_d_state": 2**60}, "It accepts the config without mamba_d_state"),
@@ -206,26 +262,39 @@ def test_damaged_configs_are_refused_by_key(
     assert named in refusal(opened, {**config, **change})
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}']
+)
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(BadInputError, match=r"^config.json of .* (is not valid JSON|holds no JSON object)"):
+    with pytest.raises(
+        BadInputError, match=r"^config.json of .* (is not valid JSON|holds no JSON object)"
+    ):
         open_model(str(tmp_path))
 
 
-# --- the config of a cut model: reduced in every key that counts layers, without the parts that are not loaded
+# --- the config of a cut model: reduced in every key that counts layers, without the parts that are
+#   not loaded
 
 NEMOTRON = {
-    "model_type": "nemotron_h", "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
-    "hybrid_override_pattern": "M-M*ME", "num_hidden_layers": 6, "num_nextn_predict_layers": 1, "time_step_limit": None,
-}  # fmt: skip
+    "model_type": "nemotron_h",
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "hybrid_override_pattern": "M-M*ME",
+    "num_hidden_layers": 6,
+    "num_nextn_predict_layers": 1,
+    "time_step_limit": None,
+}
 BAMBA_6 = {**BAMBA, "num_hidden_layers": 6, "attn_layer_indices": [1, 3, 4]}
 ZAMBA2: dict[str, Any] = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
 QWEN3_5_FP8 = {
     "model_type": "qwen3_5",
     "dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "text_config": {"num_hidden_layers": 8, "mlp_only_layers": [1, 5], "layer_types": ["linear_attention"] * 8},
+    "text_config": {
+        "num_hidden_layers": 8,
+        "mlp_only_layers": [1, 5],
+        "layer_types": ["linear_attention"] * 8,
+    },
     "vision_config": {"depth": 27},
 }
 
@@ -233,14 +302,37 @@ QWEN3_5_FP8 = {
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (NEMOTRON, {"hybrid_override_pattern": "M-M", "num_hidden_layers": 3, "num_nextn_predict_layers": 0}),
+        (
+            NEMOTRON,
+            {
+                "hybrid_override_pattern": "M-M",
+                "num_hidden_layers": 3,
+                "num_nextn_predict_layers": 0,
+            },
+        ),
         (BAMBA_6, {"attn_layer_indices": [1], "num_hidden_layers": 3}),
-        (ZAMBA2, {"layers_block_type": ["linear_attention"] * 3, "hybrid_layer_ids": [], "num_hidden_layers": 3}),
-        (QWEN3_5_FP8, {"layer_types": ["linear_attention"] * 3, "mlp_only_layers": [1], "model_type": "qwen3_5_text"}),
+        (
+            ZAMBA2,
+            {
+                "layers_block_type": ["linear_attention"] * 3,
+                "hybrid_layer_ids": [],
+                "num_hidden_layers": 3,
+            },
+        ),
+        (
+            QWEN3_5_FP8,
+            {
+                "layer_types": ["linear_attention"] * 3,
+                "mlp_only_layers": [1],
+                "model_type": "qwen3_5_text",
+            },
+        ),
     ],
     ids=["nemotron_h", "bamba", "zamba2", "qwen3_5"],
 )
-def test_every_key_that_counts_layers_is_cut(opened: Open, config: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_every_key_that_counts_layers_is_cut(
+    opened: Open, config: dict[str, Any], expected: dict[str, Any]
+) -> None:
     found = opened(config).cut_config(3)
     assert {key: found[key] for key in expected} == expected
     assert opened(found).layer_count == 3
@@ -248,11 +340,17 @@ def test_every_key_that_counts_layers_is_cut(opened: Open, config: dict[str, Any
 
 def test_what_is_left_out_and_what_is_added(opened: Open) -> None:
     text = QWEN3_5_FP8["text_config"]
-    assert "vision_config" not in opened({**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}).cut_config(2)
+    assert "vision_config" not in opened(
+        {**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}
+    ).cut_config(2)
     nemotron = opened(NEMOTRON).cut_config(2)
     assert "auto_map" not in nemotron
     assert "time_step_limit" not in nemotron  # no limit on dt is said by leaving it out
     found = opened(QWEN3_5_FP8).cut_config(2)  # FP8 weights are decoded on every machine
-    assert found["quantization_config"] == {"quant_method": "fp8", "weight_block_size": [128, 128], "dequantize": True}
+    assert found["quantization_config"] == {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "dequantize": True,
+    }
     assert found["dtype"] == "bfloat16"
     assert "dequantize" not in QWEN3_5_FP8["quantization_config"]

@@ -1,4 +1,6 @@
-"""Damaged configs and tokenizers give an error that names the file; `tests/fuzz.py` damages them at random."""
+"""Damaged configs and tokenizers give an error that names the file; `tests/fuzz.py` damages them at
+random.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def error_of(folder: Path) -> BadInputError:
         layers, tokenizer = located.ref.layers[:1], fetch_tokenizer(located)
         ids, _ = build_prompt(tokenizer and tokenizer.folder, 8)
         model = load_model(fetch(located, deepest_layer=layers[0].index), device="cpu")
-        capture_layers(model, ids, layers, ref=located.ref, segment_length=8, on_layer=lambda _: None)
+        capture_layers(
+            model, ids, layers, ref=located.ref, segment_length=8, on_layer=lambda _: None
+        )
     return caught.value
 
 
@@ -48,7 +52,10 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
     [
         ({"rms_norm_eps": 1}, "Field 'rms_norm_eps' expected float, got int (value: 1)."),
         ({"hidden_act": "swish_7"}, "KeyError: 'swish_7'."),
-        ({"mamba_d_conv": 3}, "'layers.0.mamba.conv1d.weight' is (512, 1, 4) in the file and (512, 1, 3)"),
+        (
+            {"mamba_d_conv": 3},
+            "'layers.0.mamba.conv1d.weight' is (512, 1, 4) in the file and (512, 1, 3)",
+        ),
         ({"layer_types": ["mamba"]}, "must be equal to the number of `layer_types` (1)"),
         ({"mamba_d_head": None}, "Class validation error for validator 'validate_architecture'"),
         ({"dtype": 7}, "'int' object has no attribute"),
@@ -56,7 +63,9 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
         ({"model_type": []}, "of type []"),
     ],
 )
-def test_a_config_that_transformers_cannot_use(demo: Path, change: dict[str, Any], words: str) -> None:
+def test_a_config_that_transformers_cannot_use(
+    demo: Path, change: dict[str, Any], words: str
+) -> None:
     error = refused(demo, "config.json", **change)
     assert words in error.message
     assert "..." not in error.message
@@ -66,22 +75,37 @@ def test_a_config_that_transformers_cannot_use(demo: Path, change: dict[str, Any
 def test_the_refused_field_is_named_where_transformers_does_not(
     demo: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads"))
+    monkeypatch.setattr(
+        "ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads")
+    )
     ((field, value),) = change.items()
-    assert f"It accepts the config without {field} = {value!r}." in refused(demo, "config.json", **change).hint
+    assert (
+        f"It accepts the config without {field} = {value!r}."
+        in refused(demo, "config.json", **change).hint
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        ("tokenizer.json", {"decoder": {"type": "Unheard"}}, "did not match any variant of untagged enum"),
+        (
+            "tokenizer.json",
+            {"decoder": {"type": "Unheard"}},
+            "did not match any variant of untagged enum",
+        ),
         ("tokenizer.json", {"added_tokens": None}, "cannot use the tokenizer"),
         ("tokenizer.json", {"model": {"type": "BPE"}}, "cannot use the tokenizer"),
         ("tokenizer_config.json", {"tokenizer_class": 1.5}, "cannot use the tokenizer"),
-        ("tokenizer_config.json", {"eos_token": [1]}, "Special token eos_token has to be either str or AddedToken"),
+        (
+            "tokenizer_config.json",
+            {"eos_token": [1]},
+            "Special token eos_token has to be either str or AddedToken",
+        ),
     ],
 )
-def test_a_tokenizer_that_transformers_cannot_use(demo: Path, file: str, change: dict[str, Any], words: str) -> None:
+def test_a_tokenizer_that_transformers_cannot_use(
+    demo: Path, file: str, change: dict[str, Any], words: str
+) -> None:
     error = refused(demo, file, **change)
     assert words in error.message
     assert "--tokenizer" in error.hint
@@ -98,5 +122,7 @@ def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Save) -> None:
     """Frequencies of rotary positions are computed, not loaded."""
     folder = copied("qwen3_next")
     parameters = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    error = refused(folder, "config.json", rope_parameters={**parameters, "partial_rotary_factor": 2.5e8})
+    error = refused(
+        folder, "config.json", rope_parameters={**parameters, "partial_rotary_factor": 2.5e8}
+    )
     assert "describes tables of 4000000000 elements" in error.message

@@ -35,13 +35,18 @@ def folder(demo: str) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     return model.eval(), info
 
 
 def documents(demo: str) -> tuple[tuple[Path, str], ...]:
     """The files that state a model's accuracy, and the beginnings of their tables' rows."""
-    return (Path(__file__).parents[2] / "docs" / "demo-model.md", f"{demo}, "), (DEMO_FOLDERS[demo] / "README.md", "")
+    return (Path(__file__).parents[2] / "docs" / "demo-model.md", f"{demo}, "), (
+        DEMO_FOLDERS[demo] / "README.md",
+        "",
+    )
 
 
 def stated(document: Path, row: str) -> list[float]:
@@ -53,10 +58,18 @@ def stated(document: Path, row: str) -> list[float]:
 def test_it_is_small_and_has_the_files_of_a_hub_repository(folder: Path) -> None:
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
     assert sum(sizes.values()) <= 3_000_000
-    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(sizes)
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= set(sizes)
 
 
-def test_stock_transformers_loads_every_weight(folder: Path, loaded: tuple[Any, dict[str, Any]]) -> None:
+def test_stock_transformers_loads_every_weight(
+    folder: Path, loaded: tuple[Any, dict[str, Any]]
+) -> None:
     model, info = loaded
     assert not any(info.values()), info
     stored = load_file(folder / "model.safetensors")
@@ -72,8 +85,12 @@ def test_the_gdn_demo_shares_keys_and_has_wider_values() -> None:
 
 
 def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
-    """In every layer, one head forgets within bytes, another one remembers for longer, and beta uses its range."""
-    model = AutoModelForCausalLM.from_pretrained(DEMO_FOLDERS["demo-gdn"], dtype=torch.float32).eval()
+    """In every layer, one head forgets within bytes, another one remembers for longer, and beta
+    uses its range.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        DEMO_FOLDERS["demo-gdn"], dtype=torch.float32
+    ).eval()
     seen: list[GDNInputs] = []
 
     def observe(call: OperatorCall) -> Result:
@@ -93,18 +110,26 @@ def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
 
 def test_its_token_ids_are_bytes(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    sample = "".join(chr(point) for point in (*range(0x100), 0x20AC, 0x1F600)) + "plain words\r\n\ttoo"
+    sample = (
+        "".join(chr(point) for point in (*range(0x100), 0x20AC, 0x1F600)) + "plain words\r\n\ttoo"
+    )
     ids = tokenizer(sample)["input_ids"]
     assert ids == list(sample.encode())
     assert tokenizer.decode(ids) == sample
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_its_logits_are_finite_over_4096_tokens(
     folder: Path, loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype
 ) -> None:
-    model = loaded[0] if dtype == torch.float32 else AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = (
+        loaded[0]
+        if dtype == torch.float32
+        else AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    )
     assert model.dtype == dtype
     with torch.no_grad():
         logits = model(torch.tensor([list(text.held_out()[:4096])]), use_cache=False).logits
@@ -113,17 +138,22 @@ def test_its_logits_are_finite_over_4096_tokens(
 
 
 @pytest.mark.slow
-def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(demo: str, loaded: tuple[Any, dict[str, Any]]) -> None:
+def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
+    demo: str, loaded: tuple[Any, dict[str, Any]]
+) -> None:
     held_out = text.held_out()[:SLICE]
     ours = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
     bigram = bits_per_byte.best_bigram_bits_per_byte(text.training(), held_out)
     assert ours < bigram - 1
     for document, row in documents(demo):
-        assert stated(document, f"{row}first 16,384 bytes") == pytest.approx([ours, bigram], abs=0.002)
+        assert stated(document, f"{row}first 16,384 bytes") == pytest.approx(
+            [ours, bigram], abs=0.002
+        )
 
 
 def test_the_bigram_model_is_right_on_a_text_worked_by_hand() -> None:
-    # In "aaba", a is followed once by a and once by b, and b once by a; add one: p(a) = 4/260, p(b) = 2/260.
+    # In "aaba", a is followed once by a and once by b, and b once by a; add one: p(a) = 4/260, p(b)
+    # = 2/260.
     b_after_a = (1 + 2 * 2 / 260) / (2 + 2)
     a_after_b = (1 + 2 * 4 / 260) / (1 + 2)
     expected = -(math.log2(b_after_a) + math.log2(a_after_b)) / 2
@@ -136,8 +166,17 @@ def test_the_operator_used_in_training_is_that_of_transformers() -> None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    x, dt, B, C = normal(2, 192, 4, 8), normal(2, 192, 4), normal(2, 192, 1, 16), normal(2, 192, 1, 16)
+    x, dt, B, C = (
+        normal(2, 192, 4, 8),
+        normal(2, 192, 4),
+        normal(2, 192, 1, 16),
+        normal(2, 192, 1, 16),
+    )
     parameters = {"D": normal(4), "dt_bias": normal(4)}
     A = -normal(4).exp()
-    theirs = modeling.mamba2_chunk_scan(x, dt, A, B, C, chunk_size=32, dt_softplus=True, **parameters)
-    torch.testing.assert_close(train_demo.ssd(x, dt, A, B, C, **parameters), theirs, rtol=1e-4, atol=1e-4)
+    theirs = modeling.mamba2_chunk_scan(
+        x, dt, A, B, C, chunk_size=32, dt_softplus=True, **parameters
+    )
+    torch.testing.assert_close(
+        train_demo.ssd(x, dt, A, B, C, **parameters), theirs, rtol=1e-4, atol=1e-4
+    )

@@ -1,4 +1,6 @@
-"""The real huggingface_hub client with a hub on localhost: the fetched files, and every kind of failure."""
+"""The real huggingface_hub client with a hub on localhost: the fetched files, and every kind of
+failure.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,23 @@ def tiny_hub(hub: MiniHub, saved: Save) -> MiniHub:
 
 def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, copied: Save) -> None:
     folder = copied("granitemoehybrid")
-    others = ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf")
+    others = (
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "tokenizer.model.v3",
+        "README.md",
+        "model.gguf",
+    )
     for name in others:
         (folder / name).write_bytes(b"not wanted")
     commit = hub.publish("org/tiny", folder)
     located = open_model("org/tiny")
     assert hub.downloads() == ["config.json"]
-    assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("hub", "org/tiny", commit)
+    assert (located.ref.source, located.ref.repo_id, located.ref.revision) == (
+        "hub",
+        "org/tiny",
+        commit,
+    )
 
     planned = located.files(0)
     assert not {info.name for info in planned} & {*others, "modeling_tiny.py"}
@@ -104,11 +116,14 @@ def test_a_symlink_keeps_its_name(saved: Save, tmp_path: Path) -> None:
     assert open_model(str(tmp_path / "my-model")).ref.repo_id == "my-model"
 
 
-def test_a_revision_is_resolved_once_and_stays(tiny_hub: MiniHub, saved: Save, copied: Save) -> None:
+def test_a_revision_is_resolved_once_and_stays(
+    tiny_hub: MiniHub, saved: Save, copied: Save
+) -> None:
     commit = tiny_hub.publish("org/tiny", copied("mamba2"), revision="v1")
     located = open_model("org/tiny", revision="v1")
     assert located.ref.revision == commit
-    tiny_hub.publish("org/tiny", saved("bamba"), revision="v1")  # the branch moves on; the run does not
+    # the branch moves on; the run does not
+    tiny_hub.publish("org/tiny", saved("bamba"), revision="v1")
     assert fetch(located).ref.model_type == "mamba2"
     assert open_model("org/tiny", revision=commit).ref.revision == commit
     by_branch = [request for request in tiny_hub.log if "/resolve/v1/" in request.path]
@@ -133,7 +148,9 @@ def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, s
     assert open_model("org/tiny").ref.trained_context == 262144  # max_position_embeddings
 
 
-def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
+def test_the_original_format_from_its_safetensors_revision(
+    hub: MiniHub, saved: Save, tmp_path: Path
+) -> None:
     hub.publish(DEFAULT_TOKENIZER, saved("bamba"))
     main, pull_request = tmp_path / "main", tmp_path / "pr"
     config = {"d_model": 64, "n_layer": 1, "vocab_size": 128, "ssm_cfg": {"layer": "Mamba2"}}
@@ -141,7 +158,9 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
     torch.save({"backbone.embedding.weight": torch.zeros(128, 64)}, main / PICKLE)
-    save_file({"backbone.embedding.weight": torch.zeros(128, 64)}, pull_request / "model.safetensors")
+    save_file(
+        {"backbone.embedding.weight": torch.zeros(128, 64)}, pull_request / "model.safetensors"
+    )
     hub.publish("state-spaces/mamba2-130m", main)
     hub.publish("state-spaces/mamba2-130m", pull_request, revision="refs/pr/1")
 
@@ -160,21 +179,28 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
 # --- interrupted
 
 
-def test_a_broken_connection_continues_where_it_broke(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, by default of 10 MB
+def test_a_broken_connection_continues_where_it_broke(
+    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the client keeps whole chunks, by default of 10 MB
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     located = open_model("org/tiny")
     shard = next(info for info in located.files(0) if info.name.endswith(".safetensors"))
     tiny_hub.cut(shard.name, 1200)
     local = fetch(located, deepest_layer=0)
     ranges = [
-        request.range for request in tiny_hub.log if request.path.endswith(shard.name) and request.method == "GET"
+        request.range
+        for request in tiny_hub.log
+        if request.path.endswith(shard.name) and request.method == "GET"
     ]
     assert ranges == [None, "bytes=1000-"]
     load_model(local, device="cpu")
 
 
 @pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
-def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+def test_a_connection_that_drops_between_requests(
+    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
     """As with keep-alive connections: the server closes the connection instead of answering."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     tiny_hub.drops = at == "config"
@@ -189,12 +215,16 @@ def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch
     assert tiny_hub.drops == 0
 
 
-def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_keeps_dropping_ends(
+    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     repo = hub_module.HubRepo("org/tiny")
     tiny_hub.drops = 1000
-    with pytest.raises(ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "):
+    with pytest.raises(
+        ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "
+    ):
         repo.path("model.safetensors.index.json")
     assert pauses.count(hub_module.PAUSE_S) == hub_module.ATTEMPTS - 1
 
@@ -210,7 +240,9 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
         fetch(located, deepest_layer=0)
 
 
-def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_is_said_before_the_download(
+    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = find(ServedModelOptions(model="org/tiny", seqlens=(64,), prompt="random"))
     planned = plan(subject)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
@@ -220,7 +252,9 @@ def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypa
         with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
             start()
         assert "HF_HOME" in caught.value.hint
-    fetched = [request.path for request in tiny_hub.log if request.method == "GET" and not request.range]
+    fetched = [
+        request.path for request in tiny_hub.log if request.method == "GET" and not request.range
+    ]
     assert not [path for path in fetched if path.endswith(".safetensors")]
 
 
@@ -243,15 +277,28 @@ def test_a_missing_repo_names_known_ones_like_it() -> None:
     ("way", "message", "words", "not_allowed"),
     [
         ("private", "or it is private", "hf auth login", "the token's account"),
-        ("gated", "gated: its owner must grant you access, and you are not logged in", "/org/one", "not on the list"),
+        (
+            "gated",
+            "gated: its owner must grant you access, and you are not logged in",
+            "/org/one",
+            "not on the list",
+        ),
     ],
 )
 def test_a_repo_that_needs_a_token(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, way: str, message: str, words: str, not_allowed: str
+    hub: MiniHub,
+    saved: Save,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    message: str,
+    words: str,
+    not_allowed: str,
 ) -> None:
     hub.publish("org/one", saved("mamba2"), private=way == "private", gated=way == "gated")
     error = failure("org/one")
-    assert (error.exit_code, message in error.message, words in error.hint) == (4, True, True), error
+    assert (error.exit_code, message in error.message, words in error.hint) == (4, True, True), (
+        error
+    )
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     error = failure("org/one")
     assert not_allowed in error.message + error.hint
@@ -288,8 +335,16 @@ def evil_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "words"),
     [
-        (lambda folder: (folder / "config.json").rename(folder / "model.gguf"), 2, "repos with only GGUF files"),
-        (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), 2, "'modelopt', which ssdprof cannot load"),
+        (
+            lambda folder: (folder / "config.json").rename(folder / "model.gguf"),
+            2,
+            "repos with only GGUF files",
+        ),
+        (
+            lambda folder: (folder / "hf_quant_config.json").write_text("{}"),
+            2,
+            "'modelopt', which ssdprof cannot load",
+        ),
         (evil_index, 2, "no safetensors file inside"),
         (cut_shard, 4, "model-00001-of-"),
     ],
@@ -307,7 +362,9 @@ def test_what_is_wrong_on_the_hub(
 # --- out of reach
 
 
-def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_runs_from_the_cache_and_names_it(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = hub.publish("org/tiny", saved("mamba2"))
     hub.publish("org/other", saved("bamba"))
     fetch_all(open_model("org/tiny"), deepest_layer=0)
@@ -323,17 +380,19 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
     assert "HF_HUB_OFFLINE is set" in error.message
     assert error.hint == "In the cache: org/tiny."
 
-    with pytest.raises(ModelUnavailableError, match="only partly in the cache"):  # the other layers were never fetched
+    # the other layers were never fetched
+    with pytest.raises(ModelUnavailableError, match="only partly in the cache"):
         fetch(located, deepest_layer=2)
 
 
 @pytest.mark.parametrize(
     ("down", "words"),
     [
-        (None, "cannot be reached"), (503, "answered 503 for org/other. Try again later."),
+        (None, "cannot be reached"),
+        (503, "answered 503 for org/other. Try again later."),
         (403, "answered 403 for org/other. Check HF_TOKEN."),
     ],
-)  # fmt: skip
+)
 def test_a_hub_that_does_not_help(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, down: int | None, words: str
 ) -> None:
@@ -381,7 +440,11 @@ def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoin
     ("variables", "code", "words"),
     [
         ({"HTTP_PROXY": "ftp://proxy:1"}, ExitCode.BAD_INPUT, "Unknown scheme for proxy"),
-        ({"HF_TOKEN": "hf_\N{LATIN SMALL LETTER E WITH ACUTE}"}, ExitCode.BAD_INPUT, "can't encode"),
+        (
+            {"HF_TOKEN": "hf_\N{LATIN SMALL LETTER E WITH ACUTE}"},
+            ExitCode.BAD_INPUT,
+            "can't encode",
+        ),
     ],
 )
 def test_settings_that_the_client_cannot_use(
@@ -390,21 +453,37 @@ def test_settings_that_the_client_cannot_use(
     """In a separate process, because the client reads them once."""
     done = subprocess.run(
         [sys.executable, "-m", "ssdprof", "capture", "org/tiny", "--dry-run"],
-        env={**os.environ, "HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "", **variables},
+        env={
+            **os.environ,
+            "HF_ENDPOINT": tiny_hub.url,
+            "HF_HOME": str(tmp_path),
+            "NO_PROXY": "",
+            **variables,
+        },
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), done.stderr
+    assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), (
+        done.stderr
+    )
 
 
 @pytest.mark.usefixtures("tiny_hub")
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [
-        (ImportError("Using SOCKS proxy, but the 'socksio' package is not installed"), 3, "socksio"),
+        (
+            ImportError("Using SOCKS proxy, but the 'socksio' package is not installed"),
+            3,
+            "socksio",
+        ),
         (OSError(122, "Disk quota exceeded"), 3, "The disk is full"),
-        (PermissionError(13, "Permission denied", "/cache"), 3, "/cache cannot be written: permission denied"),
+        (
+            PermissionError(13, "Permission denied", "/cache"),
+            3,
+            "/cache cannot be written: permission denied",
+        ),
         (
             OSError(2, "No such file or directory"),
             4,
@@ -425,11 +504,15 @@ def test_what_keeps_a_file_from_being_fetched(
     assert ("HF_HOME" in error.hint) == ("written" in error.message or "full" in error.message)
 
 
-def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ARG001
+def test_a_warning_of_the_client_is_masked(
+    hub: MiniHub, capsys: pytest.CaptureFixture[str]
+) -> None:
     import logging
 
     hub_module.api()
-    logging.getLogger("huggingface_hub.utils._http").warning("%s thrown at %s", "Error", "http://user:secret@host/a")
+    logging.getLogger("huggingface_hub.utils._http").warning(
+        "%s thrown at %s", "Error", "http://user:secret@host/a"
+    )
     shown = capsys.readouterr().err
     assert "secret" not in shown
 

@@ -1,4 +1,6 @@
-"""Checkpoints of every family through the whole stage: located, fetched, cut to a few layers, loaded."""
+"""Checkpoints of every family through the whole stage: located, fetched, cut to a few layers,
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.load import check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import meta_model
 from ssdprof.checkpoint.model import open_model
-from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    ModelUnavailableError,
+    SsdprofError,
+)
 from ssdprof.jobs.plan import weights_file
 
 Save = Callable[[str], Path]
@@ -71,7 +78,9 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_a_cut_model_computes_what_the_whole_one_does(saved: Save, name: str, deepest_layer: int | None) -> None:
+def test_a_cut_model_computes_what_the_whole_one_does(
+    saved: Save, name: str, deepest_layer: int | None
+) -> None:
     located = open_model(str(saved(name)))
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu")
@@ -82,7 +91,9 @@ def test_a_cut_model_computes_what_the_whole_one_does(saved: Save, name: str, de
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(cut, whole, strict=False))
     assert not model.training
     assert not hasattr(model, "lm_head")
-    assert sum(t.numel() * t.element_size() for t in model.state_dict().values()) == located.weight_bytes(deepest_layer)
+    assert sum(
+        t.numel() * t.element_size() for t in model.state_dict().values()
+    ) == located.weight_bytes(deepest_layer)
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -91,15 +102,23 @@ def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, na
     model = load_model(fetch(located, head=True), device="cpu")
     ids = tiny_models.prompt(40)
     with torch.no_grad():
-        assert torch.equal(model(ids, use_cache=False).logits, tiny_models.shared(name)(ids, use_cache=False).logits)
+        assert torch.equal(
+            model(ids, use_cache=False).logits,
+            tiny_models.shared(name)(ids, use_cache=False).logits,
+        )
     stored = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
     assert sum(stored.values()) == located.weight_bytes(head=True) >= located.weight_bytes()
 
 
 def test_a_shared_block_stays_shared(tmp_path: Path) -> None:
     config = tiny_models.shared("zamba2").config.to_dict()
-    kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]  # two blocks, used twice each
-    config = {key: value for key, value in config.items() if key not in ("layers_block_type", "hybrid_layer_ids")}
+    # two blocks, used twice each
+    kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]
+    config = {
+        key: value
+        for key, value in config.items()
+        if key not in ("layers_block_type", "hybrid_layer_ids")
+    }
     model = type(tiny_models.shared("zamba2"))(
         tiny_models.shared("zamba2").config_class(**config, layers_block_type=kinds)
     )
@@ -118,11 +137,17 @@ def test_a_vision_language_repo_gives_its_language_model(
 ) -> None:
     folder = saved(text_type)
     text_config = json.loads((folder / "config.json").read_text())
-    outer = {"model_type": whole_type, "dtype": "float32", "vision_config": {"model_type": whole_type}}
+    outer = {
+        "model_type": whole_type,
+        "dtype": "float32",
+        "vision_config": {"model_type": whole_type},
+    }
     (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": text_config}))
     stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     tensors = {
-        key.replace("model.", "model.language_model.", 1) if key.startswith("model.") else key: value
+        key.replace("model.", "model.language_model.", 1)
+        if key.startswith("model.")
+        else key: value
         for key, value in stored.items()
     }
     tensors["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(3, 3)
@@ -149,7 +174,9 @@ def test_shards_may_lie_in_a_subfolder(copied: Save) -> None:
     for shard in set(shards.values()):
         (folder / shard).rename(folder / "weights" / shard)
     index.write_text(
-        json.dumps({"metadata": {}, "weight_map": {key: f"weights/{file}" for key, file in shards.items()}})
+        json.dumps(
+            {"metadata": {}, "weight_map": {key: f"weights/{file}" for key, file in shards.items()}}
+        )
     )
     local = fetch(open_model(str(folder)))
     ids = tiny_models.prompt(40)
@@ -193,10 +220,18 @@ def test_every_spelling_of_no_limit_loads(copied: Save, limit: object) -> None:
     assert load(folder, 0).config.time_step_limit[1] == float("inf")
 
 
-@pytest.mark.parametrize(("stored", "said"), [("bf16", None), ("bf16", "float32"), ("fp32", "bfloat16")])
-def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path, stored: str, said: str | None) -> None:
-    """The config decides, even if the files differ.  Without an entry, the dtype of most of the weights decides."""
-    tiny_models.build("mamba2", torch.bfloat16 if stored == "bf16" else torch.float32).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("stored", "said"), [("bf16", None), ("bf16", "float32"), ("fp32", "bfloat16")]
+)
+def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
+    tmp_path: Path, stored: str, said: str | None
+) -> None:
+    """The config decides, even if the files differ.  Without an entry, the dtype of most of the
+    weights decides.
+    """
+    tiny_models.build(
+        "mamba2", torch.bfloat16 if stored == "bf16" else torch.float32
+    ).save_pretrained(tmp_path)
     edit_config(tmp_path, dtype=said)
     located = open_model(str(tmp_path))
     loaded = load_model(fetch(located), device="cpu")
@@ -204,23 +239,34 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path,
     kept = ("A_log", "D", "dt_bias")  # as stored
     names = dict(loaded.named_parameters())
     size = sum(
-        one.numel() * (loaded.dtype if name.endswith(kept) else one.dtype).itemsize for name, one in names.items()
+        one.numel() * (loaded.dtype if name.endswith(kept) else one.dtype).itemsize
+        for name, one in names.items()
     )
     assert {one.dtype for name, one in names.items() if not name.endswith(kept)} == {loaded.dtype}
-    assert located.weight_bytes() == sum(weight.nbytes for weight in meta_model(located).parameters()) == size
+    assert (
+        located.weight_bytes()
+        == sum(weight.nbytes for weight in meta_model(located).parameters())
+        == size
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64])
-def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_codes_without_a_quantisation_in_the_config_are_no_weights(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.2.mlp.up_proj.weight"
     save_file({**(state := load_file(file)), key: state[key].to(dtype)}, file, {"format": "pt"})
     for read in (fetch, meta_model):
-        with pytest.raises(BadInputError, match=r"layers\.2\.mlp\.up_proj.* its config names no quantisation"):
+        with pytest.raises(
+            BadInputError, match=r"layers\.2\.mlp\.up_proj.* its config names no quantisation"
+        ):
             read(open_model(str(tmp_path)))
         read(open_model(str(tmp_path)), deepest_layer=1)
-    edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": False})
+    edit_config(
+        tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": False}
+    )
     with pytest.raises(BadInputError, match="'bitsandbytes', which ssdprof cannot load"):
         meta_model(open_model(str(tmp_path)))
 
@@ -228,12 +274,20 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Pat
 @pytest.mark.parametrize(
     ("quantization", "kind", "words"),
     [
-        ({"quant_method": "fbgemm_fp8"}, MissingCapabilityError, "cannot load that here: Using fbgemm fp8"),
+        (
+            {"quant_method": "fbgemm_fp8"},
+            MissingCapabilityError,
+            "cannot load that here: Using fbgemm fp8",
+        ),
         ({"quant_method": "gptq"}, BadInputError, r"quantization_config of .*'bits'"),
     ],
 )
 def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_download(
-    copied: Save, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any], kind: type[SsdprofError], words: str
+    copied: Save,
+    monkeypatch: pytest.MonkeyPatch,
+    quantization: dict[str, Any],
+    kind: type[SsdprofError],
+    words: str,
 ) -> None:
     folder = copied("qwen3_5_text")
     edit_config(folder, quantization_config=quantization)
@@ -252,11 +306,17 @@ def test_weights_of_mxfp8_are_decoded(tmp_path: Path) -> None:
     coded = {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale}
     save_file({**load_file(file), **coded}, file, {"format": "pt"})
     kept = ["linear_attn", "self_attn", "up_proj", "down_proj", "layers.1", "layers.2", "layers.3"]
-    quantization = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "modules_to_not_convert": kept}
+    quantization = {
+        "quant_method": "mxfp8",
+        "weight_block_size": [1, 32],
+        "modules_to_not_convert": kept,
+    }
     edit_config(tmp_path, quantization_config=quantization)
     located = open_model(str(tmp_path))
     assert located.ref.quantization == "mxfp8"
-    weight = load_model(fetch(located, deepest_layer=0), device="cpu").layers[0].mlp.gate_proj.weight
+    weight = (
+        load_model(fetch(located, deepest_layer=0), device="cpu").layers[0].mlp.gate_proj.weight
+    )
     assert torch.equal(weight.float(), torch.full((96, 64), 0.5))
 
 
@@ -286,7 +346,11 @@ def test_missing_weights_are_no_random_weights(copied: Save) -> None:
         ({"vocab_size": 2**24}, 1, "but the weights hold"),
         ({"num_hidden_layers": 200}, 100, "but the weights hold"),
         ({"intermediate_size": 32}, None, "do not fit its config"),
-        ({"rms_norm_eps": "small"}, None, r"cannot use the config .*rms_norm_eps.* expected float, got str"),
+        (
+            {"rms_norm_eps": "small"},
+            None,
+            r"cannot use the config .*rms_norm_eps.* expected float, got str",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
@@ -303,11 +367,18 @@ def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
 
 
 def original_state() -> dict[str, torch.Tensor]:
-    """The tiny mamba2 model's weights with the names and the mixed dtypes of the original package."""
+    """The tiny mamba2 model's weights with the names and the mixed dtypes of the original
+    package.
+    """
     state = tiny_models.shared("mamba2").state_dict()
-    renamed = {key.replace("backbone.embeddings.", "backbone.embedding."): value for key, value in state.items()}
+    renamed = {
+        key.replace("backbone.embeddings.", "backbone.embedding."): value
+        for key, value in state.items()
+    }
     kept = ("A_log", "D", "dt_bias")
-    return {key: value.clone() if key.endswith(kept) else value.half() for key, value in renamed.items()}
+    return {
+        key: value.clone() if key.endswith(kept) else value.half() for key, value in renamed.items()
+    }
 
 
 @pytest.fixture
@@ -327,8 +398,14 @@ def save_shards(folder: Path, state: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("form", ["pickle", "safetensors", "shards"])
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_the_original_format_loads(original_folder: Path, saved: Save, form: str, deepest_layer: int | None) -> None:
-    names = {"pickle": PICKLE, "safetensors": "model.safetensors", "shards": "model.safetensors.index.json"}
+def test_the_original_format_loads(
+    original_folder: Path, saved: Save, form: str, deepest_layer: int | None
+) -> None:
+    names = {
+        "pickle": PICKLE,
+        "safetensors": "model.safetensors",
+        "shards": "model.safetensors.index.json",
+    }
     if form != "pickle":
         (original_folder / PICKLE).unlink()
         if form == "shards":
@@ -352,7 +429,9 @@ def test_the_original_format_loads(original_folder: Path, saved: Save, form: str
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_original_format_loads_with_its_head(original_folder: Path, saved: Save, tied: bool) -> None:
+def test_the_original_format_loads_with_its_head(
+    original_folder: Path, saved: Save, tied: bool
+) -> None:
     """If the head is the embedding, checkpoints may or may not contain it."""
     edit_config(original_folder, tie_embeddings=tied)
     state = original_state()
@@ -436,7 +515,9 @@ def larger_storage(file: Path) -> None:
 
 
 def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
-    return lambda file: torch.save(original_state() | {A_LOG: change(original_state()[A_LOG])}, file)
+    return lambda file: torch.save(
+        original_state() | {A_LOG: change(original_state()[A_LOG])}, file
+    )
 
 
 @pytest.mark.parametrize(
@@ -445,8 +526,12 @@ def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
         *(
             (changed(change), "holds 'backbone.layers.0.mixer.A_log', which is no table of floats")
             for change in (
-                torch.Tensor.bool, torch.Tensor.long, lambda tensor: tensor.to(torch.complex64),
-                lambda tensor: tensor.to("meta"), torch.Tensor.to_sparse, lambda tensor: [tensor],
+                torch.Tensor.bool,
+                torch.Tensor.long,
+                lambda tensor: tensor.to(torch.complex64),
+                lambda tensor: tensor.to("meta"),
+                torch.Tensor.to_sparse,
+                lambda tensor: [tensor],
             )
         ),
         (flip_a_bit, r"truncated or corrupt .*: the checksum of pytorch_model/data/\d+ differs"),
@@ -456,10 +541,13 @@ def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
         *(
             (way, f"{PICKLE} is truncated or corrupt")
             for program in (b"", b"h\x05.")
-            for way in (in_archive(program), lambda file, program=program: file.write_bytes(program))
+            for way in (
+                in_archive(program),
+                lambda file, program=program: file.write_bytes(program),
+            )
         ),
     ],
-)  # fmt: skip
+)
 def test_a_pickle_is_a_table_of_floats(
     original_folder: Path, saved: Save, damage: Callable[[Path], object], words: str
 ) -> None:
@@ -473,7 +561,11 @@ def test_a_pickle_is_a_table_of_floats(
 
 
 @pytest.mark.parametrize("change", [{"d_model": 128}, {"n_layer": 4}, {"vocab_size": 10**6}])
-def test_an_original_config_that_is_not_its_weights(original_folder: Path, saved: Save, change: dict[str, int]) -> None:
+def test_an_original_config_that_is_not_its_weights(
+    original_folder: Path, saved: Save, change: dict[str, int]
+) -> None:
     edit_config(original_folder, **change)
-    with pytest.raises((BadInputError, ModelUnavailableError), match=r"do not fit its config|lacks"):
+    with pytest.raises(
+        (BadInputError, ModelUnavailableError), match=r"do not fit its config|lacks"
+    ):
         load(original_folder, tokenizer=str(saved("mamba2")))

@@ -16,7 +16,14 @@ from torch import nn
 from ssdprof.capture.forward import PromptRun, cache_name, logits
 from ssdprof.capture.layers import CapturedLayer, capture_layers
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import DeviceMap, find_mixers, infer, largest_streamed, meta_model, weights_by_place
+from ssdprof.checkpoint.meta import (
+    DeviceMap,
+    find_mixers,
+    infer,
+    largest_streamed,
+    meta_model,
+    weights_by_place,
+)
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.subject import LayerRef, Serving
 from ssdprof.errors import BadInputError
@@ -38,7 +45,10 @@ def test_mixers_that_no_capture_can_name_are_refused() -> None:
     first, second, _ = (one.module for one in find_mixers(tiny_models.shared("mamba2")))
     layer = nn.ModuleDict({"first": first, "second": second})
     for model, words in (
-        (nn.Linear(2, 2), "Linear has no SSD or gated-delta-rule layer: its layers are of nothing with weights"),
+        (
+            nn.Linear(2, 2),
+            "Linear has no SSD or gated-delta-rule layer: its layers are of nothing with weights",
+        ),
         (nn.ModuleDict({"lonely": first}), "'lonely' is in no numbered decoder layer"),
         (nn.ModuleDict({"layers": nn.ModuleList([layer])}), "Decoder layer 0 has two mixers"),
     ):
@@ -49,7 +59,9 @@ def test_mixers_that_no_capture_can_name_are_refused() -> None:
 def test_a_layer_of_another_operator_is_refused() -> None:
     sites = find_mixers(tiny_models.shared("granitemoehybrid"))
     attention = LayerRef(index=2, name="model.layers.2.mamba", operator="ssd")
-    with pytest.raises(BadInputError, match=r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"):
+    with pytest.raises(
+        BadInputError, match=r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"
+    ):
         PromptRun(None, None, 1, sites, "granitemoehybrid", (attention,)).wanted  # noqa: B018
     gdn = LayerRef(index=1, name="model.layers.1.linear_attn", operator="gdn")
     with pytest.raises(BadInputError, match=r"Layer 1 .* has ssd, not gdn"):
@@ -64,7 +76,9 @@ CPU = torch.device("cpu")
 MIXTURES = ("granitemoehybrid", "qwen3_next", "nemotron_h")
 
 
-def captured(model: Any, name: str, segment_length: int, **options: Any) -> list[tuple[str, dict[str, torch.Tensor]]]:
+def captured(
+    model: Any, name: str, segment_length: int, **options: Any
+) -> list[tuple[str, dict[str, torch.Tensor]]]:
     found: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     def keep(layer: CapturedLayer) -> None:
@@ -90,7 +104,9 @@ def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[
 
 
 def some_room(located: Model) -> tuple[Any, DeviceMap]:
-    """The model on the meta device, and a map with room for the embedding, two layers, and one streamed layer."""
+    """The model on the meta device, and a map with room for the embedding, two layers, and one
+    streamed layer.
+    """
     model = meta_model(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
@@ -115,18 +131,34 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 
 
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
-def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
-    """As with a GPU: the layers' weights are in main memory and move to the computing device, here the CPU."""
+def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(
+    saved: Saved, name: str
+) -> None:
+    """As with a GPU: the layers' weights are in main memory and move to the computing device, here
+    the CPU.
+    """
     local = fetch(open_model(str(saved(name))), head=True)
     whole, offloaded = (load_model(local, device="cpu") for _ in range(2))
     base = offloaded.base_model_prefix
-    places = {f"{base}.{child}": CPU for child, _ in offloaded.base_model.named_children() if child != "layers"}
+    places = {
+        f"{base}.{child}": CPU
+        for child, _ in offloaded.base_model.named_children()
+        if child != "layers"
+    }
     places |= {child: CPU for child, _ in offloaded.named_children() if child != base}
     places |= {f"{base}.layers.{index}": "cpu" for index in range(local.depth)}
-    dispatch_model(offloaded, places, main_device=CPU, skip_keys=offloaded._skip_keys_device_placement)
+    dispatch_model(
+        offloaded, places, main_device=CPU, skip_keys=offloaded._skip_keys_device_placement
+    )
     assert any(parameter.is_meta for parameter in offloaded.parameters())
     found, expected = (
-        captured(model, name, 70, serving=Serving(decode=2), head=lambda hidden, model=model: logits(model, hidden))
+        captured(
+            model,
+            name,
+            70,
+            serving=Serving(decode=2),
+            head=lambda hidden, model=model: logits(model, hidden),
+        )
         for model in (offloaded, whole)
     )
     assert len(found) == 3 * len(tiny_models.layer_refs(name))
@@ -140,7 +172,9 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
     with torch.no_grad():
         cache = model(tiny_models.prompt(8), use_cache=True)[cache_name(model)]
     assert cache is not None
-    sent = send_to_device(({"another_name": cache, "hidden": torch.ones(1)}, cache), torch.device("meta"))
+    sent = send_to_device(
+        ({"another_name": cache, "hidden": torch.ones(1)}, cache), torch.device("meta")
+    )
     assert sent[0]["hidden"].is_meta
     assert sent[0]["another_name"] is sent[1] is cache
 
@@ -164,15 +198,23 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
     both = infer(model, {0: first, 1: 2**30})
     assert both is not None
-    assert {place: held.layers for place, held in weights_by_place(model, both).items()} == {0: 1, 1: 3}
+    assert {place: held.layers for place, held in weights_by_place(model, both).items()} == {
+        0: 1,
+        1: 3,
+    }
     assert largest_streamed(model, both, 0) == (0, 0)
     memory = infer(model, {0: first, "cpu": 2**30})
     assert memory is not None
-    assert {place: held.layers for place, held in weights_by_place(model, memory).items()} == {0: 1, "cpu": 3}
+    assert {place: held.layers for place, held in weights_by_place(model, memory).items()} == {
+        0: 1,
+        "cpu": 3,
+    }
     assert largest_streamed(model, memory, 0)[0] == max(sizes[1:])
 
 
-@pytest.mark.parametrize("room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}])
+@pytest.mark.parametrize(
+    "room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}]
+)
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
     model = meta_model(open_model(str(saved("granitemoehybrid"))))
     assert infer(model, room) is None

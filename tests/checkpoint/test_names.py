@@ -9,25 +9,36 @@ import pytest
 
 from ssdprof.checkpoint.hub import parse_repo
 from ssdprof.checkpoint.model import open_model
-from ssdprof.checkpoint.names import FAMILIES, close_names, family_named, select_indices, siblings_that_fit
+from ssdprof.checkpoint.names import (
+    FAMILIES,
+    close_names,
+    family_named,
+    select_indices,
+    siblings_that_fit,
+)
 from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError
 
 TINY = "ibm-granite/granite-4.0-h-tiny"
 # A hybrid: attention at 2 and 5.
-LAYERS = tuple(LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd") for i in (0, 1, 3, 4, 6, 7))
+LAYERS = tuple(
+    LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd") for i in (0, 1, 3, 4, 6, 7)
+)
 
 
 @pytest.mark.parametrize(
     ("typed", "repo", "revision"),
     [
-        ("org/name", "org/name", None), ("org/name@v1", "org/name", "v1"), (TINY.upper(), TINY, None),
-        ("org/name@refs/pr/1", "org/name", "refs/pr/1"), ("https://huggingface.co/org/name", "org/name", None),
+        ("org/name", "org/name", None),
+        ("org/name@v1", "org/name", "v1"),
+        (TINY.upper(), TINY, None),
+        ("org/name@refs/pr/1", "org/name", "refs/pr/1"),
+        ("https://huggingface.co/org/name", "org/name", None),
         ("https://huggingface.co/org/name/tree/v1", "org/name", "v1"),
         ("https://huggingface.co/org/name/tree/refs/pr/12", "org/name", "refs/pr/12"),
         ("https://huggingface.co/org/name/blob/main/config.json", "org/name", "main"),
     ],
-)  # fmt: skip
+)
 def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> None:
     assert parse_repo(typed, None) == (repo, revision)
     assert parse_repo(typed, revision) == (repo, revision)
@@ -39,11 +50,15 @@ def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> Non
         ("org/name@v1", "v2", "names the revision v1, and --revision another: v2"),
         ("https://hf.co/datasets/a/b", None, "is not the address of a model"),
         ("https://hf.co/org", None, "Cannot parse URL 'https://hf.co/org'"),
-        ("Demo", None, "ships with ssdprof is demo"), ("demo@v1", None, "ships with ssdprof is demo"),
-        ("", None, "name is empty"), ("  ", None, "name is empty"), ("org/name", " ", "revision is empty"),
-        ("demo", "v1", "is local and has no revisions"), (".", "v1", "is local and has no revisions"),
+        ("Demo", None, "ships with ssdprof is demo"),
+        ("demo@v1", None, "ships with ssdprof is demo"),
+        ("", None, "name is empty"),
+        ("  ", None, "name is empty"),
+        ("org/name", " ", "revision is empty"),
+        ("demo", "v1", "is local and has no revisions"),
+        (".", "v1", "is local and has no revisions"),
     ],
-)  # fmt: skip
+)
 def test_names_that_are_refused_at_once(typed: str, revision: str | None, words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         open_model(typed, revision=revision)
@@ -52,12 +67,15 @@ def test_names_that_are_refused_at_once(typed: str, revision: str | None, words:
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("allenai/olmo-hybird-7b", "allenai/Olmo-Hybrid-7B"), ("granite-4.0-h-tinny", TINY),
-        ("hybird", "allenai/Olmo-Hybrid-7B"), ("state-space/mamba2-2.7b", "state-spaces/mamba2-2.7b"),
+        ("allenai/olmo-hybird-7b", "allenai/Olmo-Hybrid-7B"),
+        ("granite-4.0-h-tinny", TINY),
+        ("hybird", "allenai/Olmo-Hybrid-7B"),
+        ("state-space/mamba2-2.7b", "state-spaces/mamba2-2.7b"),
         ("Qwen/Qwen3-Next-80B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
-        ("ibm/granite-4.0-h-tiny", TINY), ("demoo", "demo"),
+        ("ibm/granite-4.0-h-tiny", TINY),
+        ("demoo", "demo"),
     ],
-)  # fmt: skip
+)
 def test_a_typo_finds_what_was_meant(typed: str, meant: str) -> None:
     assert close_names(typed)[0] == meant
 
@@ -117,12 +135,22 @@ def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself() 
 @pytest.mark.parametrize(
     ("spec", "indices"),
     [
-        ("all", [0, 1, 3, 4, 6, 7]), ("first:1", [0]), ("first:3", [0, 1, 3]), ("FIRST:6", [0, 1, 3, 4, 6, 7]),
-        ("every:1", [0, 1, 3, 4, 6, 7]), ("every:2", [0, 3, 6]), ("every:9", [0]), ("3", [3]), ("7,3", [3, 7]),
-        (" 3 , 7, 3 ", [3, 7]), ("0-3", [0, 1, 3]), ("3-7", [3, 4, 6, 7]), (" 0 - 1 , 7 ", [0, 1, 7]),
+        ("all", [0, 1, 3, 4, 6, 7]),
+        ("first:1", [0]),
+        ("first:3", [0, 1, 3]),
+        ("FIRST:6", [0, 1, 3, 4, 6, 7]),
+        ("every:1", [0, 1, 3, 4, 6, 7]),
+        ("every:2", [0, 3, 6]),
+        ("every:9", [0]),
+        ("3", [3]),
+        ("7,3", [3, 7]),
+        (" 3 , 7, 3 ", [3, 7]),
+        ("0-3", [0, 1, 3]),
+        ("3-7", [3, 4, 6, 7]),
+        (" 0 - 1 , 7 ", [0, 1, 7]),
         ("6-6,0", [0, 6]),
     ],
-)  # fmt: skip
+)
 def test_selects(spec: str, indices: list[int]) -> None:
     assert list(select_indices(spec, [layer.index for layer in LAYERS])) == indices
 
@@ -135,7 +163,9 @@ def test_selects(spec: str, indices: list[int]) -> None:
         ("first:7", "first:7: the model has 6: 0, 1"),
     ],
 )
-def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: str, words: str) -> None:
+def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(
+    spec: str, words: str
+) -> None:
     with pytest.raises(BadInputError, match=words):
         select_indices(spec, [layer.index for layer in LAYERS])
 
@@ -143,10 +173,23 @@ def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: 
 @pytest.mark.parametrize(
     "spec",
     [
-        "", "none", "first", "first:", "first:-1", "first:0", "every:x", "every:00", "3-", "3-7-9", "7-3", "3,,7", "3,",
-        "-3", "3.5",
+        "",
+        "none",
+        "first",
+        "first:",
+        "first:-1",
+        "first:0",
+        "every:x",
+        "every:00",
+        "3-",
+        "3-7-9",
+        "7-3",
+        "3,,7",
+        "3,",
+        "-3",
+        "3.5",
     ],
-)  # fmt: skip
+)
 def test_a_spec_that_cannot_be_read(spec: str) -> None:
     with pytest.raises(BadInputError, match="cannot be read") as raised:
         select_indices(spec, [layer.index for layer in LAYERS])

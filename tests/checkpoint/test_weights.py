@@ -29,9 +29,16 @@ def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
 
 def test_a_header_gives_shapes_and_bytes(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    save_file({"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)}, file)
+    save_file(
+        {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)},
+        file,
+    )
     header = Source(tmp_path).header(file.name)
-    assert (header["w"].dtype, header["w"].shape, header["w"].parameter_count) == ("BF16", [3, 5], 15)
+    assert (header["w"].dtype, header["w"].shape, header["w"].parameter_count) == (
+        "BF16",
+        [3, 5],
+        15,
+    )
     assert (header["s"].shape, header["s"].parameter_count) == ([], 1)
 
 
@@ -42,13 +49,21 @@ def corrupt(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        *((lambda content, keep=keep: content[:keep], "truncated or corrupt") for keep in (0, 7, 100, -1)),
+        *(
+            (lambda content, keep=keep: content[:keep], "truncated or corrupt")
+            for keep in (0, 7, 100, -1)
+        ),
         (corrupt, "truncated or corrupt"),
-        (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "a Git LFS pointer"),
+        (
+            lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+            "a Git LFS pointer",
+        ),
         (None, "has no model-"),
     ],
 )
-def test_a_damaged_shard_cannot_be_had(copied: Save, damage: Callable[[bytes], bytes] | None, words: str) -> None:
+def test_a_damaged_shard_cannot_be_had(
+    copied: Save, damage: Callable[[bytes], bytes] | None, words: str
+) -> None:
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
     content = shard.read_bytes()
@@ -79,11 +94,36 @@ def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) ->
     ("key", "place", "kind", "words"),
     [
         ("backbone.layers.0.mixer.invented", None, ModelUnavailableError, "invented"),
-        ("backbone.norm_f.weight", "../secret.safetensors", BadInputError, "no safetensors file inside"),
-        ("backbone.norm_f.weight", "/etc/secret.safetensors", BadInputError, "no safetensors file inside"),
-        ("backbone.norm_f.weight", "a/../../b.safetensors", BadInputError, "no safetensors file inside"),
-        ("backbone.norm_f.weight", "C:\\b.safetensors", BadInputError, "no safetensors file inside"),
-        ("backbone.norm_f.weight", "..\\b.safetensors", BadInputError, "no safetensors file inside"),
+        (
+            "backbone.norm_f.weight",
+            "../secret.safetensors",
+            BadInputError,
+            "no safetensors file inside",
+        ),
+        (
+            "backbone.norm_f.weight",
+            "/etc/secret.safetensors",
+            BadInputError,
+            "no safetensors file inside",
+        ),
+        (
+            "backbone.norm_f.weight",
+            "a/../../b.safetensors",
+            BadInputError,
+            "no safetensors file inside",
+        ),
+        (
+            "backbone.norm_f.weight",
+            "C:\\b.safetensors",
+            BadInputError,
+            "no safetensors file inside",
+        ),
+        (
+            "backbone.norm_f.weight",
+            "..\\b.safetensors",
+            BadInputError,
+            "no safetensors file inside",
+        ),
     ],
 )
 def test_an_index_that_is_wrong_or_leaves_its_folder(
@@ -108,23 +148,38 @@ def test_names_that_are_no_file_do_not_stay_inside() -> None:
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"{", ModelUnavailableError), ([], ModelUnavailableError), ({"metadata": {}}, ModelUnavailableError),
+        (b"{", ModelUnavailableError),
+        ([], ModelUnavailableError),
+        ({"metadata": {}}, ModelUnavailableError),
         (b"null", ModelUnavailableError),
-        ({"weight_map": []}, ModelUnavailableError), ({"weight_map": {}}, BadInputError),
-        ({"weight_map": {"a": 1}}, BadInputError), ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
+        ({"weight_map": []}, ModelUnavailableError),
+        ({"weight_map": {}}, BadInputError),
+        ({"weight_map": {"a": 1}}, BadInputError),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) -> None:
     folder = copied("mamba2")
-    (folder / INDEX).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (folder / INDEX).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     found = failure(folder)
     assert type(found) is error
     assert not any(word in found.message for word in ("object", "indices", "KeyError"))
 
 
 def test_which_weights_three_layers_need() -> None:
-    needed = ("model.layers.2.mamba.A_log", "backbone.embeddings.weight", "model.language_model.norm.weight")
-    others = ("model.layers.3.mamba.A_log", "layers.12.mamba.A_log", "lm_head.weight", "mtp.layers.0.mlp.weight")
+    needed = (
+        "model.layers.2.mamba.A_log",
+        "backbone.embeddings.weight",
+        "model.language_model.norm.weight",
+    )
+    others = (
+        "model.layers.3.mamba.A_log",
+        "layers.12.mamba.A_log",
+        "lm_head.weight",
+        "mtp.layers.0.mlp.weight",
+    )
     towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
     assert all(is_needed(key, depth=3) for key in needed)
     assert not any(is_needed(key, depth=3) for key in (*others, *towers))

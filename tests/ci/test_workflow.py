@@ -44,22 +44,41 @@ def filled(text: str, inputs: dict[str, str], outputs: dict[str, dict[str, str]]
 
     def value(match: re.Match[str]) -> str:
         group, name, *rest = match[1].split(".")
-        return {"inputs": inputs}[group][name] if not rest else {"steps": outputs}[group][name][rest[1]]
+        return (
+            {"inputs": inputs}[group][name]
+            if not rest
+            else {"steps": outputs}[group][name][rest[1]]
+        )
 
     return re.sub(r"\$\{\{ (.+?) \}\}", value, text)
 
 
 def play(job: str, folder: Path, options: str, **environment: str) -> Played:
-    """The action with the inputs of a job of the workflow, in GitHub's shell.  options: instead of the job's."""
-    (with_,) = (step["with"] for step in yaml_of("docs/ssdprof.yml")["jobs"][job]["steps"] if "ssdprof" in step["uses"])
+    """The action with the inputs of a job of the workflow, in GitHub's shell.  options: instead of
+    the job's.
+    """
+    (with_,) = (
+        step["with"]
+        for step in yaml_of("docs/ssdprof.yml")["jobs"][job]["steps"]
+        if "ssdprof" in step["uses"]
+    )
     action = yaml_of("action.yml")
-    inputs = {name: one.get("default", "") for name, one in action["inputs"].items()} | with_ | {"options": options}
+    inputs = (
+        {name: one.get("default", "") for name, one in action["inputs"].items()}
+        | with_
+        | {"options": options}
+    )
     reports, artifact, summary = folder / inputs["reports"], folder / "artifact", folder / "summary"
     for old in (reports, artifact):
         shutil.rmtree(old, ignore_errors=True)
     summary.write_text("")
     path = f"{Path(__file__).parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    github = {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_ACTIONS": "true", "PATH": path, "PYTHONPATH": str(ROOT)}
+    github = {
+        "GITHUB_STEP_SUMMARY": str(summary),
+        "GITHUB_ACTIONS": "true",
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+    }
     outputs: dict[str, dict[str, str]] = {}
     failed, log = False, ""
     for step in action["runs"]["steps"]:
@@ -74,25 +93,39 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         own = {name: filled(value, inputs, outputs) for name, value in step.get("env", {}).items()}
         ended = subprocess.run(
             [*SHELL, step["run"]],
-            cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-            env=os.environ | github | own | environment | {"GITHUB_OUTPUT": str(output), "NO_COLOR": "1"},
-        )  # fmt: skip
+            cwd=folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+            env=os.environ
+            | github
+            | own
+            | environment
+            | {"GITHUB_OUTPUT": str(output), "NO_COLOR": "1"},
+        )
         log, failed = log + ended.stdout, failed or ended.returncode != 0
-        outputs[step.get("id", "")] = dict(line.split("=", 1) for line in output.read_text().splitlines())
+        outputs[step.get("id", "")] = dict(
+            line.split("=", 1) for line in output.read_text().splitlines()
+        )
     for one in () if failed else action["outputs"].values():
         filled(one["value"], inputs, outputs)
     return Played(not failed, log, summary.read_text(), reports, artifact)
 
 
 def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
-    """On the main branch, on a pull request that changes nothing, and on one whose fused kernel got worse."""
+    """On the main branch, on a pull request that changes nothing, and on one whose fused kernel got
+    worse.
+    """
     fault, metric = FAULTS[job]
     baseline = {"cpu": "ssdprof-baseline.json", "gpu": "ssdprof-gpu.json"}[job]
     main = play(job, folder, options, **environment)
     assert main.passed, main.log
     told = f"Nothing was compared. Commit {main.reports.name}/baseline.json as {baseline}."
     assert f"\n::notice title=ssdprof::{told}" in main.log
-    assert {"run", "report.html", "junit.xml", "baseline.json"} <= {one.name for one in main.artifact.iterdir()}
+    assert {"run", "report.html", "junit.xml", "baseline.json"} <= {
+        one.name for one in main.artifact.iterdir()
+    }
     assert main.summary.startswith("## ssdprof: demo")
     assert main.summary.count("\n") <= 40
     shutil.copy(main.reports / "baseline.json", folder / baseline)
@@ -102,11 +135,15 @@ def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
     assert unchanged.summary.count("\n") <= 80
     worse = play(job, folder, options, PLANTED=fault, **environment)
     assert not worse.passed, worse.log
-    for begins in ("FAILED: " + metric, "::error title=ssdprof compare::" + metric.replace("%", "%25")):
+    for begins in (
+        "FAILED: " + metric,
+        "::error title=ssdprof compare::" + metric.replace("%", "%25"),
+    ):
         assert re.search(f"^{re.escape(begins)}: {ROW}: ", worse.log, re.M), worse.log
     assert re.search(f"FAILED: {re.escape(metric)}: {ROW}", worse.summary)
     assert (worse.artifact / "compare.txt").stat().st_size  # attached although the job failed
-    assert ("\nThe run did not pass" in worse.log) == (fault == "inexact")  # no verdict of a run is on speed alone
+    # no verdict of a run is on speed alone
+    assert ("\nThe run did not pass" in worse.log) == (fault == "inexact")
     assert "\nThe comparison with the baseline did not pass" in worse.log
 
 
@@ -127,9 +164,19 @@ def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path) -> N
 
     def run(line: str) -> str:
         found = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        found |= {"PATH": f"{tmp_path / 'venv' / 'bin'}:{found['PATH']}", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
-        found |= {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-        ended = subprocess.run(line, shell=True, cwd=folder, env=found, capture_output=True, text=True, check=False)
+        found |= {
+            "PATH": f"{tmp_path / 'venv' / 'bin'}:{found['PATH']}",
+            "PIP_NO_DEPS": "1",
+            "PIP_NO_INDEX": "1",
+        }
+        found |= {
+            f"GIT_{who}_{what}": "a@b.c"
+            for who in ("AUTHOR", "COMMITTER")
+            for what in ("NAME", "EMAIL")
+        }
+        ended = subprocess.run(
+            line, shell=True, cwd=folder, env=found, capture_output=True, text=True, check=False
+        )
         assert ended.returncode == 0, f"{line}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
@@ -145,7 +192,9 @@ def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path) -> N
     assert "PASSED: no case violates rms:5% or match:-0.1." in printed[-3]
     head = run("git describe --always --abbrev=10").strip()
     assert re.search(rf"compared cases?  ▁+\n(.*\n)+{head} +second ", printed[-1]), printed[-1]
-    assert run(f"'{site.parents[2]}/bin/python' -c 'import ssdprof; print(ssdprof.__file__)'").startswith(str(site))
+    assert run(
+        f"'{site.parents[2]}/bin/python' -c 'import ssdprof; print(ssdprof.__file__)'"
+    ).startswith(str(site))
 
 
 SPREADS = (0.0, 0.005, 0.01, 0.02)  # from run to run
@@ -153,8 +202,12 @@ PERCENT = (3, 5)
 
 
 def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
-    """Two runs of one time, with the scatter of each recorded comparison of a kernel with itself."""
-    stored = json.loads((ROOT / "benchmarks" / "results" / "verdicts-h100.json").read_text())["same"]
+    """Two runs of one time, with the scatter of each recorded comparison of a kernel with
+    itself.
+    """
+    stored = json.loads((ROOT / "benchmarks" / "results" / "verdicts-h100.json").read_text())[
+        "same"
+    ]
     rng, shares = np.random.default_rng(0), []
     for spread in SPREADS:
         alarms = []
@@ -163,7 +216,9 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
             count = one["recordings"]
             scatter = math.log(high / low) / 2 / statistics._T[count - 2] * math.sqrt(count)
             base, new = (
-                statistics.median([[math.exp(x)] for x in rng.normal(rng.normal(0, spread), scatter, count)])
+                statistics.median(
+                    [[math.exp(x)] for x in rng.normal(rng.normal(0, spread), scatter, count)]
+                )
                 for _ in range(2)
             )
             ratio = statistics.quotient(base, new)
@@ -173,7 +228,10 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
     rows = re.findall(r"^\| .*? % \| ([\d.]+) % \| ([\d.]+) % \|$", page, re.M)
     for said, found in zip(zip(*rows, strict=True), zip(*shares, strict=True), strict=True):
         assert max(found[:2]) < 0.1
-        expected = [0.0, *(pytest.approx(share, abs=1 if share > 5 else 0.3) for share in found[2:])]
+        expected = [
+            0.0,
+            *(pytest.approx(share, abs=1 if share > 5 else 0.3) for share in found[2:]),
+        ]
         assert list(map(float, said)) == expected
 
 
@@ -183,7 +241,9 @@ def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_no_input_is_part_of_a_script() -> None:
-    """An expression inside `run` would allow a branch's name to run commands; `env` passes values safely."""
+    """An expression inside `run` would allow a branch's name to run commands; `env` passes values
+    safely.
+    """
     for step in yaml_of("action.yml")["runs"]["steps"]:
         assert "${{" not in step.get("run", "")
         assert "run" not in step or step["shell"] == "bash"
@@ -194,5 +254,11 @@ def test_the_action_is_documented() -> None:
     for entry in [*action["inputs"].values(), *action["outputs"].values()]:
         assert entry["description"]
     jobs = yaml_of("docs/ssdprof.yml")["jobs"].values()
-    used = {name for job in jobs for step in job["steps"] if "ssdprof" in step["uses"] for name in step["with"]}
+    used = {
+        name
+        for job in jobs
+        for step in job["steps"]
+        if "ssdprof" in step["uses"]
+        for name in step["with"]
+    }
     assert used == action["inputs"].keys()

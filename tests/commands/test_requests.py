@@ -32,23 +32,41 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
     [
         (
             RunOptions,
-            {"seqlens": "1k,2k", "segment_length": "1k", "states": "bf16", "implementations": "fused,fla",
-             "smallest_difference": "3%"},
-            {"seqlens": (1024, 2048), "segment_length": 1024, "states": ("bf16",), "implementations": ("fused", "fla"),
-             "smallest_difference": 0.03},
+            {
+                "seqlens": "1k,2k",
+                "segment_length": "1k",
+                "states": "bf16",
+                "implementations": "fused,fla",
+                "smallest_difference": "3%",
+            },
+            {
+                "seqlens": (1024, 2048),
+                "segment_length": 1024,
+                "states": ("bf16",),
+                "implementations": ("fused", "fla"),
+                "smallest_difference": 0.03,
+            },
         ),
         (RunOptions, {"chunk": "8k"}, {"chunk": 8192}),
-        (AnswersOptions, {"states": "all", "implementations": "fused"},
-         {"states": ("fp32", "fp16", "bf16"), "implementations": ("fused",)}),
+        (
+            AnswersOptions,
+            {"states": "all", "implementations": "fused"},
+            {"states": ("fp32", "fp16", "bf16"), "implementations": ("fused",)},
+        ),
         (PrefillOptions, {"seqlens": "1k"}, {"seqlens": (1024,), "implementations": COMPARED}),
         (StallsOptions, {"seqlen": "2k", "model": None}, {"seqlen": 2048}),
     ],
-)  # fmt: skip
-def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: dict[str, Any]) -> None:
-    given = {name: value for name, value in ({"model": "demo"} | typed).items() if value is not None}
+)
+def test_words_are_read(
+    kind: Callable[..., Any], typed: dict[str, Any], read: dict[str, Any]
+) -> None:
+    given = {
+        name: value for name, value in ({"model": "demo"} | typed).items() if value is not None
+    }
     found = subject.read(kind(**given))
     assert {name: getattr(found, name) for name in read} == read
-    packed = subject.read(RunOptions(model="demo", packed="64x1k-4k")).packed  # type: ignore[arg-type]
+    options = RunOptions(model="demo", packed="64x1k-4k")  # type: ignore[arg-type]
+    packed = subject.read(options).packed
     assert packed is not None
     assert (packed.sequences, packed.shortest, packed.seqlen) == (64, 1024, 4096)
 
@@ -60,7 +78,12 @@ def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: d
         ("fp16", "all", None, ["exact, fp32 states", "relaxed, fp16 states"]),
         ("fp32", "all", None, ["exact, fp32 states", "relaxed, fp32 states"]),
         ("bf16", "relaxed", None, ["relaxed, bf16 states"]),
-        ("bf16", "exact", parse_states("all"), ["exact, fp32 states", "exact, fp16 states", "exact, bf16 states"]),
+        (
+            "bf16",
+            "exact",
+            parse_states("all"),
+            ["exact, fp32 states", "exact, fp16 states", "exact, bf16 states"],
+        ),
         ("bf16", "all", ("fp16",), ["exact, fp16 states", "relaxed, fp16 states"]),
     ],
 )
@@ -71,22 +94,44 @@ def test_two_precisions_unless_more_are_asked_for(
 
 
 def test_the_conditions_of_every_command() -> None:
-    run, answers = RunOptions(model="demo", min_speedup=2, gate=["rms:5"]), {"max_kl": 0.1, "min_top1": "90%"}
+    run, answers = (
+        RunOptions(model="demo", min_speedup=2, gate=["rms:5"]),
+        {"max_kl": 0.1, "min_top1": "90%"},
+    )
     assert subject.run(run)[0].conditions == of_options(min_speedup=2, gates=["rms:5"])
-    asked, found = subject.answers(AnswersOptions(model="demo", max_perplexity_increase="2%", **answers))
-    assert asked.conditions == of_options(max_perplexity_increase="2%", **answers)  # type: ignore[arg-type]
+    asked, found = subject.answers(
+        AnswersOptions(model="demo", max_perplexity_increase="2%", **answers)
+    )
+    conditions = of_options(max_perplexity_increase="2%", **answers)  # type: ignore[arg-type]
+    assert asked.conditions == conditions
     assert found.whole
 
 
 def test_the_cells_and_names_of_a_bench() -> None:
     request, names, too_large = subject.bench(
         BenchOptions(
-            operator="ssd", shape="4x16x16x1", seq="1k,4k", batch="1,128", cells="2x8", max_tokens="256k",
-            dtype="fp32", layout="views", against="mamba_ssm,published", published=Path("mamba"),
-            also="recurrent_in_place", chunk_size="64", states=("bf16",), max_rms_ratio=2,
+            operator="ssd",
+            shape="4x16x16x1",
+            seq="1k,4k",
+            batch="1,128",
+            cells="2x8",
+            max_tokens="256k",
+            dtype="fp32",
+            layout="views",
+            against="mamba_ssm,published",
+            published=Path("mamba"),
+            also="recurrent_in_place",
+            chunk_size="64",
+            states=("bf16",),
+            max_rms_ratio=2,
         )
-    )  # fmt: skip
-    assert [str(cell.tokens) for cell in request.measured] == ["1 x 1,024", "1 x 4,096", "128 x 1,024", "2 x 8"]
+    )
+    assert [str(cell.tokens) for cell in request.measured] == [
+        "1 x 1,024",
+        "1 x 4,096",
+        "128 x 1,024",
+        "2 x 8",
+    ]
     assert {(cell.dtype, cell.layout) for cell in request.measured} == {("fp32", "views")}
     assert [str(one) for one in too_large] == ["128 x 4,096"]
     assert (request.baseline, request.match_with) == ("mamba_ssm", None)
@@ -98,22 +143,35 @@ def test_the_cells_and_names_of_a_bench() -> None:
 def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "ssdprof.toml"
     file.write_text(
-        "[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\nmin-match = {0 = 50}\n[prefill]\nmin-speedup = 1.1\n"
+        "[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\nmin-match = {0 = "
+        "50}\n[prefill]\nmin-speedup = 1.1\n"
     )
     bench = BenchOptions(operator="ssd", min_speedup=2, min_match=["1e-3:99"], config=file)
-    assert subject.bench(bench)[0].conditions == of_options(min_speedup=2, min_match=["1e-3:99"], max_rms_ratio=3)
+    assert subject.bench(bench)[0].conditions == of_options(
+        min_speedup=2, min_match=["1e-3:99"], max_rms_ratio=3
+    )
     prefill = PrefillOptions(model="demo", config=file, against="fused,reference")
     asked = subject.prefill(prefill)
-    assert (asked.conditions, asked.implementations) == (of_options(min_speedup=1.1), (*COMPARED, "reference"))
-    assert subject.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == of_options(gates=["speedup:1.2"])
+    assert (asked.conditions, asked.implementations) == (
+        of_options(min_speedup=1.1),
+        (*COMPARED, "reference"),
+    )
+    assert subject.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == of_options(
+        gates=["speedup:1.2"]
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        *(({name: True, "cast": "fp16"}, f"--cast and --{name} cannot be combined")
-          for name in ("answers", "prefill", "stalls")),
-        ({"stalls": True, "tensor_parallel": 2}, "--stalls and --tensor-parallel cannot be combined"),
+        *(
+            ({name: True, "cast": "fp16"}, f"--cast and --{name} cannot be combined")
+            for name in ("answers", "prefill", "stalls")
+        ),
+        (
+            {"stalls": True, "tensor_parallel": 2},
+            "--stalls and --tensor-parallel cannot be combined",
+        ),
         ({"prefill": True, "tensor_parallel": 2}, "--prefill runs one whole sequence"),
         ({"answers": True, "batch": 2}, "--answers runs one whole sequence"),
         ({"prefill": True, "chunk": "8k"}, "--prefill runs one whole sequence"),
@@ -121,7 +179,7 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ({"gate": ["speed:2"]}, "--gate does not know 'speed'"),
         ({"gate": ["match@1:99%"]}, "--gate knows no match at 1"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         subject.run(RunOptions(model="demo", **options))

@@ -26,7 +26,9 @@ def compare(*words: str) -> Answer:
 
 
 def run(change: Callable[[Case], Case] = lambda case: case, **fields: object) -> Report:
-    return cases.report(**{"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32), "change": change} | fields)
+    return cases.report(
+        **{"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32), "change": change} | fields
+    )
 
 
 def kept(name: str, report: Report) -> None:
@@ -36,7 +38,7 @@ def kept(name: str, report: Report) -> None:
 
 
 @pytest.fixture(autouse=True)
-def runs_in_folder(in_empty_folder: None) -> None:  # noqa: ARG001
+def runs_in_folder(in_empty_folder: None) -> None:
     kept("base", run())
     kept("same", run())
     kept("slow", run(cases.slowed(1.05, lambda case: case.implementation == "fused")))
@@ -74,7 +76,10 @@ def test_another_machine_is_said_to_be_one() -> None:
     answer = compare("base", "elsewhere", "--fail-if", "slower:3%")
     assert answer.code == 0
     said = answer.shown
-    assert "The conditions differ (other GPU: NVIDIA H200, now NVIDIA H100), so absolute times are not" in said
+    assert (
+        "The conditions differ (other GPU: NVIDIA H200, now NVIDIA H100), so absolute times are not"
+        in said
+    )
     assert "Speedups over the baseline" in said
 
 
@@ -82,10 +87,14 @@ def test_json_and_markdown() -> None:
     told = json.loads(compare("base", "slow", "--json").out)
     keeps_to("comparison", told)
     assert len(told["pairs"]) == 8
-    failed = compare("base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "slower:3%")
+    failed = compare(
+        "base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "slower:3%"
+    )
     assert (failed.code, failed.out) == (1, "")
     text = Path("compare.md").read_text()
-    assert text.startswith("## ssdprof compare: BASE base, NEW slow\n\n**FAILED: slower:3%: layer 0")
+    assert text.startswith(
+        "## ssdprof compare: BASE base, NEW slow\n\n**FAILED: slower:3%: layer 0"
+    )
     assert "| layer 9, 131,072 tokens | fused" in text
     again = compare("base", "slow", "--format", "markdown", "-o", "compare.md")
     assert (again.code, "--force" in again.err) == (2, True)
@@ -98,7 +107,9 @@ def test_stages_that_were_profiled_in_both_stand_side_by_side() -> None:
     text = (Path(__file__).parents[1] / "stalls" / "data" / "demo" / "stalls.json").read_text()
     for name, us in (("base", "6.016"), ("slow", "12.032")):
         (folder := Path("runs", name, "stalls")).mkdir()
-        (folder / "stalls.json").write_text(text.replace('"duration_us":6.016', f'"duration_us":{us}'))
+        (folder / "stalls.json").write_text(
+            text.replace('"duration_us":6.016', f'"duration_us":{us}')
+        )
     rows = [" ".join(line.split()) for line in compare("base", "slow").out.splitlines()]
     assert "unfused chunk_cumsum 17.1% 29.2% 6.02 µs 12.0 µs" in rows
     assert "ticket" not in compare("base", "same").out
@@ -110,7 +121,9 @@ def test_a_path_is_named_as_it_is() -> None:
 
 
 def test_settings_hold_the_conditions() -> None:
-    Path("ssdprof.toml").write_text('[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n')
+    Path("ssdprof.toml").write_text(
+        '[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n'
+    )
     answer = compare("base", "slow")
     assert answer.code == 1
     assert "8 no difference within 10.0%" in answer.shown

@@ -7,7 +7,20 @@ from typing import Any
 
 import cases
 import pytest
-from cases import answers, band, bench, case, cell, deviation, failed, of_answers, of_cases, of_prefill, prefill, report
+from cases import (
+    answers,
+    band,
+    bench,
+    case,
+    cell,
+    deviation,
+    failed,
+    of_answers,
+    of_cases,
+    of_prefill,
+    prefill,
+    report,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +37,9 @@ def places(name: str) -> list[str]:
 
 
 @given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))
-def test_every_condition_in_its_own_unit_is_read(data: st.DataObject, limit: float, name: str) -> None:
+def test_every_condition_in_its_own_unit_is_read(
+    data: st.DataObject, limit: float, name: str
+) -> None:
     at = data.draw(st.sampled_from(["", *places(name)]))
     metric, to_base = METRICS[name], data.draw(st.booleans())
     unit = data.draw(st.sampled_from(["", "%"])) if to_base else "%" if metric.percent else ""
@@ -33,7 +48,9 @@ def test_every_condition_in_its_own_unit_is_read(data: st.DataObject, limit: flo
     base = f"base{'-' if metric.more else '+'}" if to_base else ""
     text = f"{name}{f'@{at}' if at else ''}:{base}{limit:g}{unit}"
     found = parse("--fail-if" if to_base else "--gate", text)
-    assert found == Condition(metric=name, at=at, limit=limit, percent=unit == "%", to_base=to_base, spelling=text)
+    assert found == Condition(
+        metric=name, at=at, limit=limit, percent=unit == "%", to_base=to_base, spelling=text
+    )
 
 
 @given(text=st.text(alphabet="abeikloprst@:+-.%0159 ", max_size=20) | st.text(max_size=20))
@@ -81,7 +98,9 @@ CHANGES = [
     ("option", "text", "complaint", "hint"),
     [*(("--gate", *one) for one in GATES), *(("--fail-if", *one) for one in CHANGES)],
 )
-def test_what_cannot_be_read_says_what_to_write(option: str, text: str, complaint: str, hint: str) -> None:
+def test_what_cannot_be_read_says_what_to_write(
+    option: str, text: str, complaint: str, hint: str
+) -> None:
     with pytest.raises(BadInputError) as caught:
         parse(option, text)
     assert caught.value.message.startswith(f"{option} ")
@@ -101,7 +120,8 @@ def test_options_are_spellings_of_conditions() -> None:
         "speedup@fla:1.3": ("speedup@fla:1.3", {"gates": ["speedup@fla:1.3"]}),
     }
     for spelling, (gate, options) in given.items():
-        assert of_options(**options) == (parse("", gate).changed(spelling=spelling),)  # type: ignore[arg-type]
+        conditions = of_options(**options)  # type: ignore[arg-type]
+        assert conditions == (parse("", gate).changed(spelling=spelling),)
     assert len(of_options(min_match=["0:100", "0:50"])) == 2
     both = of_options(min_speedup=1.5, min_match=["1e-3:99", "0:60%"], gates=["rms:2"])
     assert [one.metric for one in both] == ["speedup", "match", "match", "rms"]
@@ -134,7 +154,10 @@ def test_options_that_are_no_limit(options: dict[str, Any], said: str) -> None:
 
 
 def said(found: Report, *gates: str) -> list[str]:
-    return [str(one) for one in broken(found.changed(conditions=[parse("--gate", gate) for gate in gates]))]
+    return [
+        str(one)
+        for one in broken(found.changed(conditions=[parse("--gate", gate) for gate in gates]))
+    ]
 
 
 TWO = report(layers=(0, 9), precisions=(cases.EXACT_FP32, cases.RELAXED_FP32))
@@ -142,7 +165,18 @@ EXACT_0, EXACT_9 = (f"layer {layer}, 131,072 tokens, fused, exact, fp32 states" 
 
 
 def test_gates_that_hold() -> None:
-    assert said(TWO, "speedup:1.99", "match@1e-3:60%", "rms:3", "time:2000", "memory:1048576", "launches:1") == []
+    assert (
+        said(
+            TWO,
+            "speedup:1.99",
+            "match@1e-3:60%",
+            "rms:3",
+            "time:2000",
+            "memory:1048576",
+            "launches:1",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,14 +185,31 @@ def test_gates_that_hold() -> None:
         ("speedup:2.2", (EXACT_0, EXACT_9), "2x over unfused"),
         ("time@device:500.5", (EXACT_9,), "545 us"),
         ("time@call:521", (EXACT_9,), "565 us"),
-        ("memory:1000", (EXACT_0, EXACT_0.replace("exact", "relaxed"), EXACT_9, EXACT_9.replace("exact", "relaxed")),
-         "1,048,576 bytes"),
-        ("match@0:80%", (EXACT_0.replace("exact", "relaxed"), EXACT_9.replace("exact", "relaxed")), ""),
-        ("rms:1.4", (EXACT_9, EXACT_0.replace("exact", "relaxed"), EXACT_9.replace("exact", "relaxed")),
-         "times the floor"),
+        (
+            "memory:1000",
+            (
+                EXACT_0,
+                EXACT_0.replace("exact", "relaxed"),
+                EXACT_9,
+                EXACT_9.replace("exact", "relaxed"),
+            ),
+            "1,048,576 bytes",
+        ),
+        (
+            "match@0:80%",
+            (EXACT_0.replace("exact", "relaxed"), EXACT_9.replace("exact", "relaxed")),
+            "",
+        ),
+        (
+            "rms:1.4",
+            (EXACT_9, EXACT_0.replace("exact", "relaxed"), EXACT_9.replace("exact", "relaxed")),
+            "times the floor",
+        ),
     ],
-)  # fmt: skip
-def test_a_gate_names_the_cases_that_break_it(gate: str, names: tuple[str, ...], found: str) -> None:
+)
+def test_a_gate_names_the_cases_that_break_it(
+    gate: str, names: tuple[str, ...], found: str
+) -> None:
     """Neither the baseline's nor its other precisions'."""
     lines = said(TWO, gate)
     assert {line.split(": ")[1] for line in lines} == set(names)
@@ -178,7 +229,9 @@ def test_a_speedup_over_another_implementation() -> None:
 def test_a_gate_that_can_judge_nothing_is_broken() -> None:
     refused = report(change=lambda one: failed(one, "refused"))
     assert said(refused, "rms:9") == ["rms:9: no case passed that it could judge"]
-    assert {line.rpartition(": ")[2] for line in said(report(layers=(0,), gpu=False), "speedup:1")} == {"not timed"}
+    assert {
+        line.rpartition(": ")[2] for line in said(report(layers=(0,), gpu=False), "speedup:1")
+    } == {"not timed"}
     assert said(TWO, "kl:1") == ["kl:1: no case passed that it could judge"]
 
 
@@ -192,8 +245,13 @@ def test_an_error_over_a_floor_of_nothing_is_infinite() -> None:
 def test_the_fused_implementation_has_to_reach_the_speedup_of_a_prefill_in_each_form() -> None:
     place = "prefill, model convolution and norm, 1,024 tokens"
     assert said(prefill(), "speedup:1.99") == []
-    assert said(prefill(), "speedup:2.1") == [f"speedup:2.1: {place}, fused, exact, fp32 states: 2x over unfused"]
-    own = [of_prefill(name, us, conv_and_norm="bundled") for name, us in (("unfused", 1100.0), ("fused", 1000.0))]
+    assert said(prefill(), "speedup:2.1") == [
+        f"speedup:2.1: {place}, fused, exact, fp32 states: 2x over unfused"
+    ]
+    own = [
+        of_prefill(name, us, conv_and_norm="bundled")
+        for name, us in (("unfused", 1100.0), ("fused", 1000.0))
+    ]
     both = prefill(of_prefill("unfused", 2000.0), of_prefill(), *own)
     assert [line.split(", ")[0:2] for line in said(both, "speedup:1.99")] == [
         ["speedup:1.99: prefill", "bundled convolution and norm"]
@@ -204,7 +262,9 @@ def test_the_fused_implementation_has_to_reach_the_speedup_of_a_prefill_in_each_
 
 def test_a_prefill_that_was_not_timed_does_not_hold() -> None:
     base, late = of_prefill("unfused", 2000.0), of_prefill(call_us=None)
-    assert said(prefill(base, late), "speedup:1")[0].endswith("fused, exact, fp32 states: not timed")
+    assert said(prefill(base, late), "speedup:1")[0].endswith(
+        "fused, exact, fp32 states: not timed"
+    )
     assert said(prefill(of_prefill()), "speedup:1")[0].endswith("its baseline was not timed")
     refused = failed(of_prefill(), "refused")
     assert said(prefill(base, refused), "speedup:1") == [
@@ -237,10 +297,26 @@ def test_a_left_out_cell_of_a_bench_breaks_a_speedup() -> None:
     ],
 )
 def test_answers_are_judged_on_the_whole_prompt_and_noise_is_not(gate: str, found: str) -> None:
-    assert said(answers(), gate) == [f"{gate}: answers, 1,100 tokens, fused, exact, fp32 states: {found}"]
+    assert said(answers(), gate) == [
+        f"{gate}: answers, 1,100 tokens, fused, exact, fp32 states: {found}"
+    ]
     alone = of_answers(alone=3)
-    assert said(answers(of_answers(bands=(band(kl_mean=0.0, top1_pct=100.0, perplexity=8.0,
-                                               perplexity_increase_pct=0.0),)), alone), gate) == []  # fmt: skip
+    assert (
+        said(
+            answers(
+                of_answers(
+                    bands=(
+                        band(
+                            kl_mean=0.0, top1_pct=100.0, perplexity=8.0, perplexity_increase_pct=0.0
+                        ),
+                    )
+                ),
+                alone,
+            ),
+            gate,
+        )
+        == []
+    )
 
 
 def test_a_perplexity_that_nobody_knows_cannot_be_judged() -> None:

@@ -1,4 +1,6 @@
-"""Two reports of a kind: the verdict on each case, by arithmetic that a reader can repeat by hand."""
+"""Two reports of a kind: the verdict on each case, by arithmetic that a reader can repeat by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from typing import Any
 
 import cases
 import pytest
-from cases import EXACT_FP32, RELAXED_FP32, bench, checkpoint, environment, failed, in_calls, of_answers, of_prefill
+from cases import (
+    EXACT_FP32,
+    RELAXED_FP32,
+    bench,
+    checkpoint,
+    environment,
+    failed,
+    in_calls,
+    of_answers,
+    of_prefill,
+)
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse
@@ -49,12 +61,15 @@ def near(found: Estimate | None, value: float) -> bool:
 
 def offences(found: Comparison) -> dict[str, list[str]]:
     return {
-        one.spelling: [f"{each.case}: {each.found}" for each in offenders] for one, offenders in found.verdicts.items()
+        one.spelling: [f"{each.case}: {each.found}" for each in offenders]
+        for one, offenders in found.verdicts.items()
     }
 
 
 def test_a_report_does_not_differ_from_itself() -> None:
-    found = compared(run(), run(), "slower:0%", "slower-call:0%", "match:0", "rms:0%", "memory:0%", "launches:0")
+    found = compared(
+        run(), run(), "slower:0%", "slower-call:0%", "match:0", "rms:0%", "memory:0%", "launches:0"
+    )
     assert found.passed, offences(found)
     assert {pair.verdict for pair in found.pairs} == {"no difference"}
     assert not any(pair.other_inputs or pair.incomparable for pair in found.pairs)
@@ -64,7 +79,9 @@ def test_a_report_does_not_differ_from_itself() -> None:
 def test_every_chunk_of_a_prompt_is_compared() -> None:
     """Even if the last chunk, of the same size, did not change."""
     base = in_calls(run(seqlens=(24,)), count=3)
-    first = cases.slowed(1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1)
+    first = cases.slowed(
+        1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1
+    )
     found = compared(base, base.changed(cases=tuple(map(first, base.cases))), "slower:3%")
     assert len(found.pairs) == len(base.cases)
     assert sorted(one.partition(": ")[0] for one in offences(found)["slower:3%"]) == sorted(
@@ -91,15 +108,22 @@ def test_a_ratio_and_its_interval() -> None:
     assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "no difference"
     assert pair_of(compared(new, base)).verdict == "faster"
     assert pair_of(compared(base, new, smallest=0.06)).verdict == "no difference"
-    (total,) = (one for one in found.totals if (one.implementation, one.precision) == ("fused", EXACT_FP32))
+    (total,) = (
+        one for one in found.totals if (one.implementation, one.precision) == ("fused", EXACT_FP32)
+    )
     assert (total.where, total.by, total.verdict) == ("131,072 tokens", "device time", "slower")
     assert total.change.value == pytest.approx(1 / 1.05)
 
 
 @pytest.mark.parametrize("what", ["GPU", "driver", "Triton"])
 def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -> None:
-    other = {"GPU": {"name": "NVIDIA H100"}, "driver": {"driver": "1.2"}, "Triton": {"triton": "9.9"}}[what]
-    new = run(environment=environment(**other), change=cases.slowed(2.0, fused))  # type: ignore[arg-type]
+    other = {
+        "GPU": {"name": "NVIDIA H100"},
+        "driver": {"driver": "1.2"},
+        "Triton": {"triton": "9.9"},
+    }[what]
+    here = environment(**other)  # type: ignore[arg-type]
+    new = run(environment=here, change=cases.slowed(2.0, fused))
     found = compared(run(), new, "slower:3%", "slower-call:3%")
     assert [one.split(":")[0] for one in found.machine] == [f"other {what}"]
     pair = pair_of(found)
@@ -119,7 +143,8 @@ def test_another_shape_does_not_compare() -> None:
     assert {pair.verdict for pair in found.pairs} == {"not comparable"}
     for said in offences(found).values():
         assert said == [
-            ": no case could be judged: other shape: ssd, 128 heads x 64, state 128, chunk 256, bf16, now "
+            ": no case could be judged: other shape: ssd, 128 heads x 64, state 128, chunk 256, "
+            "bf16, now "
             "ssd, 64 heads x 64, state 128, chunk 256, bf16"
         ]
     assert not found.passed
@@ -138,14 +163,19 @@ def test_another_shape_does_not_compare() -> None:
 def test_errors_on_other_inputs_do_not_compare(new: Report) -> None:
     found = compared(in_calls(run()) if new.cases[0].call else run(), new, "slower:3%", "rms:5%")
     assert all(pair.other_inputs.startswith("other inputs: ibm-granite") for pair in found.pairs)
-    assert {pair.verdict for pair in found.pairs} == {"no difference"}  # times depend only on shapes
+    # times depend only on shapes
+    assert {pair.verdict for pair in found.pairs} == {"no difference"}
     assert offences(found)["slower:3%"] == []
     assert "no case could be judged: other inputs" in offences(found)["rms:5%"][0]
 
 
 def less_exact(case: Case) -> Case:
-    """fused in layer 9, relaxed: 0.2 points less match, RMS and memory a tenth more, and one launch more."""
-    if not (fused(case) and case.layer and case.layer.index == 9 and case.precision == RELAXED_FP32):
+    """fused in layer 9, relaxed: 0.2 points less match, RMS and memory a tenth more, and one launch
+    more.
+    """
+    if not (
+        fused(case) and case.layer and case.layer.index == 9 and case.precision == RELAXED_FP32
+    ):
         return case
     (out, states) = case.accuracy
     assert out.vs_baseline
@@ -160,7 +190,9 @@ def less_exact(case: Case) -> Case:
 
 
 def broken(result: str) -> Callable[[Case], Case]:
-    return lambda one: failed(one, result) if fused(one) and one.layer and not one.layer.index else one
+    return lambda one: (
+        failed(one, result) if fused(one) and one.layer and not one.layer.index else one
+    )
 
 
 def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
@@ -169,7 +201,11 @@ def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
 
 
 BASE, UNTIMED = run(), run(gpu=False)
-LESS_EXACT, REFUSED, SLOW = run(change=less_exact), run(change=broken("refused")), run(change=cases.slowed(1.04, fused))
+LESS_EXACT, REFUSED, SLOW = (
+    run(change=less_exact),
+    run(change=broken("refused")),
+    run(change=cases.slowed(1.04, fused)),
+)
 WORSE = answered(kl_mean=3e-3, top1_pct=99.2, perplexity=8.1)
 LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
@@ -186,7 +222,12 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("rms:9%", BASE, LESS_EXACT, [f"{LAYER_9}: 0.00327 in BASE, 0.003597 in NEW"]),
     ("rms:base+9%", BASE, LESS_EXACT, [f"{LAYER_9}: 0.00327 in BASE, 0.003597 in NEW"]),
     ("rms:11%", BASE, LESS_EXACT, []),
-    ("memory:9%", BASE, LESS_EXACT, [f"{LAYER_9}: 1,048,576 bytes in BASE, 1,153,433 bytes in NEW"]),
+    (
+        "memory:9%",
+        BASE,
+        LESS_EXACT,
+        [f"{LAYER_9}: 1,048,576 bytes in BASE, 1,153,433 bytes in NEW"],
+    ),
     ("memory:10%", BASE, LESS_EXACT, []),
     ("memory:base+104858", BASE, LESS_EXACT, []),
     ("launches:0", BASE, LESS_EXACT, [f"{LAYER_9}: 1 in BASE, 2 in NEW"]),
@@ -200,15 +241,23 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     # an absolute one judges NEW alone
     ("speedup:2.1", run(layers=(0,)), run(layers=(0,)), [f"{FUSED}: 2x over unfused"]),
     # a time offends if its whole interval does
-    ("slower:3%", BASE, SLOW, [f"{FUSED}: 1.04 times BASE's time [1.03", "layer 0", "layer 9", "layer 9"]),
+    (
+        "slower:3%",
+        BASE,
+        SLOW,
+        [f"{FUSED}: 1.04 times BASE's time [1.03", "layer 0", "layer 9", "layer 9"],
+    ),
     ("slower:3.5%", BASE, SLOW, []),
     ("slower:0%", SLOW, BASE, []),
     ("slower-call:1%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     ("time:base+3%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     # in the metric's own unit
-    ("time:base+10", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3), ("time:base+60", BASE, SLOW, []),
-    ("speedup:base-0.05", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3), ("speedup:base-1", BASE, SLOW, []),
-    ("speedup:base-38%", BASE, run(change=cases.slowed(1.6, fused)), []), ("rms:base+0.3", BASE, LESS_EXACT, []),
+    ("time:base+10", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
+    ("time:base+60", BASE, SLOW, []),
+    ("speedup:base-0.05", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3),
+    ("speedup:base-1", BASE, SLOW, []),
+    ("speedup:base-38%", BASE, run(change=cases.slowed(1.6, fused)), []),
+    ("rms:base+0.3", BASE, LESS_EXACT, []),
     ("rms:base+0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 in BASE, 2.398 in NEW"]),
     # over another implementation
     ("speedup@unfused:base-1%", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3),
@@ -219,29 +268,52 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("slower:50%", BASE, REFUSED, [f"{FUSED}: timed in BASE; refused in NEW", "layer 0"]),
     ("match:-50", BASE, REFUSED, [f"{FUSED}: 99.9% in BASE; refused in NEW", "layer 0"]),
     ("rms:500%", BASE, REFUSED, [f"{FUSED}: 0.002 in BASE; refused in NEW", "layer 0"]),
-    ("rms:1%", BASE, run(change=broken("nonfinite")), [f"{FUSED}: 0.002 in BASE; nonfinite in NEW", "layer 0"]),
+    (
+        "rms:1%",
+        BASE,
+        run(change=broken("nonfinite")),
+        [f"{FUSED}: 0.002 in BASE; nonfinite in NEW", "layer 0"],
+    ),
     ("slower:90%", PREFILL, LATE, [f"{ROW}: timed in BASE; no such value in NEW"]),
     ("slower:90%", PREFILL, FAILED, [f"{ROW}: timed in BASE; failed in NEW"]),
     # a condition that judges nothing, and a NEW that is not whole
     ("slower:3%", UNTIMED, UNTIMED, [": no case could be judged: BASE has no times"]),
     ("kl:0", UNTIMED, UNTIMED, [": no case could be judged: BASE has no such value"]),
     ("match:-0.1", UNTIMED, UNTIMED, []),
-    ("match:-0.1", run(layers=(0,)), run(layers=(9,)), [": no case could be judged: no case is in both"]),
-    ("match:-0.1", BASE, run(complete=False), [": NEW is incomplete: this run did not reach its end"]),
-    ("match:-0.1", BASE, BASE.changed(cases=BASE.cases[:-1]),
-     [": NEW is incomplete: 1 of the requested cases are missing"]),
+    (
+        "match:-0.1",
+        run(layers=(0,)),
+        run(layers=(9,)),
+        [": no case could be judged: no case is in both"],
+    ),
+    (
+        "match:-0.1",
+        BASE,
+        run(complete=False),
+        [": NEW is incomplete: this run did not reach its end"],
+    ),
+    (
+        "match:-0.1",
+        BASE,
+        BASE.changed(cases=BASE.cases[:-1]),
+        [": NEW is incomplete: 1 of the requested cases are missing"],
+    ),
     ("match:-0.1", run(complete=False), BASE, []),
     ("slower:90%", PREFILL, cases.prefill(complete=False), [": NEW is incomplete"]),
     ("slower:90%", PREFILL, cases.prefill(left_out=(LOST,)), []),
     # answers with another reference, and prompts that do not count
-    *(("kl:0", cases.answers(of_answers()), cases.answers(of_answers(**own)), OTHER_SHAPE)
-      for own in ({"weights": "fp32"}, {"reference": "unfused"}, {"layers": (0, 3)})),
+    *(
+        ("kl:0", cases.answers(of_answers()), cases.answers(of_answers(**own)), OTHER_SHAPE)
+        for own in ({"weights": "fp32"}, {"reference": "unfused"}, {"layers": (0, 3)})
+    ),
     ("rms:0%", BASE, run(prompts=(cases.prompt(131_072, token_sha256="00" * 32),)), []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("condition", "base", "new", "found"), OFFENCES)
-def test_a_condition_names_what_violates_it(condition: str, base: Report, new: Report, found: list[str]) -> None:
+def test_a_condition_names_what_violates_it(
+    condition: str, base: Report, new: Report, found: list[str]
+) -> None:
     said = offences(compared(base, new, condition))[condition]
     assert len(said) == len(found), said
     assert all(one.startswith(begins) for one, begins in zip(said, found, strict=True)), said
@@ -268,7 +340,9 @@ def test_two_kinds_do_not_compare() -> None:
 
 
 def slow_prefill(**fields: Any) -> Report:
-    return cases.prefill(of_prefill("unfused", 2000.0, **fields), cases.slowed(1.05)(of_prefill(**fields)))
+    return cases.prefill(
+        of_prefill("unfused", 2000.0, **fields), cases.slowed(1.05)(of_prefill(**fields))
+    )
 
 
 def test_prefills_are_compared_by_their_call_times() -> None:
@@ -277,9 +351,13 @@ def test_prefills_are_compared_by_their_call_times() -> None:
     assert (pair.time, pair.verdict) == (pair.call, "slower")
     assert pair.time.value == pytest.approx(1 / 1.05)
     assert near(pair.over_baseline, 1 / 1.05)
-    said = offences(compared(cases.prefill(), slow_prefill(), "slower:3%", "slower-call:3%", "slower:4.9%"))
+    said = offences(
+        compared(cases.prefill(), slow_prefill(), "slower:3%", "slower-call:3%", "slower:4.9%")
+    )
     assert [len(said[one]) for one in ("slower:3%", "slower-call:3%", "slower:4.9%")] == [1, 1, 0]
-    assert said["slower:3%"] == [f"{ROW}: 1.05 times BASE's time"], "an interval of call time would be of one process"
+    assert said["slower:3%"] == [f"{ROW}: 1.05 times BASE's time"], (
+        "an interval of call time would be of one process"
+    )
 
 
 def versions(**packages: str) -> dict[str, Any]:
@@ -290,7 +368,11 @@ def versions(**packages: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "own", "reason"),
     [
-        ({"environment": environment(name="NVIDIA H100")}, {}, "other GPU: NVIDIA H200, now NVIDIA H100"),
+        (
+            {"environment": environment(name="NVIDIA H100")},
+            {},
+            "other GPU: NVIDIA H200, now NVIDIA H100",
+        ),
         (versions(triton="9.9"), {}, "other Triton"),
         (versions(torch="9.9"), {}, "other PyTorch"),
         (versions(transformers="9.9"), {}, "other transformers"),
@@ -313,18 +395,24 @@ def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
 
 def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
     base, new = (
-        cases.prefill(of_prefill("unfused", 2000.0, conv_and_norm="bundled", convolution=name)) for name in ("a", "b")
+        cases.prefill(of_prefill("unfused", 2000.0, conv_and_norm="bundled", convolution=name))
+        for name in ("a", "b")
     )
     (pair,) = compared(base, new).pairs
     assert pair.incomparable == ()
     base, new = (
-        cases.prefill(of_prefill(conv_and_norm="bundled", convolution=name, left_to_model=("norm",))) for name in "ab"
+        cases.prefill(
+            of_prefill(conv_and_norm="bundled", convolution=name, left_to_model=("norm",))
+        )
+        for name in "ab"
     )
     assert compared(base, new).pairs[0].incomparable == ("other convolution: a, now b",)
 
 
 @pytest.mark.parametrize(
-    "new", [cases.prefill(model=checkpoint(repo_id="other/model")), slow_prefill(layers=6)], ids=["model", "layers"]
+    "new",
+    [cases.prefill(model=checkpoint(repo_id="other/model")), slow_prefill(layers=6)],
+    ids=["model", "layers"],
 )
 def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report) -> None:
     found = compared(cases.prefill(), new, "slower:3%")

@@ -54,7 +54,13 @@ def test_a_document_is_read_back_as_it_was(name: str) -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
-@given(us=st.lists(st.lists(st.floats(min_value=1e-3, max_value=1e9), min_size=1, max_size=5), min_size=2, max_size=5))
+@given(
+    us=st.lists(
+        st.lists(st.floats(min_value=1e-3, max_value=1e9), min_size=1, max_size=5),
+        min_size=2,
+        max_size=5,
+    )
+)
 def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
     made = Samples(process="p", clock="device", us=tuple(map(tuple, us)))
     assert Samples.model_validate_json(made.model_dump_json()) == made
@@ -89,13 +95,17 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
         (REPORTS["run"], {"smallest_difference": -0.01}, "smallest_difference"),
     ],
 )
-def test_a_number_out_of_range_and_an_unknown_field_are_refused(made: Any, fields: dict[str, Any], where: str) -> None:
+def test_a_number_out_of_range_and_an_unknown_field_are_refused(
+    made: Any, fields: dict[str, Any], where: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         made.changed(**fields)
     assert first_fault(caught.value).startswith(f"{where}: ")
 
 
-@pytest.mark.parametrize("us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (-1.0,)), ((1.0,), (math.nan,))])
+@pytest.mark.parametrize(
+    "us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (-1.0,)), ((1.0,), (math.nan,))]
+)
 def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(ValidationError):
         Samples(process="p", clock="call", us=us)
@@ -112,10 +122,15 @@ def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...
         ({"nonfinite": True, "samples": timed(1.0)}, "only to a case that ran"),
         ({"samples": (*timed(1.0), *timed(1.0))}, "samples occurs twice"),
         ({"accuracy": (accuracy(), accuracy())}, "a tensor occurs twice"),
-        ({"accuracy": (accuracy(vs_oracle=deviation(worst_position=(0,))),)}, "an index for each axis"),
+        (
+            {"accuracy": (accuracy(vs_oracle=deviation(worst_position=(0,))),)},
+            "an index for each axis",
+        ),
     ],
 )
-def test_a_case_is_of_one_thing_and_only_what_ran_has_times(fields: dict[str, Any], why: str) -> None:
+def test_a_case_is_of_one_thing_and_only_what_ran_has_times(
+    fields: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ValidationError, match=why):
         case().changed(**fields)
 
@@ -127,7 +142,11 @@ PROMPT = cases.prompt(40)
 @pytest.mark.parametrize(
     ("made", "fields", "why"),
     [
-        (deviation(), {"nonfinite": 16_384, "first_nonfinite": (0, 0)}, "nonfinite ones among the elements"),
+        (
+            deviation(),
+            {"nonfinite": 16_384, "first_nonfinite": (0, 0)},
+            "nonfinite ones among the elements",
+        ),
         (deviation(), {"nonfinite": 3}, "nonfinite ones among the elements"),
         (deviation(), {"worst_position": (10**9, 1)}, "not within 1000 elements"),
         (deviation(), {"worst_position": (10**30,)}, "less than or equal"),
@@ -148,11 +167,19 @@ PROMPT = cases.prompt(40)
         (REPORTS["run"], {"created": "2026-13-01T00:00:00Z"}, "month must be in"),
         (REPORTS["run"], {"cases": REPORTS["run"].cases[:1] * 2}, "a case occurs twice"),
         (REPORTS["run"], {"cases": (case(accuracy=()),)}, "nothing says what it computed"),
-        (REPORTS["run"], {"requested": REPORTS["run"].requested[:1] * 2}, "a requested case occurs twice"),
+        (
+            REPORTS["run"],
+            {"requested": REPORTS["run"].requested[:1] * 2},
+            "a requested case occurs twice",
+        ),
         (REPORTS["run"], {"processes": REPORTS["run"].processes * 2}, "a process occurs twice"),
         (REPORTS["run"], {"ranks": 10**9}, "less than or equal"),
         (REPORTS["run"], {"conditions": ({"metric": "speed", "limit": 1},)}, "no metric speed"),
-        (REPORTS["run"], {"conditions": ({"metric": "match", "at": "1e-9", "limit": 1},)}, "no match at 1e-9"),
+        (
+            REPORTS["run"],
+            {"conditions": ({"metric": "match", "at": "1e-9", "limit": 1},)},
+            "no match at 1e-9",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], why: str) -> None:
@@ -163,7 +190,11 @@ def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], w
 def test_every_text_is_harmless() -> None:
     ours = [kind for kind in Record.__subclasses__() if kind.__module__.startswith("ssdprof.")]
     of_records = ((kind, *one) for kind in ours for one in kind.__annotations__.items())
-    bare = [f"{kind.__name__}.{name}" for kind, name, words in of_records if re.search(r"\bstr\b", str(words))]
+    bare = [
+        f"{kind.__name__}.{name}"
+        for kind, name, words in of_records
+        if re.search(r"\bstr\b", str(words))
+    ]
     assert bare == []
     assert Launch(kernel="a\x1b[2J", config={"b\x07": "\ud800", "c": 1}) == Launch(
         kernel="a\\x1b[2J", config={"b\\x07": "\\ud800", "c": 1}
@@ -189,28 +220,54 @@ def test_a_fault_names_its_place() -> None:
     [
         (case(), "layer 0, 1,024 tokens, fused, exact, fp32 states"),
         (case(batch=8), "layer 0, 8 x 1,024 tokens, fused, exact, fp32 states"),
-        (case(seqlen=8, call=CallRef(kind="chunk", number=2, count=5, prompt_seqlen=40, sequences=1)),
-         "layer 0, 8 tokens, chunk 2 of 5 of 40 tokens, fused, exact, fp32 states"),
-        (case(seqlen=40, call=CallRef(kind="packed", number=1, count=1, prompt_seqlen=40, sequences=3)),
-         "layer 0, 40 tokens in 3 packed sequences, fused, exact, fp32 states"),
-        (case(seqlen=1, call=CallRef(kind="decode", number=1, count=4, prompt_seqlen=40, sequences=1)),
-         "layer 0, 1 token, decode step 1 of 4 after 40 tokens, fused, exact, fp32 states"),
+        (
+            case(
+                seqlen=8,
+                call=CallRef(kind="chunk", number=2, count=5, prompt_seqlen=40, sequences=1),
+            ),
+            "layer 0, 8 tokens, chunk 2 of 5 of 40 tokens, fused, exact, fp32 states",
+        ),
+        (
+            case(
+                seqlen=40,
+                call=CallRef(kind="packed", number=1, count=1, prompt_seqlen=40, sequences=3),
+            ),
+            "layer 0, 40 tokens in 3 packed sequences, fused, exact, fp32 states",
+        ),
+        (
+            case(
+                seqlen=1,
+                call=CallRef(kind="decode", number=1, count=4, prompt_seqlen=40, sequences=1),
+            ),
+            "layer 0, 1 token, decode step 1 of 4 after 40 tokens, fused, exact, fp32 states",
+        ),
         (cell()[2], "mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states"),
-        (cell()[2].changed(drawn=cases.drawn(layout="views", ways=("long memory",))),
-         "mamba2-2.7b, bf16, views, long memory, 1 x 1,024, fused, exact, fp32 states"),
+        (
+            cell()[2].changed(drawn=cases.drawn(layout="views", ways=("long memory",))),
+            "mamba2-2.7b, bf16, views, long memory, 1 x 1,024, fused, exact, fp32 states",
+        ),
         (of_answers(), "answers, 1,100 tokens, fused, exact, fp32 states"),
         (of_answers(alone=3), "answers of layer 3 alone, 1,100 tokens, fused, exact, fp32 states"),
-        (of_answers(change="moved bits"), "answers, moved bits, 1,100 tokens, fused, exact, fp32 states"),
-        (of_prefill(), "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"),
+        (
+            of_answers(change="moved bits"),
+            "answers, moved bits, 1,100 tokens, fused, exact, fp32 states",
+        ),
+        (
+            of_prefill(),
+            "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None:
     assert made.name == name == ", ".join(cases.requested(made))
 
 
 def test_precisions_follow_the_dtype_of_the_inputs() -> None:
     assert precisions_for("fp16", "exact", None) == (cases.EXACT_FP32,)
-    assert [str(one) for one in precisions_for("fp16", "all", None)] == ["exact, fp32 states", "relaxed, fp16 states"]
+    assert [str(one) for one in precisions_for("fp16", "all", None)] == [
+        "exact, fp32 states",
+        "relaxed, fp16 states",
+    ]
     assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
     assert RELAXED_FP32.exact == cases.EXACT_FP32
 
@@ -219,7 +276,8 @@ def test_precisions_follow_the_dtype_of_the_inputs() -> None:
 
 
 def over(norm: str = "max") -> Any:
-    use = BudgetUse(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))  # type: ignore[arg-type]
+    fields: Any = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
+    use = BudgetUse(**fields)
     return accuracy(budget=(use,))
 
 
@@ -228,7 +286,8 @@ def test_an_error_beyond_its_budget_is_inaccurate_and_says_where() -> None:
     wrong = case(accuracy=(over(), accuracy("final_states", 0.5)))
     assert wrong.result == "inaccurate"
     assert wrong.why == (
-        "out, head 3: max|ours - oracle| is 2, its budget 1; the largest difference is at (0, 1, 3, 2)"
+        "out, head 3: max|ours - oracle| is 2, its budget 1; the largest difference is at (0, 1, "
+        "3, 2)"
     )
     at_the_limit = over().changed(budget=(over().budget[0].changed(error=1.0),))
     assert case(accuracy=(at_the_limit,)).result == "passed"
@@ -256,7 +315,8 @@ def test_what_is_not_finite_says_whose_fault_it_is() -> None:
     kernel = case(accuracy=(accuracy(vs_oracle=bad),))
     assert kernel.result == "nonfinite"
     assert kernel.why == (
-        "out: 2 elements are not finite, the first at (0, 1, 2, 3); the exact answer is finite everywhere"
+        "out: 2 elements are not finite, the first at (0, 1, 2, 3); the exact answer is finite "
+        "everywhere"
     )
     exact = case(accuracy=(accuracy(vs_oracle=bad, floor=bad),))
     assert "the exact answer, rounded to bf16, is itself not finite in 2 elements" in exact.why
@@ -265,18 +325,32 @@ def test_what_is_not_finite_says_whose_fault_it_is() -> None:
     assert of_answers(nonfinite=1234).why == "the distribution at position 1,234 is not finite"
 
 
-@pytest.mark.parametrize(("kind", "rms", "result"), [
-    ("library", 0.0099, "passed"), ("library", 0.0101, "inaccurate"), ("library", None, "inaccurate"),
-    ("bundled", 0.0099, "inaccurate"), ("own", 0.0099, "inaccurate"),
-])  # fmt: skip
-def test_another_library_may_be_outside_the_budget_if_it_is_close(kind: str, rms: float | None, result: str) -> None:
-    found = case(kind=kind, accuracy=(over().changed(vs_oracle=deviation().changed(rms_ratio=rms)),))
+@pytest.mark.parametrize(
+    ("kind", "rms", "result"),
+    [
+        ("library", 0.0099, "passed"),
+        ("library", 0.0101, "inaccurate"),
+        ("library", None, "inaccurate"),
+        ("bundled", 0.0099, "inaccurate"),
+        ("own", 0.0099, "inaccurate"),
+    ],
+)
+def test_another_library_may_be_outside_the_budget_if_it_is_close(
+    kind: str, rms: float | None, result: str
+) -> None:
+    found = case(
+        kind=kind, accuracy=(over().changed(vs_oracle=deviation().changed(rms_ratio=rms)),)
+    )
     assert (found.result, bool(found.outside_budget)) == (result, True)
 
 
 def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
     found = case(later_fault="after it was timed: head 3")
-    assert (found.result, found.why, found.time_us) == ("inaccurate", "after it was timed: head 3", None)
+    assert (found.result, found.why, found.time_us) == (
+        "inaccurate",
+        "after it was timed: head 3",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,7 +399,11 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
     assert one.floor_us(ceilings) == pytest.approx(10)
     assert one.changed(bytes_moved=2 * 10**8, flops=1).floor_us(ceilings) == pytest.approx(200)
     assert one.floor_pct(ceilings) == pytest.approx(10)
-    assert (one.floor_us(None), case().floor_us(ceilings), one.changed(samples=()).floor_pct(ceilings)) == (None,) * 3
+    assert (
+        one.floor_us(None),
+        case().floor_us(ceilings),
+        one.changed(samples=()).floor_pct(ceilings),
+    ) == (None,) * 3
 
 
 # --- a report
@@ -337,7 +415,11 @@ def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
         base = report.rival(one)
         if one.baseline:
             assert base is not None
-            assert (base.layer, base.implementation, base.precision) == (one.layer, "unfused", one.precision.exact)
+            assert (base.layer, base.implementation, base.precision) == (
+                one.layer,
+                "unfused",
+                one.precision.exact,
+            )
         else:
             assert (base, report.speedup(one)) == (None, None)
 
@@ -347,11 +429,15 @@ def test_a_bench_compares_with_the_fastest_of_another_implementation() -> None:
     made = (*cell(times={"fla": 200.0, "fused": 50.0}), *cell(times={"fla": 150.0}, precision=half))
     report = bench(*made)
     assert value(report.speedup(made[1], over="fla")) == pytest.approx(3)
-    untimed = bench(made[1], *(one.changed(samples=()) for one in made if one.implementation == "fla"))
+    untimed = bench(
+        made[1], *(one.changed(samples=()) for one in made if one.implementation == "fla")
+    )
     assert untimed.speedup(made[1], over="fla") is None
 
 
-@pytest.mark.parametrize(("share", "speedup"), [(0.25, 2.0), (0.1, 1.5), (0.9, 4.0), (0.3, 0.5), (0.0, 3.0)])
+@pytest.mark.parametrize(
+    ("share", "speedup"), [(0.25, 2.0), (0.1, 1.5), (0.9, 4.0), (0.3, 0.5), (0.0, 3.0)]
+)
 def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, speedup: float) -> None:
     alone = share * 2000 / 60
     base = of_prefill("unfused", 2000.0, alone_us=alone)
@@ -371,8 +457,22 @@ def test_nothing_is_predicted_of_a_part_that_is_longer_than_the_whole() -> None:
 
 def test_what_belongs_to_processes_is_joined() -> None:
     lines = (
-        ProcessLine(process="a", captured=(layer(0), layer(2)), peak_bytes=5, seconds=3.0, notes=("x",), complete=True),
-        ProcessLine(process="b", captured=(layer(1),), peak_bytes=9, seconds=2.0, notes=("x", "y"), complete=True),
+        ProcessLine(
+            process="a",
+            captured=(layer(0), layer(2)),
+            peak_bytes=5,
+            seconds=3.0,
+            notes=("x",),
+            complete=True,
+        ),
+        ProcessLine(
+            process="b",
+            captured=(layer(1),),
+            peak_bytes=9,
+            seconds=2.0,
+            notes=("x", "y"),
+            complete=True,
+        ),
     )
     report = cases.report().changed(processes=lines, ranks=2, notes=("first",))
     assert [one.index for one in report.captured] == [0, 1, 2]

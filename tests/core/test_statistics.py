@@ -6,14 +6,27 @@ import numpy as np
 import pytest
 
 from ssdprof.core import statistics
-from ssdprof.core.statistics import Estimate, mean, median, median_error, quotient, ratio, settled, steady
+from ssdprof.core.statistics import (
+    Estimate,
+    mean,
+    median,
+    median_error,
+    quotient,
+    ratio,
+    settled,
+    steady,
+)
 
 
-def noisy(median: float, spread: float, seed: int = 0, *, recordings: int = 5, placement: float = 0.0) -> np.ndarray:
+def noisy(
+    median: float, spread: float, seed: int = 0, *, recordings: int = 5, placement: float = 0.0
+) -> np.ndarray:
     """(recordings, 8).  spread: of rounds.  placement: of recordings."""
     draw = np.random.default_rng(seed)
     return median * (
-        1 + placement * draw.standard_normal((recordings, 1)) + spread * draw.standard_normal((recordings, 8))
+        1
+        + placement * draw.standard_normal((recordings, 1))
+        + spread * draw.standard_normal((recordings, 8))
     )
 
 
@@ -33,17 +46,28 @@ def test_95_of_100_intervals_hold_the_true_median_wherever_recordings_lie() -> N
 
 
 @pytest.mark.parametrize("clock", statistics.SPREAD)
-def test_95_of_100_intervals_of_three_processes_hold_the_truth_where_processes_differ_as_expected(clock: str) -> None:
+def test_95_of_100_intervals_of_three_processes_hold_the_truth_where_processes_differ_as_expected(
+    clock: str,
+) -> None:
     """Student's t with two degrees of freedom would be twice as wide, and often useless."""
     draw, spread = np.random.default_rng(0), statistics.SPREAD[clock]
-    found = [[Estimate(x, x, x) for x in np.exp(spread * draw.standard_normal(3))] for _ in range(400)]
-    with_it, without = ([statistics.of_processes(one, expected) for one in found] for expected in (spread, None))
+    found = [
+        [Estimate(x, x, x) for x in np.exp(spread * draw.standard_normal(3))] for _ in range(400)
+    ]
+    with_it, without = (
+        [statistics.of_processes(one, expected) for one in found] for expected in (spread, None)
+    )
     for intervals in (with_it, without):
         assert 368 <= sum(one.low <= 1 <= one.high for one in intervals) <= 396
-    widths = [np.quantile([math.log(one.high / one.low) for one in several], 0.9) for several in (with_it, without)]
+    widths = [
+        np.quantile([math.log(one.high / one.low) for one in several], 0.9)
+        for several in (with_it, without)
+    ]
     assert 2 * widths[0] < widths[1]
     wide = [Estimate(x, x, x) for x in (1.0, 1.0 + 20 * spread, 1.0 + 40 * spread)]
-    assert statistics.of_processes(wide, spread) == statistics.of_processes(wide), "what was expected does not hold"
+    assert statistics.of_processes(wide, spread) == statistics.of_processes(wide), (
+        "what was expected does not hold"
+    )
 
 
 def test_more_rounds_of_the_same_recordings_do_not_narrow_the_interval() -> None:
@@ -67,7 +91,8 @@ def test_the_ratio_is_the_baseline_over_the_other() -> None:
 
 
 def test_a_drift_that_both_saw_does_not_widen_the_ratio() -> None:
-    drift = np.linspace(1, 2, 5)[:, None] * np.ones((1, 8))  # the clock falls to half while sampling
+    # the clock falls to half while sampling
+    drift = np.linspace(1, 2, 5)[:, None] * np.ones((1, 8))
     both = ratio(200 * drift, 100 * drift)
     apart = ratio(200 * drift, 100 * drift[::-1])
     assert both == pytest.approx((2, 2, 2))
@@ -119,7 +144,9 @@ def test_settled_asks_every_pair() -> None:
         (0.015, 0.0049, True),
     ],
 )
-def test_it_is_settled_what_the_verdict_is(log_ratio: float, half_width: float, expected: bool) -> None:
+def test_it_is_settled_what_the_verdict_is(
+    log_ratio: float, half_width: float, expected: bool
+) -> None:
     spread = half_width * math.sqrt(5) / statistics._T[3]
     logs = log_ratio + spread * np.array([-1, -1, 0, 1, 1])
     medians = 100 * np.exp(logs)[:, None]

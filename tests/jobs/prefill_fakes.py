@@ -17,13 +17,16 @@ from torch.profiler import ProfilerActivity, profile
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.trace import Trace
 
-ONCE = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=1, max_rounds=1)  # of an operator
+# of an operator
+ONCE = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=1, max_rounds=1)
 REST_US = 1000.0  # of a prefill, without its operators
 
 
 @dataclass
 class FakeTimer(fakes.FakeTimer):
-    """A replay takes the cost of its implementation; a call takes `REST_US` plus the costs of its operators."""
+    """A replay takes the cost of its implementation; a call takes `REST_US` plus the costs of its
+    operators.
+    """
 
     events: list[str] = field(default_factory=list)
 
@@ -38,8 +41,9 @@ class FakeTimer(fakes.FakeTimer):
 
 
 def cpu_trace(run: Callable[[], object]) -> Trace:
-    """A trace in which every matrix product and power on the CPU is a kernel of 10 microseconds, launched when the
-    operation began."""
+    """A trace in which every matrix product and power on the CPU is a kernel of 10 microseconds,
+    launched when the operation began.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -48,9 +52,29 @@ def cpu_trace(run: Callable[[], object]) -> Trace:
         events: Trace = json.loads(file.read_bytes())["traceEvents"]
     trace = list(events)
     for number, event in enumerate(events):
-        if event.get("cat") == "cpu_op" and event["name"] in ("aten::mm", "aten::bmm", "aten::addmm", "aten::pow"):
+        if event.get("cat") == "cpu_op" and event["name"] in (
+            "aten::mm",
+            "aten::bmm",
+            "aten::addmm",
+            "aten::pow",
+        ):
             arguments = {"correlation": number}
-            launch = {"cat": "cuda_runtime", "name": "launch", "ts": event["ts"], "tid": event["tid"], "dur": 1}
+            launch = {
+                "cat": "cuda_runtime",
+                "name": "launch",
+                "ts": event["ts"],
+                "tid": event["tid"],
+                "dur": 1,
+            }
             trace.append(launch | {"args": arguments})
-            trace.append({"cat": "kernel", "name": event["name"], "ts": 0, "tid": 7, "dur": 10, "args": arguments})
+            trace.append(
+                {
+                    "cat": "kernel",
+                    "name": event["name"],
+                    "ts": 0,
+                    "tid": 7,
+                    "dur": 10,
+                    "args": arguments,
+                }
+            )
     return trace

@@ -25,9 +25,14 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
 
 def answered(seqlen: int = 24, **wanted: Any) -> Report:
     asked = AnswersOptions(
-        model="demo", prompt="random", seqlens=(seqlen,), layers="first:1", intermediates="exact", states=("fp32",),
+        model="demo",
+        prompt="random",
+        seqlens=(seqlen,),
+        layers="first:1",
+        intermediates="exact",
+        states=("fp32",),
         **({"weights": "fp32"} | wanted),
-    )  # fmt: skip
+    )
     subject = job.loaded_as(find(asked, whole=True), asked)
     folder, report = job.answers(subject, asked, Watcher())
     assert load(folder)[1] == report
@@ -36,14 +41,19 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
 
 def reference(report: Report) -> tuple[str, str]:
     """Its name and the remark on it, the same in all cases."""
-    (found,) = {(case.answers.reference, case.answers.remark) for case in report.of_answers if case.answers}
+    (found,) = {
+        (case.answers.reference, case.answers.remark) for case in report.of_answers if case.answers
+    }
     return found
 
 
 def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     report = answered(generate=2, conditions=of_options(max_kl=1e-30))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
-    assert [(case.implementation, case.answers and case.answers.change, case.judged) for case in report.cases] == [
+    assert [
+        (case.implementation, case.answers and case.answers.change, case.judged)
+        for case in report.cases
+    ] == [
         ("unfused", "last bit of its inputs moved", False),
         ("unfused", "in chunks of half the length", False),
         ("unfused", "", True),
@@ -70,7 +80,9 @@ def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_lo
     name, remark = reference(answered(implementations=("fused",)))
     assert name == "unfused exact, fp32 states"
     assert remark.startswith("The fp64 oracle would take about 0 min, estimated from 8 tokens")
-    assert reference(answered(seqlen=16, implementations=("fused",)))[0] == "fp64 oracle", "too short to matter"
+    assert reference(answered(seqlen=16, implementations=("fused",)))[0] == "fp64 oracle", (
+        "too short to matter"
+    )
     assert reference(answered(implementations=("fused",), reference="oracle"))[0] == "fp64 oracle"
 
 
@@ -78,7 +90,9 @@ def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
     """The inputs that an operator gets."""
     seen: list[SSDInputs] = []
     mixer: Any = SimpleNamespace(operator="ssd")
-    call = OperatorCall(mixer=mixer, inputs=given, wants_final_state=True, remark="", original=lambda: None)
+    call = OperatorCall(
+        mixer=mixer, inputs=given, wants_final_state=True, remark="", original=lambda: None
+    )
     noise(lambda call: seen.append(call.inputs))(call)
     return seen[0]
 
@@ -96,7 +110,8 @@ def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
         before, after = getattr(given, name).float(), getattr(found, name).float()
         changed = before != 0
         assert torch.equal(after != before, changed)
-        assert ((after - before)[changed] / before[changed]).abs().max() <= 2**-7  # a unit in the last place of bf16
+        # a unit in the last place of bf16
+        assert ((after - before)[changed] / before[changed]).abs().max() <= 2**-7
         assert 0.4 < (after > before)[changed].float().mean() < 0.6
     assert found.dt is given.dt
     assert found.A is given.A

@@ -1,4 +1,6 @@
-"""A whole bench without a GPU: implementations that compute the exact output, and a timer with invented numbers."""
+"""A whole bench without a GPU: implementations that compute the exact output, and a timer with
+invented numbers.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,13 @@ from ssdprof.report import exports
 from ssdprof.store import reports
 from ssdprof.store.reports import load
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
+)
 
 
 @pytest.fixture(autouse=True)
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:  # noqa: ARG001
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:
     pretend_gpu(monkeypatch)
     RAN.clear()
 
@@ -53,16 +57,21 @@ NAMES = ("unfused", "fused")
 
 def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
     return tuple(
-        replace(CELL, tokens=one if isinstance(one, Tokens) else Tokens(sequences=1, seqlen=one)) for one in tokens
+        replace(CELL, tokens=one if isinstance(one, Tokens) else Tokens(sequences=1, seqlen=one))
+        for one in tokens
     )
 
 
 def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
     operator = fields.pop("operator", SSD)
     request: dict[str, Any] = {
-        "operator": operator.name, "measured": of, "compared": tuple(resolve(operator, name) for name in names),
-        "sizes": (16,) if operator is SSD else (), "baseline": "unfused", "match_with": "unfused",
-    }  # fmt: skip
+        "operator": operator.name,
+        "measured": of,
+        "compared": tuple(resolve(operator, name) for name in names),
+        "sizes": (16,) if operator is SSD else (),
+        "baseline": "unfused",
+        "match_with": "unfused",
+    }
     folder, report = bench(BenchOptions(**(request | fields)), operator, Watcher())
     assert load(folder)[1] == report
     return report
@@ -74,7 +83,12 @@ def results(report: Report) -> list[tuple[str, str]]:
 
 def test_every_cell_is_measured_and_kept() -> None:
     report = benched(*cells(40, 50))
-    assert (report.complete, report.baseline, report.matched_with, report.missing) == (True, "unfused", "unfused", ())
+    assert (report.complete, report.baseline, report.matched_with, report.missing) == (
+        True,
+        "unfused",
+        "unfused",
+        (),
+    )
     assert report.kernels == kernels_hash("ssd")
     assert [case.size for case in report.cases] == ["1 x 40", "1 x 40", "1 x 50", "1 x 50"]
     for unfused, fused in (report.cases[:2], report.cases[2:]):
@@ -87,12 +101,17 @@ def test_every_cell_is_measured_and_kept() -> None:
 def test_outputs_are_matched_with_another_one_than_the_baseline() -> None:
     report = benched(*cells(40), match_with="fused")
     assert (report.baseline, report.matched_with) == ("unfused", "fused")
-    against = [case.accuracy[0].vs_baseline and case.accuracy[0].vs_baseline.against for case in report.cases]
+    against = [
+        case.accuracy[0].vs_baseline and case.accuracy[0].vs_baseline.against
+        for case in report.cases
+    ]
     assert against == ["fused exact, fp32 states", None]
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 32)])
-def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+def test_short_checks_are_shared_and_named(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
     compared: list[Any] = []
     whole = job.Comparer.compare
@@ -118,7 +137,9 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
         return measured(request, operator, cell, *rest)
 
     monkeypatch.setattr(job, "measured", interrupted)
-    with pytest.raises(KeyboardInterrupt, match=r"What was done is kept in result, marked as partial: 2 cases\."):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"What was done is kept in result, marked as partial: 2 cases\."
+    ):
         benched(*cells(36, 40), out=Path("result"))
     report = load("result")[1]
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
@@ -156,20 +177,37 @@ def test_further_processes_only_add_samples_and_say_nothing(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SSDPROF_SAMPLER", str(number))
             if fault == "slow":
-                patch.setattr(FakeTimer, "device_us", lambda timer, of: usual(timer, of) + 7.0 * number)
+                patch.setattr(
+                    FakeTimer, "device_us", lambda timer, of: usual(timer, of) + 7.0 * number
+                )
             if fault == "wrong":
                 patch.setattr(FakeTimer, "unseen", lambda *_: "it cheats")
-            output.finish(bench(BenchOptions(**request, out=folder), SSD, Watcher())[1], "", as_json=False, note="Kept")
+            output.finish(
+                bench(BenchOptions(**request, out=folder), SSD, Watcher())[1],
+                "",
+                as_json=False,
+                note="Kept",
+            )
         assert len(verified) == 2
 
     request: dict[str, Any] = {
-        "operator": "ssd", "measured": cells(36, 40), "compared": tuple(resolve(SSD, one) for one in NAMES),
-        "sizes": (16,), "baseline": "unfused", "match_with": "unfused", "processes": 3,
-    }  # fmt: skip
+        "operator": "ssd",
+        "measured": cells(36, 40),
+        "compared": tuple(resolve(SSD, one) for one in NAMES),
+        "sizes": (16,),
+        "baseline": "unfused",
+        "match_with": "unfused",
+        "processes": 3,
+    }
     monkeypatch.setattr(compare.Comparer, "_accuracies", noted)
     monkeypatch.setattr(reports, "sample_again", sample_again)
     report = bench(BenchOptions(**request, out=Path("result")), SSD, Watcher())[1]
-    assert (report.complete, len(report.processes), report.samplers, report.missing) == (True, 3, 3, ())
+    assert (report.complete, len(report.processes), report.samplers, report.missing) == (
+        True,
+        3,
+        3,
+        (),
+    )
     assert capsys.readouterr() == ("", "")
     if fault == "wrong":
         assert {case.result for case in report.cases} == {"inaccurate"}
@@ -227,14 +265,20 @@ def compiling(*_: object) -> None:
     raise AssertionError("the call was stopped")
 
 
-def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     slow = replace(kernels.get("ssd", "fused"), run=compiling)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
     report = benched(*cells(40), first_call=4)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
     assert report.cases[1].why == "its first call was stopped after 4 s"
-    (one,) = benched(*cells(36), names=("fused",), baseline="fused", match_with="fused", budget=0.5).left_out
-    assert one.reason == "the budget of 0.5 s was spent in the first call of fused exact, fp32 states"
+    (one,) = benched(
+        *cells(36), names=("fused",), baseline="fused", match_with="fused", budget=0.5
+    ).left_out
+    assert (
+        one.reason == "the budget of 0.5 s was spent in the first call of fused exact, fp32 states"
+    )
 
 
 def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
@@ -249,16 +293,22 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     )
     report = benched(*cells(40), names=("unfused", "own_kernels:quick", "own_kernels:wrong"))
     assert sorted(results(report)) == [
-        ("own_kernels:quick", "passed"), ("own_kernels:wrong", "inaccurate"), ("unfused", "passed"),
-    ]  # fmt: skip
+        ("own_kernels:quick", "passed"),
+        ("own_kernels:wrong", "inaccurate"),
+        ("unfused", "passed"),
+    ]
     quick, wrong = (
-        next(one for one in report.cases if one.implementation.endswith(name)) for name in ("quick", "wrong")
+        next(one for one in report.cases if one.implementation.endswith(name))
+        for name in ("quick", "wrong")
     )
     assert (quick.kind, quick.chunk_size, quick.version) == ("own", None, "own_kernels:quick")
     assert value(report.speedup(quick)) == 6
     assert wrong.samples == ()
     other = benched(*cells(40), names=("fused", "own_kernels:quick"), baseline="own_kernels:quick")
-    assert value(other.speedup(next(one for one in other.cases if one.implementation == "fused"))) == 0.5
+    assert (
+        value(other.speedup(next(one for one in other.cases if one.implementation == "fused")))
+        == 0.5
+    )
 
 
 def shape_of(operator: str) -> Any:
@@ -276,7 +326,13 @@ def library(operator: str) -> Implementation:
         kind = inputs.x.dtype if operator == "ssd" else inputs.v.dtype
         return type(exact)(exact.out.to(kind), exact.final_states.float())
 
-    of = dict(name="library", run=run, kind="library", version="9.9", precisions=lambda _dtype: (EXACT_FP32,))
+    of = dict(
+        name="library",
+        run=run,
+        kind="library",
+        version="9.9",
+        precisions=lambda _dtype: (EXACT_FP32,),
+    )
     return replace(kernels.get(operator, "reference"), **of)
 
 
@@ -288,7 +344,8 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
     operator = operators.get(name)
     short, longer = (
-        replace(CELL, shape=shape_of(name), tokens=Tokens(sequences=3, seqlen=seqlen)) for seqlen in (1, 33)
+        replace(CELL, shape=shape_of(name), tokens=Tokens(sequences=3, seqlen=seqlen))
+        for seqlen in (1, 33)
     )
     inputs: Any = operator.generated.draw(short, torch.device("cpu"))
     states = inputs.initial_states if name == "ssd" else inputs.initial_state
@@ -298,8 +355,14 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     assert report.kernels == kernels_hash(name)
     assert {case.result for case in report.cases} == {"passed"}, [case.why for case in report.cases]
     assert [case.implementation for case in report.cases] == [
-        "library", "unfused", "fused", "recurrent", "library", "unfused", "fused",
-    ]  # fmt: skip
+        "library",
+        "unfused",
+        "fused",
+        "recurrent",
+        "library",
+        "unfused",
+        "fused",
+    ]
     theirs, _, fused, by_token = report.cases[:4]
     assert (theirs.version, fused.variant) == ("9.9", "recurrent"), "fused takes that kernel too"
     for other, ratio in (("", 65 / 50), ("unfused", 6)):
@@ -327,7 +390,9 @@ def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
 
 def test_an_alternative_form_runs_once() -> None:
     names = ("unfused", "fused", "recurrent_in_place")
-    request = BenchOptions(operator="ssd", intermediates="all", compared=tuple(resolve(SSD, name) for name in names))
+    request = BenchOptions(
+        operator="ssd", intermediates="all", compared=tuple(resolve(SSD, name) for name in names)
+    )
     of = [(one.name, precision) for one, precision in job.compared(request, SSD, CELL)]
     assert [precision for name, precision in of if name == "recurrent_in_place"] == [EXACT_FP32]
     assert len([name for name, _ in of if name == "fused"]) == 2

@@ -34,7 +34,9 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
         assert torch.equal(tensor, tensors(inputs)[name].to(tensor.dtype)), name
     assert remark == ""
     assert cast_inputs(inputs, None) == (inputs, "")
-    assert dtypes(cast_inputs(replace(inputs, dt=inputs.dt.float()), "fp16")[0])["dt"] == FP32, "the model's own"
+    assert dtypes(cast_inputs(replace(inputs, dt=inputs.dt.float()), "fp16")[0])["dt"] == FP32, (
+        "the model's own"
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -51,7 +53,9 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     x = inputs.x.clone()
     x[0, :2, 0, 0], x[0, 2, 0, 0] = 1e5, 1e-9
     found, remark = cast_inputs(replace(inputs, x=x), "fp16")
-    assert remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
+    assert (
+        remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
+    )
     assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
@@ -70,9 +74,14 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
     assert {case.precision.state_dtype for case in report.cases} == {"fp16"}
     assert {precision.partition(", ")[2] for _, _, precision in report.requested} == {"fp16 states"}
-    assert cast.shown.count(f"cast from {source} to fp16") >= 3  # in the heading, the caveats and the list of runs
+    # in the heading, the caveats and the list of runs
+    assert cast.shown.count(f"cast from {source} to fp16") >= 3
     first, second = ((name, load(name)[1]) for name in ("plain", "cast"))
-    pairs = [pair for pair in compare(first, second, smallest_difference=0.01).pairs if pair.base and pair.new]
+    pairs = [
+        pair
+        for pair in compare(first, second, smallest_difference=0.01).pairs
+        if pair.base and pair.new
+    ]
     assert {pair.case.implementation for pair in pairs} == {"unfused", "fused"}
     assert not [pair for pair in pairs if not (pair.incomparable and pair.other_inputs)]
 

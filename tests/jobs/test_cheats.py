@@ -1,7 +1,8 @@
 """Kernels that look faster than they are: what is found without a GPU, and what on one.
 
-A lower precision than declared is what `finer inputs` finds (tests/measure/test_probes.py).  A kernel that calls the
-library that it replaces is shown by its launches.  Reads past shared memory are not found.
+A lower precision than declared is what `finer inputs` finds (tests/measure/test_probes.py).  A
+kernel that calls the library that it replaces is shown by its launches.  Reads past shared memory
+are not found.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class NothingReplayed(FakeTimer):
     ],
     ids=["stored memory", "a copy of stored memory", "nothing under capture", "stale memory"],
 )
-def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(cheat: Any, timer: FakeTimer, why: str) -> None:
+def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
+    cheat: Any, timer: FakeTimer, why: str
+) -> None:
     (entry,) = entries("cheat", 1.0)
     before = fingerprint(*tensors.tensors(entry.call.inputs).values())
     cheats(entry, cheat(entry))
@@ -115,7 +118,9 @@ def test_what_a_thread_computes_after_the_call_is_no_output() -> None:
         calls.append(None)
         return output if len(calls) == 1 else later(output)
 
-    found = compared(entries("at once", spoil=later), entries("when timed", spoil=when_timed), timer=FakeTimer())
+    found = compared(
+        entries("at once", spoil=later), entries("when timed", spoil=when_timed), timer=FakeTimer()
+    )
     for thread in threads:
         thread.join()
     assert (found["at once"].result, found["at once"].why) == ("failed", LATE)
@@ -127,7 +132,9 @@ def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
     class Lazy(torch.Tensor): ...
 
     implementation = own_implementation(
-        operators.get("ssd"), "mine:lazy", lambda given: (right(given).out.as_subclass(Lazy), right(given)[1])
+        operators.get("ssd"),
+        "mine:lazy",
+        lambda given: (right(given).out.as_subclass(Lazy), right(given)[1]),
     )
     with pytest.raises(TypeError, match="must return tensors, and out is Lazy"):
         implementation.run(inputs(), Precision())
@@ -216,7 +223,18 @@ def patching_the_clock(inputs):
 
 def run(function: str) -> tuple[int, dict[str, Case]]:
     name = f"cheating_kernels:{function}"
-    words = ["run", "demo", "--seq", "8k", "--layers", "0", "--dtypes", "exact", "--impl", f"unfused,{name}"]
+    words = [
+        "run",
+        "demo",
+        "--seq",
+        "8k",
+        "--layers",
+        "0",
+        "--dtypes",
+        "exact",
+        "--impl",
+        f"unfused,{name}",
+    ]
     result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
     found = {case.implementation: case for case in reports.load(None, "run")[1].cases}
     assert found["unfused"].device_us, found["unfused"].why
@@ -231,7 +249,8 @@ def us(estimate: Estimate | None) -> float:
 @pytest.fixture
 def here(users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (users_folder / "cheating_kernels.py").write_text(KERNELS)
-    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", torch.cuda.Event.elapsed_time)  # is as before at the end
+    # is as before at the end
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", torch.cuda.Event.elapsed_time)
 
 
 @pytest.mark.gpu
@@ -249,7 +268,9 @@ def here(users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str) -> None:
     code, found = run(function)
-    assert (code, found["cheat"].device_us, found["cheat"].call_us) == (1, None, None), found["cheat"]
+    assert (code, found["cheat"].device_us, found["cheat"].call_us) == (1, None, None), found[
+        "cheat"
+    ]
     assert found["cheat"].result in ("inaccurate", "failed")
     assert why in found["cheat"].why
 
@@ -261,15 +282,22 @@ def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: s
     code, found = run(function)
     cheat, honest = found["cheat"], found["unfused"]
     assert code == 0, cheat.why
-    assert us(cheat.over(honest)) == pytest.approx(1, rel=0.05)  # in the same rounds: others may use the GPU, too
+    # in the same rounds: others may use the GPU, too
+    assert us(cheat.over(honest)) == pytest.approx(1, rel=0.05)
     assert us(cheat.over(honest, "call")) < 1.05
-    assert "_chunk_scan_kernel" in {launch.kernel for launch in cheat.launches}  # the library that it calls
+    # the library that it calls
+    assert "_chunk_scan_kernel" in {launch.kernel for launch in cheat.launches}
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("here")
-def test_a_device_clock_that_differs_from_the_profiler_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_clock_that_differs_from_the_profiler_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     elapsed = timing._elapsed_ms
     monkeypatch.setattr(timing, "_elapsed_ms", lambda start, stop: elapsed(start, stop) / 2)
-    with pytest.raises(AssertionError, match=r"kernels run for .* us by the profiler, but .* us by the device clock"):
+    with pytest.raises(
+        AssertionError,
+        match=r"kernels run for .* us by the profiler, but .* us by the device clock",
+    ):
         run("right")

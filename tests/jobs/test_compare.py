@@ -72,7 +72,9 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
         "transposed": lambda output: SSDOutput(output.out.transpose(1, 2), output.final_states),
     }
     several = (entries(name, spoil=spoil) for name, spoil in bad.items())
-    found = compared(entries("good"), entries("rejected", precheck=lambda: ("failed", "it hangs")), *several)
+    found = compared(
+        entries("good"), entries("rejected", precheck=lambda: ("failed", "it hangs")), *several
+    )
     assert {name: case.result for name, case in found.items()} == {
         "good": "passed",
         "rejected": "failed",
@@ -158,13 +160,20 @@ def groups(*, timed: bool = False) -> list[Entry]:
         made.append(base)
         for precision in (exact, exact.changed(intermediates="relaxed")):
             for name in ("a", "b"):
-                made += entries(name, precision=precision, baseline=base, turns=states if timed else None,
-                                spoil=noisy(0.3) if name == "b" else lambda output: output)  # fmt: skip
+                made += entries(
+                    name,
+                    precision=precision,
+                    baseline=base,
+                    turns=states if timed else None,
+                    spoil=noisy(0.3) if name == "b" else lambda output: output,
+                )
     return made
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
-def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
+def test_little_memory_changes_nothing_but_the_number_of_passes(
+    monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
     roomy = compared(groups())
     passes: list[int] = []
     whole = module.compare_with_oracle
@@ -182,12 +191,16 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch: pyt
     if capacity > 1:
         assert tight == roomy
     else:  # nothing is compared with a baseline
-        assert all(tensor.vs_baseline is None for case in tight.values() for tensor in case.accuracy)
+        assert all(
+            tensor.vs_baseline is None for case in tight.values() for tensor in case.accuracy
+        )
         assert [case.result for case in tight.values()] == [case.result for case in roomy.values()]
     assert len(passes) == {1: 10, 2: 8, 3: 4, 4: 4, 5: 2, 8: 2, 100: 1}[capacity]
 
 
-def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Call, "outputs_that_fit", 2)
     (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
     found = compared([base], entries("a", baseline=base), entries("b", baseline=base))
@@ -212,25 +225,32 @@ def test_only_entries_of_one_group_are_timed_together() -> None:
 
 def test_the_fastest_chunk_size_is_taken() -> None:
     timer = FakeTimer()
-    choosy = entries("choosy", lambda size: {128: 90.0, 256: 70.0}[size or 0], chunk_sizes=(128, 256))
+    choosy = entries(
+        "choosy", lambda size: {128: 90.0, 256: 70.0}[size or 0], chunk_sizes=(128, 256)
+    )
     found = compared(entries("slow", 300.0), choosy, timer=timer)
     case = found["choosy"]
     assert case.chunk_size == 256
     assert case.trials == {128: 90.0, 256: 70.0}
     assert case.device_us == (70,) * 3
     assert (found["slow"].chunk_size, found["slow"].trials) == (None, {})
-    assert len(timer.recorded) == 2 * (2 + 2)  # twice: the choice of the chunk size, then the two in turns
+    # twice: the choice of the chunk size, then the two in turns
+    assert len(timer.recorded) == 2 * (2 + 2)
 
 
 def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
-    choosy = entries("choosy", lambda size: float(size or 0), chunk_sizes=(128, 256), wrong_chunk=128)
+    choosy = entries(
+        "choosy", lambda size: float(size or 0), chunk_sizes=(128, 256), wrong_chunk=128
+    )
     (case,) = compared(choosy, timer=FakeTimer()).values()
     assert case.trials == {128: None, 256: None}
     assert (case.chunk_size, case.device_us) == (256, (256,) * 3)
     (alone,) = compared(entries("alone", chunk_sizes=(128,)), timer=FakeTimer()).values()
     assert alone.trials == {128: None}
     assert alone.samples
-    (wrong,) = compared(entries("w", chunk_sizes=(128, 256), spoil=noisy(0.5)), timer=FakeTimer()).values()
+    (wrong,) = compared(
+        entries("w", chunk_sizes=(128, 256), spoil=noisy(0.5)), timer=FakeTimer()
+    ).values()
     assert (wrong.chunk_size, wrong.result, len(wrong.trials)) == (128, "inaccurate", 2)
 
 
@@ -246,7 +266,9 @@ def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_no
         assert (over.value if over else None) == (2 if result == "inaccurate" else None)
 
 
-def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> None:
+def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> (
+    None
+):
     calls: list[int] = []
 
     def untuned(output: SSDOutput) -> SSDOutput:
@@ -255,9 +277,11 @@ def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in
 
     assert compared(entries("library", kind="library", spoil=untuned))["library"].result == "passed"
     half = entries(
-        "half", kind="library", precision=HALF_STATES,
+        "half",
+        kind="library",
+        precision=HALF_STATES,
         spoil=lambda output: SSDOutput(output.out, output.final_states.bfloat16()),
-    )  # fmt: skip
+    )
     (case,) = compared(half).values()
     assert case.result == "passed", "its states are widened to be judged"
     assert half[0].call.run()[1].dtype == torch.bfloat16, "and not to be timed"
@@ -272,7 +296,9 @@ def test_nothing_is_faster_than_the_roof() -> None:
     found = compared([fast], [good], timer=FakeTimer(), ceilings=ceilings)
     assert (found["good"].result, bool(found["good"].samples)) == ("passed", True)
     assert (found["fast"].result, found["fast"].samples) == ("failed", ())
-    assert found["fast"].why.startswith("the measurement failed: 1 us of device time would be 250% of the roofline")
+    assert found["fast"].why.startswith(
+        "the measurement failed: 1 us of device time would be 250% of the roofline"
+    )
 
 
 def test_what_goes_wrong_while_it_is_timed() -> None:
@@ -298,17 +324,25 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
         timer=FakeTimer(spoil=zero, uncapturable=frozenset({"uncapturable"})),
     )
     assert {name: (case.result, bool(case.samples)) for name, case in found.items()} == {
-        "good": ("passed", True), "uncapturable": ("passed", False), "racy": ("inaccurate", False),
-        "bits": ("passed", True), "drifting": ("inaccurate", False), "raising": ("failed", False),
-    }  # fmt: skip
+        "good": ("passed", True),
+        "uncapturable": ("passed", False),
+        "racy": ("inaccurate", False),
+        "bits": ("passed", True),
+        "drifting": ("inaccurate", False),
+        "raising": ("failed", False),
+    }
     assert "it synchronises" in found["uncapturable"].reason
     assert found["racy"].why.startswith("after it was timed: out, head 1")
     assert found["bits"].reason == "repeated calls differ in their bits, within the budget"
     assert found["drifting"].why.startswith("after it was timed: out, head")
-    assert found["raising"].why.startswith("a later call raised ValueError: no more calls (fakes.py:")
+    assert found["raising"].why.startswith(
+        "a later call raised ValueError: no more calls (fakes.py:"
+    )
 
 
-@pytest.mark.parametrize(("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)])
+@pytest.mark.parametrize(
+    ("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)]
+)
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
     monkeypatch: pytest.MonkeyPatch, precision: PrecisionRecord, factor: float, largest: float
 ) -> None:
@@ -375,7 +409,10 @@ def sleepy(output: SSDOutput) -> SSDOutput:
 
 def test_a_first_call_that_takes_too_long_fails_alone() -> None:
     found = compared(entries("slow", spoil=sleepy), entries("fast"), first_call_s=0.3)
-    assert (found["slow"].result, found["slow"].why) == ("failed", "its first call was stopped after 0.3 s")
+    assert (found["slow"].result, found["slow"].why) == (
+        "failed",
+        "its first call was stopped after 0.3 s",
+    )
     assert found["fast"].result == "passed"
 
 
@@ -390,35 +427,67 @@ def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
 def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> None:
     seen: list[Case] = []
     with pytest.raises(KeyboardInterrupt):
-        compared(entries("a", turns=1), entries("b", turns=2), timer=FakeTimer(stop_at=8), seen=seen)
+        compared(
+            entries("a", turns=1), entries("b", turns=2), timer=FakeTimer(stop_at=8), seen=seen
+        )
     untimed = "interrupted before it was timed"
-    assert [(case.implementation, bool(case.accuracy), bool(case.samples), case.reason) for case in seen] == [
-        ("a", True, False, untimed), ("b", True, False, untimed), ("a", True, True, ""),
-    ]  # fmt: skip
-    compared(entries("c", chunk_sizes=(16, 32)), entries("wrong", spoil=noisy(0.5)), timer=FakeTimer(), seen=seen)
-    assert [(case.implementation, case.reason) for case in seen[3:]] == [("wrong", ""), ("c", untimed), ("c", "")]
+    assert [
+        (case.implementation, bool(case.accuracy), bool(case.samples), case.reason) for case in seen
+    ] == [("a", True, False, untimed), ("b", True, False, untimed), ("a", True, True, "")]
+    compared(
+        entries("c", chunk_sizes=(16, 32)),
+        entries("wrong", spoil=noisy(0.5)),
+        timer=FakeTimer(),
+        seen=seen,
+    )
+    assert [(case.implementation, case.reason) for case in seen[3:]] == [
+        ("wrong", ""),
+        ("c", untimed),
+        ("c", ""),
+    ]
 
 
 # --- who is compared with whom
 
 
-FP32, FP16, BF16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16"))
+FP32, FP16, BF16 = (
+    PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16")
+)
 
 
 @pytest.mark.parametrize(
     ("wanted", "baseline", "fixed", "pairs"),
     [
         ([RELAXED_FP16], "unfused", {}, [("unfused", FP16, FP16), ("fused", RELAXED_FP16, FP16)]),
-        ([FP32, RELAXED_FP16], "them", {"them": (FP16, FP32)},
-         [("them", FP32, FP32), ("fused", FP32, FP32), ("them", FP16, FP16), ("fused", RELAXED_FP16, FP16)]),
-        ([FP32, RELAXED_FP16], "them", {"them": (BF16,)},
-         [("them", BF16, BF16), ("fused", FP32, BF16), ("fused", RELAXED_FP16, BF16)]),
+        (
+            [FP32, RELAXED_FP16],
+            "them",
+            {"them": (FP16, FP32)},
+            [
+                ("them", FP32, FP32),
+                ("fused", FP32, FP32),
+                ("them", FP16, FP16),
+                ("fused", RELAXED_FP16, FP16),
+            ],
+        ),
+        (
+            [FP32, RELAXED_FP16],
+            "them",
+            {"them": (BF16,)},
+            [("them", BF16, BF16), ("fused", FP32, BF16), ("fused", RELAXED_FP16, BF16)],
+        ),
     ],
     ids=["it was not requested", "equal states", "a library that lacks the states"],
-)  # fmt: skip
-def test_the_baseline_runs_at_equal_states_if_it_has_them(wanted: Any, baseline: str, fixed: Any, pairs: Any) -> None:
+)
+def test_the_baseline_runs_at_equal_states_if_it_has_them(
+    wanted: Any, baseline: str, fixed: Any, pairs: Any
+) -> None:
     fused = get("ssd", "fused")
-    first = replace(get("ssd", "unfused"), name=baseline, precisions=(lambda _: fixed[baseline]) if fixed else None)
+    first = replace(
+        get("ssd", "unfused"),
+        name=baseline,
+        precisions=(lambda _: fixed[baseline]) if fixed else None,
+    )
     assert [(one.name, *rest) for one, *rest in paired([fused], first, wanted, "fp32")] == pairs
 
 
@@ -441,7 +510,9 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
     assert [matched_with(entry, made, "nobody") for entry in made] == [None] * len(made)
 
 
-def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_changeable", lambda _: nullcontext(None))
     (case,) = compared(entries("a"), timer=FakeTimer()).values()
     assert (case.result, bool(case.samples)) == ("passed", True)

@@ -3,7 +3,14 @@
 import pytest
 
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.reading import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
+from ssdprof.jobs.reading import (
+    expand,
+    lengths,
+    parse_chunk_sizes,
+    parse_dtypes,
+    parse_shapes,
+    parse_tokens,
+)
 from ssdprof.operators.generate import Shape, Tokens
 from ssdprof.operators.ssd import GENERATOR
 
@@ -24,8 +31,13 @@ def test_lengths(words: str, expected: tuple[int, ...]) -> None:
 def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> None:
     wanted, left_out = parse_tokens("1k,4k", "1,8", "8x4k,32x4k", "4x16-32", max_tokens=8192)
     assert [str(tokens) for tokens in wanted] == [
-        "1 x 1,024", "1 x 4,096", "8 x 1,024", "8 x 4,096", "32 x 4,096", "4 packed x 16-32",
-    ]  # fmt: skip
+        "1 x 1,024",
+        "1 x 4,096",
+        "8 x 1,024",
+        "8 x 4,096",
+        "32 x 4,096",
+        "4 packed x 16-32",
+    ]
     assert left_out == ()
     _, left_out = parse_tokens("1k,4k", "1,8", "", "", max_tokens=8192)
     assert left_out == (Tokens(sequences=8, seqlen=4096),)
@@ -33,11 +45,14 @@ def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> Non
         parse_tokens("1k", "1", "", "", max_tokens=16)
 
 
-@pytest.mark.parametrize("given", [
-    *((words, "", "") for words in ("...,4k", "1k,...", "4k,...,1k", "1q", "")),
-    *(("1k", words, "") for words in ("8", "0x4", "x4k", "8x")),
-    *(("1k", "", words) for words in ("8x4k", "8x4k-1k", "8x0-4")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        *((words, "", "") for words in ("...,4k", "1k,...", "4k,...,1k", "1q", "")),
+        *(("1k", words, "") for words in ("8", "0x4", "x4k", "8x")),
+        *(("1k", "", words) for words in ("8x4k", "8x4k-1k", "8x0-4")),
+    ],
+)
 def test_lengths_cells_and_packs_that_are_none(given: tuple[str, str, str]) -> None:
     lengths_, cells, packs = given
     with pytest.raises(BadInputError):
@@ -46,8 +61,16 @@ def test_lengths_cells_and_packs_that_are_none(given: tuple[str, str, str]) -> N
 
 def test_shapes_by_model_and_by_sizes() -> None:
     assert parse_shapes(GENERATOR, "mamba2-2.7b, 24x32x64x2") == (
-        Shape("mamba2-2.7b", "80x64, N 128, G 1", {"nheads": 80, "headdim": 64, "dstate": 128, "ngroups": 1}),
-        Shape("24x32x64x2", "24x32, N 64, G 2", {"nheads": 24, "headdim": 32, "dstate": 64, "ngroups": 2}),
+        Shape(
+            "mamba2-2.7b",
+            "80x64, N 128, G 1",
+            {"nheads": 80, "headdim": 64, "dstate": 128, "ngroups": 1},
+        ),
+        Shape(
+            "24x32x64x2",
+            "24x32, N 64, G 2",
+            {"nheads": 24, "headdim": 32, "dstate": 64, "ngroups": 2},
+        ),
     )
     assert [shape.name for shape in parse_shapes(GENERATOR, "all")] == list(GENERATOR.models)
 

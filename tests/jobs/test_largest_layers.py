@@ -26,32 +26,71 @@ PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 LAYERS = 4
 STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}
 _LINEAR = {
-    "num_hidden_layers": LAYERS, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10,
-}  # fmt: skip
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "Granite-4.0-h-small": lambda: tf.GraniteMoeHybridConfig(
-        vocab_size=100352, hidden_size=4096, num_hidden_layers=LAYERS, layer_types=["mamba"] * LAYERS,
-        num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128,
-        mamba_n_groups=1, intermediate_size=768, shared_intermediate_size=1536, num_local_experts=72,
-        num_experts_per_tok=10, tie_word_embeddings=True,
+        vocab_size=100352,
+        hidden_size=4096,
+        num_hidden_layers=LAYERS,
+        layer_types=["mamba"] * LAYERS,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        mamba_n_heads=128,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        intermediate_size=768,
+        shared_intermediate_size=1536,
+        num_local_experts=72,
+        num_experts_per_tok=10,
+        tie_word_embeddings=True,
     ),
     "Qwen3-Next-80B-A3B": lambda: tf.Qwen3NextConfig(
-        **_LINEAR, vocab_size=151936, hidden_size=2048, num_attention_heads=16, linear_num_value_heads=32,
-        moe_intermediate_size=512, shared_expert_intermediate_size=512,
+        **_LINEAR,
+        vocab_size=151936,
+        hidden_size=2048,
+        num_attention_heads=16,
+        linear_num_value_heads=32,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "Nemotron-3-Super-120B-A12B": lambda: tf.NemotronHConfig(
-        vocab_size=131072, hidden_size=4096, layers_block_type=["mamba", "moe", "moe", "mamba"],
-        num_attention_heads=32, num_key_value_heads=2, head_dim=128, mamba_num_heads=128, mamba_head_dim=64,
-        ssm_state_size=128, n_groups=8, chunk_size=128, n_routed_experts=512, num_experts_per_tok=22,
-        moe_intermediate_size=2688, moe_latent_size=1024, moe_shared_expert_intermediate_size=5376,
+        vocab_size=131072,
+        hidden_size=4096,
+        layers_block_type=["mamba", "moe", "moe", "mamba"],
+        num_attention_heads=32,
+        num_key_value_heads=2,
+        head_dim=128,
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=8,
+        chunk_size=128,
+        n_routed_experts=512,
+        num_experts_per_tok=22,
+        moe_intermediate_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
         n_shared_experts=1,
     ),
     "Qwen3.5-397B-A17B": lambda: tf.Qwen3_5MoeTextConfig(
-        **_LINEAR, vocab_size=248320, hidden_size=4096, num_attention_heads=32, linear_num_value_heads=64,
-        moe_intermediate_size=1024, shared_expert_intermediate_size=1024,
+        **_LINEAR,
+        vocab_size=248320,
+        hidden_size=4096,
+        num_attention_heads=32,
+        linear_num_value_heads=64,
+        moe_intermediate_size=1024,
+        shared_expert_intermediate_size=1024,
     ),
-}  # fmt: skip
+}
 
 
 def write_without_values(config: Any, folder: Path) -> Any:
@@ -63,7 +102,11 @@ def write_without_values(config: Any, folder: Path) -> Any:
     header, size = {}, 0
     for name, tensor in model.state_dict().items():
         span = [size, size + tensor.nbytes]
-        header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+        header[name] = {
+            "dtype": STORED[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": span,
+        }
         size += tensor.nbytes
     words = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -88,7 +131,9 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
     subject = find(request)
     gpu_with(monkeypatch, 0)
-    layer = max(sum(weight.nbytes for weight in one.parameters()) for one in model.base_model.layers)
+    layer = max(
+        sum(weight.nbytes for weight in one.parameters()) for one in model.base_model.layers
+    )
     embedding = model.get_input_embeddings().weight.nbytes
     computed = placement.Chooser(subject).least_beside()
     least = layer + embedding + computed
@@ -99,7 +144,9 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     gpu_with(monkeypatch, least - 1, host=subject.weight_bytes * 2)
     kinds: tuple[PlacementKind | None, ...] = (None, "cpu-offload", "disk-offload")
     for kind in kinds:
-        with pytest.raises(MissingCapabilityError, match="does not fit on cuda:0 layer by layer") as caught:
+        with pytest.raises(
+            MissingCapabilityError, match="does not fit on cuda:0 layer by layer"
+        ) as caught:
             choose(replace(subject, request=replace(request, placement=kind)))
         for words in (
             f"largest layer has {size_words(layer)}",
@@ -110,16 +157,28 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
         assert caught.value.hint.startswith("What fits: --seq 8192")
 
 
-def test_a_smaller_model_of_the_family_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_model_of_the_family_is_advised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_without_values(CONFIGS["Granite-4.0-h-small"](), tmp_path)
-    subject = find(ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(4096,), placement="one-gpu"))
+    subject = find(
+        ServedModelOptions(
+            model=str(tmp_path), prompt="random", seqlens=(4096,), placement="one-gpu"
+        )
+    )
     ref = subject.ref.model_copy(update={"repo_id": "ibm-granite/granite-4.0-h-small"})
     monkeypatch.setattr(type(subject), "ref", ref)
     gpu_with(monkeypatch, 0)
-    gpu_with(monkeypatch, subject.located.weight_bytes(2) + placement.Chooser(subject).least_beside())
-    with pytest.raises(MissingCapabilityError, match=r"does not fit on cuda:0: its weights take 6\.73 GiB") as caught:
+    gpu_with(
+        monkeypatch, subject.located.weight_bytes(2) + placement.Chooser(subject).least_beside()
+    )
+    with pytest.raises(
+        MissingCapabilityError, match=r"does not fit on cuda:0: its weights take 6\.73 GiB"
+    ) as caught:
         choose(subject)
-    assert caught.value.hint.startswith("What fits: --layers first:3 or ibm-granite/granite-4.0-h-1b")
+    assert caught.value.hint.startswith(
+        "What fits: --layers first:3 or ibm-granite/granite-4.0-h-1b"
+    )
 
 
 @pytest.mark.parametrize(

@@ -45,23 +45,42 @@ INPUTS = 2**20  # more than twice the captured inputs of a layer
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts with layers of about 3 MB, without a tokenizer."""
     config = tf.GraniteMoeHybridConfig(
-        vocab_size=128, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4,
-        mamba_d_head=64, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=32, intermediate_size=256,
-        num_hidden_layers=6, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64,
+        vocab_size=128,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=32,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
         layer_types=["mamba", "mamba", "attention", "mamba", "mamba", "mamba"],
-    )  # fmt: skip
+    )
     folder = tmp_path_factory.mktemp("granite")
     tf.GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def asked(folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any) -> Subject:
-    return find(ServedModelOptions(model=str(folder), prompt="random", seqlens=(seqlen,), placement=kind, **options))
+def asked(
+    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
+) -> Subject:
+    return find(
+        ServedModelOptions(
+            model=str(folder), prompt="random", seqlens=(seqlen,), placement=kind, **options
+        )
+    )
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
     """A machine with this much free memory."""
-    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu"))
+    monkeypatch.setattr(
+        limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu")
+    )
     monkeypatch.setattr(limits, "free_bytes", lambda: gpus[0] if gpus else host)
     monkeypatch.setattr(placement, "free_memory", lambda device: gpus[device.index])
     monkeypatch.setattr(machine, "_available", lambda: host)
@@ -107,17 +126,31 @@ def test_the_fastest_placement_that_fits(
     assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
     assert (placed.device_map is None) == (kind == "one-gpu")
     room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
-    assert all(held.bytes <= room[place] * weights for place, held in record.held.items() if place in room)
+    assert all(
+        held.bytes <= room[place] * weights for place, held in record.held.items() if place in room
+    )
 
 
-def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_user_names_is_taken_or_refused(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, more = asked(granite).weight_bytes, beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
     assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
     refused: list[tuple[list[int], int, PlacementKind, str]] = [
-        ([weights // 2 + more], 4 * weights + more, "all-gpus", "needs two NVIDIA GPUs; 1 can be used"),
+        (
+            [weights // 2 + more],
+            4 * weights + more,
+            "all-gpus",
+            "needs two NVIDIA GPUs; 1 can be used",
+        ),
         ([weights // 2], 4 * weights, "one-gpu", "does not fit on cuda:0: its weights take"),
-        ([weights // 2 + more], weights // 4, "cpu-offload", "does not fit with --placement cpu-offload"),
+        (
+            [weights // 2 + more],
+            weights // 4,
+            "cpu-offload",
+            "does not fit with --placement cpu-offload",
+        ),
         ([], 4 * weights + more, "cpu-offload", "cpu-offload needs an NVIDIA GPU; 0 can be used"),
     ]
     for gpus, host, kind, words in refused:
@@ -133,11 +166,15 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
 
     def refuse(_device: torch.device) -> int:
-        raise MissingCapabilityError("CUDA cannot start the GPU: all CUDA-capable devices are busy or unavailable.")
+        raise MissingCapabilityError(
+            "CUDA cannot start the GPU: all CUDA-capable devices are busy or unavailable."
+        )
 
     monkeypatch.setattr(placement, "free_memory", refuse)
     assert choose(asked(granite)).record.kind == "cpu-offload"
-    with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
+    with pytest.raises(
+        MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"
+    ):
         choose(asked(granite, "all-gpus"))
 
 
@@ -165,8 +202,16 @@ def save_in_fp8(folder: Path) -> None:
         else:
             stored[name] = tensor
     save_file(stored, file, {"format": "pt"})
-    mixers = [f"model.layers.{layer}.{mixer}" for layer in range(4) for mixer in ("linear_attn", "self_attn")]
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": mixers}
+    mixers = [
+        f"model.layers.{layer}.{mixer}"
+        for layer in range(4)
+        for mixer in ("linear_attn", "self_attn")
+    ]
+    quantization = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": mixers,
+    }
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
@@ -189,7 +234,11 @@ def test_weights_that_transformers_writes_anew_are_counted(
     memory(monkeypatch, [], subject.weight_bytes // 2 + placement.Chooser(subject).least_beside())
     placed = choose(subject)
     loaded = load(subject, Watcher())
-    written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
+    written = (
+        tensor
+        for file in (loaded.files.folder / REWRITTEN).iterdir()
+        for tensor in load_file(file).values()
+    )
     size = sum(tensor.nbytes for tensor in written)
     assert size <= placed.rewritten_bytes <= 1.001 * size
     on_disk = placed.record.held["disk"].bytes
@@ -225,7 +274,9 @@ def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Pat
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
     with pytest.raises(BadInputError, match=r"stay quantised \(awq\)"):
         choose(asked(tmp_path, "cpu-offload"))
 
@@ -255,7 +306,11 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
     small = record.model_copy(
-        update={"kind": "all-gpus", "held": {"cuda:0": Held(layers=1, bytes=GB)}, "streamed_layer_bytes": 0}
+        update={
+            "kind": "all-gpus",
+            "held": {"cuda:0": Held(layers=1, bytes=GB)},
+            "streamed_layer_bytes": 0,
+        }
     )
     assert "all of it fits there, so that the other GPUs hold nothing" in placement_words(small)
     in_memory = record.model_copy(update={"held": {"cpu": Held(layers=4, bytes=4 * GB)}})
@@ -303,7 +358,9 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     assert len(found[0]) == len(found[1]) == 5
     for whole, streamed in zip(*found, strict=True):
         assert all(torch.equal(whole[name], streamed[name]) for name in whole)
-    resident = sum(parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta)
+    resident = sum(
+        parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta
+    )
     with LiveBytes("cpu") as counted:
         loaded.run(lambda _: None)
     assert resident == loaded.placement.held["cpu"].bytes
@@ -315,26 +372,49 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
 
 def wide(name: str) -> Any:
     """A config with layers so wide that activations affect the peak."""
-    common = {"vocab_size": 128, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common = {
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
     linear = {
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "head_dim": 64, "num_hidden_layers": 4,
-    }  # fmt: skip
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+    }
     experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
     configs: dict[str, Callable[[], Any]] = {
         "mamba2": lambda: tf.Mamba2Config(
-            vocab_size=128, hidden_size=256, num_heads=8, head_dim=64, state_size=64, n_groups=1, num_hidden_layers=2
+            vocab_size=128,
+            hidden_size=256,
+            num_heads=8,
+            head_dim=64,
+            state_size=64,
+            n_groups=1,
+            num_hidden_layers=2,
         ),
         "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
-            **common, **mamba, intermediate_size=512, num_hidden_layers=3, num_local_experts=8,
-            num_experts_per_tok=6, shared_intermediate_size=256, layer_types=["mamba", "attention", "mamba"],
+            **common,
+            **mamba,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_local_experts=8,
+            num_experts_per_tok=6,
+            shared_intermediate_size=256,
+            layer_types=["mamba", "attention", "mamba"],
         ),
         "bamba": lambda: tf.BambaConfig(
             **common, **mamba, intermediate_size=2048, num_hidden_layers=3, attn_layer_indices=[1]
         ),
-        "qwen3_next": lambda: tf.Qwen3NextConfig(**common, **linear, **experts, shared_expert_intermediate_size=128),
-    }  # fmt: skip
+        "qwen3_next": lambda: tf.Qwen3NextConfig(
+            **common, **linear, **experts, shared_expert_intermediate_size=128
+        ),
+    }
     return configs[name]()
 
 
@@ -343,10 +423,15 @@ def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: S
     for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
             capture_layers(
-                model, tiny_models.prompt(seqlen), layers_of(model, name), ref=tiny_models.checkpoint_ref(name),
-                segment_length=segment_length, on_layer=lambda _: None, serving=serving,
+                model,
+                tiny_models.prompt(seqlen),
+                layers_of(model, name),
+                ref=tiny_models.checkpoint_ref(name),
+                segment_length=segment_length,
+                on_layer=lambda _: None,
+                serving=serving,
                 head=lambda hidden: torch.zeros(*hidden.shape[:2], 128),
-            )  # fmt: skip
+            )
     return counted.peak
 
 
@@ -361,7 +446,11 @@ def lower_right(queries: int, keys: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "bamba")), "qwen3_next"],
+    [
+        "mamba2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "bamba")),
+        "qwen3_next",
+    ],
 )
 @pytest.mark.parametrize(
     ("segment_length", "serving"),
@@ -385,7 +474,13 @@ def test_the_predicted_peak_is_that_of_a_capture(
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     wanted = {site.layer_index for site in find_mixers(shapes)}
     predicted, _ = predict_memory(
-        shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False, serving=serving
+        shapes,
+        wanted,
+        seqlen=1024,
+        segment_length=segment_length,
+        batch=1,
+        on_gpu=False,
+        serving=serving,
     )
     found = measured(model, name, 1024, segment_length, serving)
     assert predicted == pytest.approx(found, rel=0.15)
@@ -393,7 +488,9 @@ def test_the_predicted_peak_is_that_of_a_capture(
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
-def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path: Path) -> None:
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
+    name: str, tmp_path: Path
+) -> None:
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
@@ -424,7 +521,9 @@ def test_operator_calls_of_one_form_are_tried_once(
 
     def predicted() -> tuple[int, int]:
         tried.clear()
-        peak, _ = predict_memory(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
+        peak, _ = predict_memory(
+            shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False
+        )
         return peak, len(tried)
 
     peak, forms = predicted()
@@ -434,13 +533,17 @@ def test_operator_calls_of_one_form_are_tried_once(
 
 
 def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> None:
-    """At the call, or after the prompt if its segments are collected.  A GPU's memory has fragments, too."""
+    """At the call, or after the prompt if its segments are collected.  A GPU's memory has
+    fragments, too.
+    """
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
     layer = 1024 * capture_bytes_per_token(find_mixers(shapes)[0])
 
     def peaks(segment_length: int) -> tuple[int, int]:
-        return predict_memory(shapes, {0}, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=True)
+        return predict_memory(
+            shapes, {0}, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=True
+        )
 
     capturing, replaying = peaks(64)
     assert (capturing, replaying) == (layer, int(1.3 * 7 * layer))
@@ -461,7 +564,10 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
     planned = plan(subject)
     assert planned.placement is not None
     assert (planned.placement.kind, planned.placement.predicted_peak_bytes) == ("one-gpu", None)
-    words = "The memory that is needed besides the weights is not known, because of an error: not on meta."
+    words = (
+        "The memory that is needed besides the weights is not known, because of an error: "
+        "not on meta."
+    )
     said: list[str] = []
     watcher: Any = SimpleNamespace(say=said.append, step=Watcher().step)
     assert load(subject, watcher).segment_lengths == (96,)
@@ -478,7 +584,9 @@ def test_segments_of_a_given_length_may_be_tried_with_less_memory(
     assert choose(asked(granite, "one-gpu", segment_length=32)).segment_lengths == (32,)
 
 
-def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_prompt_has_the_longest_segments_that_fit(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = replace(asked(granite), seqlens=(1024, 2048, 4096))
     needed = placement.Chooser(replace(subject, seqlens=(2048,))).least_beside()
     memory(monkeypatch, [], subject.weight_bytes + needed)
@@ -486,7 +594,9 @@ def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatc
 
 
 def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole prompt."""
+    """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole
+    prompt.
+    """
     segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
     memory(monkeypatch, [2**40], 2**40)
@@ -504,11 +614,22 @@ LONG = 16384
 def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of 0.27 GB, large enough to detect streaming."""
     config = tf.GraniteMoeHybridConfig(
-        vocab_size=1024, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, mamba_n_heads=64,
-        mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_chunk_size=256, intermediate_size=512,
-        num_hidden_layers=8, num_local_experts=32, num_experts_per_tok=8, shared_intermediate_size=1024,
+        vocab_size=1024,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        mamba_n_heads=64,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_chunk_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_local_experts=32,
+        num_experts_per_tok=8,
+        shared_intermediate_size=1024,
         layer_types=["mamba", "mamba", "attention", *["mamba"] * 5],
-    )  # fmt: skip
+    )
     folder = tmp_path_factory.mktemp("large-granite")
     tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -537,7 +658,9 @@ def capped(size: int | None) -> Iterator[None]:
 def test_the_predicted_peak_of_a_gpu(
     large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's count, under a cap that makes the offloads stream; on one GPU, because several would hold all weights."""
+    """torch's count, under a cap that makes the offloads stream; on one GPU, because several would
+    hold all weights.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
     more = placement.Chooser(subject).least_beside()
@@ -591,9 +714,12 @@ def on_host(inputs: Any) -> dict[str, torch.Tensor]:
 def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, told: str | None) -> None:
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
     subject: Any = SimpleNamespace(
-        located=SimpleNamespace(files=lambda *_, **__: found), deepest_layer=None, head=False,
-        ref=SimpleNamespace(repo_id="org/model"), request=SimpleNamespace(yes=yes),
-    )  # fmt: skip
+        located=SimpleNamespace(files=lambda *_, **__: found),
+        deepest_layer=None,
+        head=False,
+        ref=SimpleNamespace(repo_id="org/model"),
+        request=SimpleNamespace(yes=yes),
+    )
     said: list[str] = []
     watcher: Any = SimpleNamespace(say=said.append)
     if told is None:

@@ -1,4 +1,6 @@
-"""From a request to a report of prefill times, with a timer that needs no GPU: lengths, budget, interruption."""
+"""From a request to a report of prefill times, with a timer that needs no GPU: lengths, budget,
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,20 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(
-    *seqlens: int, layers: str = "all", names: tuple[str, ...] = COMPARED, baseline: str = "unfused", **fields: Any
+    *seqlens: int,
+    layers: str = "all",
+    names: tuple[str, ...] = COMPARED,
+    baseline: str = "unfused",
+    **fields: Any,
 ) -> Report:
     asked = PrefillOptions(
-        model="demo", seqlens=seqlens, layers=layers, implementations=names, baseline=baseline,
+        model="demo",
+        seqlens=seqlens,
+        layers=layers,
+        implementations=names,
+        baseline=baseline,
         **({"seconds": 0.01} | fields),
-    )  # fmt: skip
+    )
     folder, report = time_prefills(asked, find(asked), Watcher())
     assert load(folder)[1] == report
     return report
@@ -83,7 +93,9 @@ def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     report = timed(12, 8, copies=2, names=(*COMPARED, "mamba_ssm"))
     assert report.absent[0].startswith("mamba_ssm cannot be imported")
-    assert any(note.startswith("Not compared: mamba_ssm cannot be imported") for note in report.notes)
+    assert any(
+        note.startswith("Not compared: mamba_ssm cannot be imported") for note in report.notes
+    )
     assert (report.complete, report.missing, report.baseline) == (True, (), "unfused")
     assert results(report) == [(size, name, "passed") for size in (8, 12) for name in COMPARED]
     assert report.model is not None
@@ -104,7 +116,9 @@ def test_of_the_first_layers_alone_a_gate_judges_what_was_timed() -> None:
     assert unfused.prefill.layers < unfused.prefill.layer_count
     assert (unfused.prefill.operator_layers, unfused.prefill.operator_calls) == (1, 1)
     (verdict,) = broken(report)  # both took the same time
-    assert verdict.case == "prefill, model convolution and norm, 8 tokens, fused, exact, fp32 states"
+    assert (
+        verdict.case == "prefill, model convolution and norm, 8 tokens, fused, exact, fp32 states"
+    )
     assert verdict.found.startswith("1x over unfused")
 
 
@@ -118,7 +132,9 @@ def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_length_leaves_what_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole: Callable[..., None] = job._Length._whole_prefill
 
     def interrupted(self: job._Length, name: str) -> None:
@@ -148,7 +164,11 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 ) -> None:
     library = replace(kernels.get("ssd", "reference"), name="library", kind="library", version="1")
     known = implementations.resolve
-    monkeypatch.setattr(implementations, "resolve", lambda of, word: library if word == "library" else known(of, word))
+    monkeypatch.setattr(
+        implementations,
+        "resolve",
+        lambda of, word: library if word == "library" else known(of, word),
+    )
     report = timed(8, 12, names=(*COMPARED, "library"), conv_and_norm="bundled")
     assert [case.name for case in report.cases] == [
         f"prefill, {kind} convolution and norm, {size} tokens, {name}, exact, fp32 states"
@@ -157,8 +177,16 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
         for name in names
     ]
     assert all(case.samples for case in report.cases)
-    ends = [one.removesuffix(", prefills in turns") for one in report.first.steps if one.endswith("turns")]
-    assert ends == [f"{size} tokens, {kind} convolution and norm" for kind in ("model", "bundled") for size in (8, 12)]
+    ends = [
+        one.removesuffix(", prefills in turns")
+        for one in report.first.steps
+        if one.endswith("turns")
+    ]
+    assert ends == [
+        f"{size} tokens, {kind} convolution and norm"
+        for kind in ("model", "bundled")
+        for size in (8, 12)
+    ]
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
@@ -171,14 +199,17 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsew
 
     monkeypatch.setattr(isolate, "_tried", tried)
     text = (
-        "from ssdprof.measure.accuracy import oracle_output as first\ndef second(inputs):\n    raise AssertionError\n"
+        "from ssdprof.measure.accuracy import oracle_output as first\ndef second(inputs):\n   "
+        " raise AssertionError\n"
     )
     (users_folder / "own_of_prefill.py").write_text(text)
     relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
     names = ("fused", "own_of_prefill:first", "own_of_prefill:second")
     report = timed(8, names=names, baseline="fused", intermediates="relaxed", state_dtype="bf16")
     assert report.baseline == "fused"
-    assert [(case.implementation, case.result, case.why, case.precision) for case in report.cases] == [
+    assert [
+        (case.implementation, case.result, case.why, case.precision) for case in report.cases
+    ] == [
         ("fused", "passed", "", relaxed),
         ("own_of_prefill:first", "passed", "", EXACT_FP32),
         ("own_of_prefill:second", "failed", "it hangs", EXACT_FP32),

@@ -1,4 +1,6 @@
-"""A length through all contenders, on the CPU: statuses, rounds, Amdahl's law, parts, and refusals."""
+"""A length through all contenders, on the CPU: statuses, rounds, Amdahl's law, parts, and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ LAYERS, LENGTH = 3, 12
 
 
 def contender(name: str, run: Any = None, kind: Any = "bundled") -> Implementation:
-    """It computes with the reference, which is faster here than kernels in the interpreter, unless `run` is given."""
+    """It computes with the reference, which is faster here than kernels in the interpreter, unless
+    `run` is given.
+    """
     base = kernels.get("ssd", "reference")
 
     def noted(inputs: Any, precision: Any) -> Any:
@@ -78,26 +82,47 @@ def length(
     timer, model = FakeTimer(), tiny_models.shared("mamba2")
     mixers = find_mixers(model)
     one = _Length(
-        request=PrefillOptions(model="tiny", seconds=seconds), model=model, ids=tiny_models.prompt(LENGTH),
-        segment_length=segment, mixers=mixers, layer=tiny_models.layer_refs("mamba2")[1],
-        bundled=ConvAndNorm(mixers) if conv_and_norm == "bundled" else None, timer=timer, profile=profile,
+        request=PrefillOptions(model="tiny", seconds=seconds),
+        model=model,
+        ids=tiny_models.prompt(LENGTH),
+        segment_length=segment,
+        mixers=mixers,
+        layer=tiny_models.layer_refs("mamba2")[1],
+        bundled=ConvAndNorm(mixers) if conv_and_norm == "bundled" else None,
+        timer=timer,
+        profile=profile,
         comparer=Comparer(timer=timer, sampling=ONCE, isolated=IsolatedFirstCall()),
-    )  # fmt: skip
+    )
     prefill = Prefill(
-        conv_and_norm=conv_and_norm, layers=LAYERS, layer_count=LAYERS, operator_layers=LAYERS,
-        operator_calls=one.operator_calls, segment_length=segment, alone=one.layer, attention="", convolution="torch",
-    )  # fmt: skip
+        conv_and_norm=conv_and_norm,
+        layers=LAYERS,
+        layer_count=LAYERS,
+        operator_layers=LAYERS,
+        operator_calls=one.operator_calls,
+        segment_length=segment,
+        alone=one.layer,
+        attention="",
+        convolution="torch",
+    )
     for each in contenders:
         one.of[each.name] = {"ssd": each}
         one.cases[each.name] = Case(
-            prefill=prefill, batch=1, seqlen=LENGTH, implementation=each.name, kind=each.kind, precision=EXACT_FP32,
-            baseline="" if each.name == "unfused" else "unfused", status="ran",
-        )  # fmt: skip
+            prefill=prefill,
+            batch=1,
+            seqlen=LENGTH,
+            implementation=each.name,
+            kind=each.kind,
+            precision=EXACT_FP32,
+            baseline="" if each.name == "unfused" else "unfused",
+            status="ran",
+        )
     return one, timer
 
 
 def timed(one: _Length, clock: StepClock | None = None) -> Report:
-    header = draft(kind="prefill", subject="tiny", environment=environment(gpu=False), baseline="unfused")
+    header = draft(
+        kind="prefill", subject="tiny", environment=environment(gpu=False), baseline="unfused"
+    )
     writer = Writer(Path("nowhere"), header, None)
     one.run(writer, clock or StepClock())
     return writer.report
@@ -117,14 +142,20 @@ def of(case: Case) -> Prefill:
 
 
 @pytest.mark.parametrize("kind", ["model", "bundled"])
-def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(kind: KernelOrigin) -> None:
+def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(
+    kind: KernelOrigin,
+) -> None:
     one, _ = length(*map(contender, US), conv_and_norm=kind)
     report = timed(one)
     found = cases(report)
     assert list(found) == list(US)
     assert one.first_token().shape == (1,)
     for name, case in found.items():
-        assert (of(case).conv_and_norm, of(case).operator_calls, of(case).alone.index) == (kind, LAYERS, 1)
+        assert (of(case).conv_and_norm, of(case).operator_calls, of(case).alone.index) == (
+            kind,
+            LAYERS,
+            1,
+        )
         assert case.result == "passed", case.why
         assert call_us(case) == pytest.approx(REST_US + LAYERS * US[name])
         assert of(case).alone_us == pytest.approx(US[name])
@@ -140,8 +171,12 @@ def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_diffe
         assert (of(case).logits_rms, of(case).same_token) == (0.0, True)
 
 
-def test_in_segments_the_operator_counts_once_for_each_and_the_profile_follows_a_whole_prefill() -> None:
-    """Later segments have initial states, and may compile or tune kernels that the first call did not need."""
+def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_whole_prefill() -> (
+    None
+):
+    """Later segments have initial states, and may compile or tune kernels that the first call did
+    not need.
+    """
     ran: list[int] = []
 
     def profile(run: Callable[[], object]) -> Trace:
@@ -162,7 +197,10 @@ def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
     timed(one)
     first = timer.events.index("call fused")
     calls = [event for event in timer.events if event.startswith("call ")]
-    assert "reallocate" not in timer.events[min(first, *(timer.events.index(f"call {name}") for name in US)) :]
+    assert (
+        "reallocate"
+        not in timer.events[min(first, *(timer.events.index(f"call {name}") for name in US)) :]
+    )
     for number in range(0, len(calls), 3):
         assert sorted(calls[number : number + 3]) == ["call fused", "call library", "call unfused"]
 
@@ -175,7 +213,9 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     assert len(case.samples[0].us) == timer.events.count("reallocate") >= 5
 
 
-def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_a_users_kernel_runs_the_parent_knows_its_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told, known = list[str](), set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
@@ -213,7 +253,9 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
         "broken": raising(RuntimeError("misaligned address")),
         "nan": nan,
     }
-    one, timer = length(contender("unfused"), *(contender(name, run) for name, run in wrong.items()))
+    one, timer = length(
+        contender("unfused"), *(contender(name, run) for name, run in wrong.items())
+    )
     found = cases(timed(one))
     assert {name: found[name].result for name in wrong} == {
         "refusing": "refused",
@@ -222,13 +264,17 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
         "nan": "nonfinite",
     }
     assert found["large"].why == "8 GiB more"
-    assert found["broken"].why.startswith("RuntimeError: misaligned address (test_prefill_length.py:")
+    assert found["broken"].why.startswith(
+        "RuntimeError: misaligned address (test_prefill_length.py:"
+    )
     assert all(found[name].call_us is None for name in wrong)
     assert {event for event in timer.events if event.startswith("call")} == {"call unfused"}
 
 
 def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup() -> None:
-    logits_rms = of(cases(timed(length(contender("unfused"), contender("fused", zeros))[0]))["fused"]).logits_rms
+    logits_rms = of(
+        cases(timed(length(contender("unfused"), contender("fused", zeros))[0]))["fused"]
+    ).logits_rms
     assert logits_rms
     assert logits_rms > 0.1
     broken = contender("unfused", raising(RuntimeError("no")))
@@ -236,7 +282,9 @@ def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup() -
     case = cases(report)["fused"]
     assert case.call_us is not None
     assert report.speedup(case) is None
-    assert [case.result for case in timed(length(broken)[0]).cases] == ["failed"], "no error if nothing passed"
+    assert [case.result for case in timed(length(broken)[0]).cases] == ["failed"], (
+        "no error if nothing passed"
+    )
 
 
 def test_a_model_that_bypasses_its_operator_is_refused() -> None:
@@ -270,7 +318,10 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
 
     def slow(run: Callable[[], object]) -> Trace:
         """The duration of a round, which exceeds the remaining time."""
-        return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
+        return [
+            event | {"dur": 1e6} if event.get("cat") == "kernel" else event
+            for event in cpu_trace(run)
+        ]
 
     one, _ = length(contender("unfused"), profile=slow)
     (case,) = timed(one, StepClock(10)).cases
@@ -279,7 +330,9 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
 
 
 def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
-    """A round takes 1 ms in the profile, but each call takes a second on the clock: five recordings do not fit."""
+    """A round takes 1 ms in the profile, but each call takes a second on the clock: five recordings
+    do not fit.
+    """
     ticking = Ticking()
 
     def moved(seconds: float) -> bool:
@@ -302,7 +355,9 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 @pytest.mark.parametrize(
     ("round_s", "moves"), [(0.1, True), (1.3, True), (1.4, False), (10.0, False), (math.inf, False)]
 )
-def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s: float, moves: bool) -> None:
+def test_long_prefills_are_timed_where_they_lie_and_a_few_times(
+    round_s: float, moves: bool
+) -> None:
     plan = sampling_plan(round_s, 20.0, 0.01)
     assert (plan.warmup_rounds > 0) == moves
     if moves:

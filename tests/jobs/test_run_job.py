@@ -1,4 +1,6 @@
-"""`run` as a job, on stored captures of two tiny layers: what is requested, compared, timed, and kept."""
+"""`run` as a job, on stored captures of two tiny layers: what is requested, compared, timed, and
+kept.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
+)
 LAYERS = (layer(0), layer(3))
 TOKENS = "5" * 64
 
 
 def captured(*chosen: int) -> RunOptions:
     """The request to replay captures, which this stores."""
-    store(Path("captures"), [(one, inputs(), None) for one in LAYERS], prompt(40, token_sha256=TOKENS))
+    store(
+        Path("captures"), [(one, inputs(), None) for one in LAYERS], prompt(40, token_sha256=TOKENS)
+    )
     return RunOptions(model="captures", layers=",".join(map(str, chosen)) or "all")
 
 
@@ -57,7 +63,12 @@ def names(report: Report) -> list[str]:
 @needs_interpreter
 def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> None:
     report = replayed(states=("fp32", "fp16"))
-    assert (report.kind, report.id, report.command, report.complete) == ("run", "kept", ("ssdprof", "run"), True)
+    assert (report.kind, report.id, report.command, report.complete) == (
+        "run",
+        "kept",
+        ("ssdprof", "run"),
+        True,
+    )
     assert [", ".join(one) for one in report.requested] == names(report)
     assert names(report)[:5] == [
         "layer 0, 40 tokens, unfused, exact, fp32 states",
@@ -69,20 +80,28 @@ def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> 
     assert len(report.cases) == 16
     assert report.captured == LAYERS
     assert Outcome(report).passed
-    assert {(case.inputs, case.samples, case.workspace_bytes, case.reason) for case in report.cases} == {
-        (TOKENS, (), None, "")
-    }
+    assert {
+        (case.inputs, case.samples, case.workspace_bytes, case.reason) for case in report.cases
+    } == {(TOKENS, (), None, "")}
 
 
 @needs_interpreter
 def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_kernels() -> None:
     replayed(intermediates="exact", states=("fp32",), trace=Path("trace.json"))
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
-    marks = sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in events if one["name"].startswith(PREFIX))
+    marks = sorted(
+        (one["ts"], one["ts"] + one["dur"], one["name"])
+        for one in events
+        if one["name"].startswith(PREFIX)
+    )
     calls = [one for one in marks if one[2].endswith(" states")]
-    assert [name for _, _, name in calls] == [f"{PREFIX}{one} exact, fp32 states" for one in ("unfused", "fused")]
+    assert [name for _, _, name in calls] == [
+        f"{PREFIX}{one} exact, fp32 states" for one in ("unfused", "fused")
+    ]
     assert calls[0][1] <= calls[1][0]
-    unfused, fused = ([one[2] for one in marks if begin < one[0] and one[1] < end] for begin, end, _ in calls)
+    unfused, fused = (
+        [one[2] for one in marks if begin < one[0] and one[1] < end] for begin, end, _ in calls
+    )
     assert len(unfused) == 5
     assert fused == [f"{PREFIX}_fused_kernel"]
 
@@ -98,15 +117,20 @@ def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.Monke
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), replace(fused, run=once))
     report = replayed(0, intermediates="exact", states=("fp32",), trace=Path("/dev/null"))
     assert [(case.result, case.reason[:23]) for case in report.cases] == [
-        ("passed", ""), ("failed", "in its trace: IndexErro"),
-    ]  # fmt: skip
+        ("passed", ""),
+        ("failed", "in its trace: IndexErro"),
+    ]
 
 
 @needs_interpreter
 def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
     report = replayed(3, implementations=("unfused",), states=("fp32", "fp16", "bf16"))
-    assert [case.result for case in report.cases] == ["passed"] * 6, [case.why for case in report.cases]
-    assert {case.precision for case in report.cases} == {*precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))}
+    assert [case.result for case in report.cases] == ["passed"] * 6, [
+        case.why for case in report.cases
+    ]
+    assert {case.precision for case in report.cases} == {
+        *precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))
+    }
     for case in report.cases:
         assert case.layer == LAYERS[1]
         assert case.dims is not None
@@ -118,7 +142,9 @@ def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
             assert (accuracy.vs_baseline and accuracy.vs_baseline.against) == against
 
 
-def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timers: list[Any] = []
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(compare, "INTERPRETED", True)
@@ -134,7 +160,9 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest
 
 @needs_interpreter
 @pytest.mark.parametrize("stop_at", [5, 13])
-def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
+    stop_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, began = compare.Comparer, list[str]()
 
     class Noted(plain):  # type: ignore[misc, valid-type]
@@ -144,7 +172,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monke
 
     def ran(stop_at: int | None, out: str) -> Report:
         timer = FakeTimer(stop_at=stop_at)
-        monkeypatch.setattr(compare, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK})))
+        monkeypatch.setattr(
+            compare, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK}))
+        )
         place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
         subject.run(RunOptions(**place))
         request = RunOptions(**place, intermediates="exact", states=("fp32",))
@@ -161,9 +191,15 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monke
     began.clear()
     report = ran(None, "kept")
     assert began == [one.name for one in LAYERS if one not in done]
-    assert [case.changed(samples=()) for case in report.cases] == [case.changed(samples=()) for case in whole.cases]
+    assert [case.changed(samples=()) for case in report.cases] == [
+        case.changed(samples=()) for case in whole.cases
+    ]
     assert all(len(case.samples) == 2 for case in report.cases)
-    assert (report.captured, report.remarks, report.complete) == (whole.captured, whole.remarks, True)
+    assert (report.captured, report.remarks, report.complete) == (
+        whole.captured,
+        whole.remarks,
+        True,
+    )
 
 
 def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
@@ -175,7 +211,11 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     requested = [", ".join(one) for one in job._requested(found, [of], pairs, "bf16", 0)]
     assert requested == [
         *(
-            f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, {states} states"
+            (
+                f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, "
+                f"{states} "
+                "states"
+            )
             for number, size in ((1, 40), (2, 10))
             for states in ("fp32", "bf16")
             for name in ("unfused", "fused")
@@ -195,12 +235,17 @@ def test_on_a_gpu_everything_is_measured() -> None:
     assert case.device_us is not None
     assert case.call_us.value > case.device_us.value > 0
     assert case.workspace_bytes
-    assert {launch.kernel for launch in case.launches} >= {"_chunk_scan_kernel", "_state_passing_kernel"}
+    assert {launch.kernel for launch in case.launches} >= {
+        "_chunk_scan_kernel",
+        "_state_passing_kernel",
+    }
     assert all(launch.registers for launch in case.launches)
 
 
 def test_heads_are_counted_by_how_long_they_remember() -> None:
-    """exp(-0.2 x 64) and less is forgotten within 64 tokens; exp(-0.0001 x 16,384) is not forgotten at all."""
+    """exp(-0.2 x 64) and less is forgotten within 64 tokens; exp(-0.0001 x 16,384) is not forgotten
+    at all.
+    """
     rates = torch.tensor([-0.2, -0.3, -0.02, -0.001, -0.0001, 0.0, -torch.inf, 0.5])
     shape = (1, 40, len(rates), 16)
     q, k, v = (torch.randn(shape) for _ in range(3))

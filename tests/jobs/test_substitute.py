@@ -1,4 +1,6 @@
-"""An implementation in place of a model's operator, in the given layers; the parts of models of every family."""
+"""An implementation in place of a model's operator, in the given layers; the parts of models of
+every family.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.substitute import _modules, by_layer, implemented, marking, part_times, parts_marked
+from ssdprof.jobs.substitute import (
+    _modules,
+    by_layer,
+    implemented,
+    marking,
+    part_times,
+    parts_marked,
+)
 from ssdprof.measure.trace import work
 
 LENGTH = 40  # more than a chunk
@@ -26,7 +35,9 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
-@pytest.mark.parametrize("implementation", ["reference", pytest.param("unfused", marks=pytest.mark.slow), "fused"])
+@pytest.mark.parametrize(
+    "implementation", ["reference", pytest.param("unfused", marks=pytest.mark.slow), "fused"]
+)
 def test_an_implementation_computes_in_the_models_place(name: str, implementation: str) -> None:
     model = tiny_models.shared(name)
     sites = find_mixers(model)
@@ -85,7 +96,10 @@ def names(model_name: str) -> dict[str, list[str]]:
     found = _modules(model, find_mixers(model))
     return {
         part: sorted(
-            {f"{type(module).__name__} {[type(m) for m in modules].count(type(module))}" for module in modules}
+            {
+                f"{type(module).__name__} {[type(m) for m in modules].count(type(module))}"
+                for module in modules
+            }
         )
         for part, modules in found.items()
     }
@@ -95,14 +109,20 @@ def names(model_name: str) -> dict[str, list[str]]:
     ("name", "attention", "mlps"),
     [
         ("mamba2", [], []),
-        ("granitemoehybrid", ["GraniteMoeHybridAttention 1"], ["GraniteMoeHybridMLP 4", "GraniteMoeHybridMoE 4"]),
+        (
+            "granitemoehybrid",
+            ["GraniteMoeHybridAttention 1"],
+            ["GraniteMoeHybridMLP 4", "GraniteMoeHybridMoE 4"],
+        ),
         ("bamba", ["BambaAttention 1"], ["BambaMLP 4"]),
         ("qwen3_5_text", ["Qwen3_5Attention 1"], ["Qwen3_5MLP 4"]),
         ("qwen3_next", ["Qwen3NextAttention 1"], ["Qwen3NextSparseMoeBlock 4"]),
         ("olmo_hybrid", ["OlmoHybridAttention 1"], ["OlmoHybridMLP 4"]),
     ],
 )
-def test_parts_are_found_by_what_modules_do(name: str, attention: list[str], mlps: list[str]) -> None:
+def test_parts_are_found_by_what_modules_do(
+    name: str, attention: list[str], mlps: list[str]
+) -> None:
     found = names(name)
     assert (found["attention"], found["MLP"]) == (attention, mlps)
     assert len(found["mixer"]) == len(found["gated norm"]) == 1
@@ -133,17 +153,32 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
     assert "aten::mm" in found["mixer"]
     assert list(found["gated norm"]) == ["aten::pow"]
     marks = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
-    for part, count in {"operator": 3, "convolution": 3, "gated norm": 3, "mixer": 3, "attention": 1}.items():
+    for part, count in {
+        "operator": 3,
+        "convolution": 3,
+        "gated norm": 3,
+        "mixer": 3,
+        "attention": 1,
+    }.items():
         assert marks.count(f"ssdprof:{part}") == count
     before = cpu_trace(lambda: prefill(model, ids, 24))
-    assert not [event for event in before if str(event.get("name")).startswith("ssdprof:")]  # all marks are removed
+    # all marks are removed
+    assert not [event for event in before if str(event.get("name")).startswith("ssdprof:")]
 
 
 def test_parts_add_up_to_the_whole() -> None:
     some = [
-        ("operator", "a", 5.0), ("operator", "a", 2.0), ("MLP", "b", 1.0), (None, "c", 0.5), ("another", "d", 0.25),
-    ]  # fmt: skip
+        ("operator", "a", 5.0),
+        ("operator", "a", 2.0),
+        ("MLP", "b", 1.0),
+        (None, "c", 0.5),
+        ("another", "d", 0.25),
+    ]
     found = part_times(some)
     assert found == {"operator": {"a": 7.0}, "MLP": {"b": 1.0}, "rest": {"c": 0.5, "d": 0.25}}
-    (kernels,) = part_times([("MLP", f"kernel {number}", float(number)) for number in range(10)]).values()
-    assert kernels == {"kernel 9": 9, "kernel 8": 8, "kernel 7": 7, "others": 21}, "those that take longest"
+    (kernels,) = part_times(
+        [("MLP", f"kernel {number}", float(number)) for number in range(10)]
+    ).values()
+    assert kernels == {"kernel 9": 9, "kernel 8": 8, "kernel 7": 7, "others": 21}, (
+        "those that take longest"
+    )

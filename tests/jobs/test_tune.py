@@ -17,7 +17,16 @@ from captured import layer
 from captured import store as store_captures
 from cases import prompt
 from command_line import Answer, ending, passing
-from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, kept, ssd_inputs, ssd_problem
+from tuning_fakes import (
+    COMMITTED_SEGMENT,
+    GPU,
+    FakeTimer,
+    cell,
+    environment,
+    kept,
+    ssd_inputs,
+    ssd_problem,
+)
 
 from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32
@@ -40,7 +49,11 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused
+from ssdprof.kernels.ssd.hopper.config import (
+    LONGEST_RECOMPUTED,
+    SSDHopperConfig,
+    as_exact_as_unfused,
+)
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import Call
 from ssdprof.operators.gdn_tuning import TUNING as GDN
@@ -54,11 +67,15 @@ from ssdprof.store.reports import load
 
 CPU = torch.device("cpu")
 EXACT = Precision()
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
+)
 
 
 @pytest.fixture(autouse=True)
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def cache(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Path]:
     """The folder of stored configurations; without a real GPU, this machine has the GPU `GPU`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -70,7 +87,12 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def gdn_inputs(
-    length: int, *, shape: str = "1/2x16x16", sequences: int = 1, packed: bool = False, operator: str = "gdn"
+    length: int,
+    *,
+    shape: str = "1/2x16x16",
+    sequences: int = 1,
+    packed: bool = False,
+    operator: str = "gdn",
 ) -> Any:
     generator = operators.get(operator).generated
     found = generator.parse(shape)
@@ -87,7 +109,9 @@ def options(tuning: Any, committed: Any, inputs: Any) -> list[Any]:
 
 
 def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused() -> None:
-    """The short cut that is checked also covers its sequence, and has several segments if the whole cut does."""
+    """The short cut that is checked also covers its sequence, and has several segments if the whole
+    cut does.
+    """
     problem = ssd_problem("hopper", 1280)
     configs = options(SSD, problem.committed, problem.inputs[-1])
     assert {20, 10, 7, 5, 4, 3, 2, 1} <= {config.segment for config in configs} <= set(range(1, 21))
@@ -102,7 +126,10 @@ def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused() 
         short = SSD.for_short(config, problem.inputs[-1])
         assert isinstance(short, SSDHopperConfig)
         assert (short.count(16) > 1) == (config.count(20) > 1)
-        assert (short.recompute, bool(short.long_count)) == (config.recompute, bool(config.long_count))
+        assert (short.recompute, bool(short.long_count)) == (
+            config.recompute,
+            bool(config.long_count),
+        )
 
 
 LONG_GDN = "1/1x128x128"
@@ -113,41 +140,111 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
 @pytest.mark.parametrize(
     ("tuning", "committed", "make", "what", "tried"),
     [
-        (SSD, SSDHopperConfig(segment=TOO_LONG), lambda: ssd_inputs(TOO_LONG * 64), lambda one: one.recompute, {False}),
-        (SSD, SSDHopperConfig(segment=4), lambda: ssd_inputs(1280, "2x64x128x1"),
-         lambda one: (one.ring, one.score_ring), {(2, 2), (2, 3), (3, 2), (3, 3)}),
+        (
+            SSD,
+            SSDHopperConfig(segment=TOO_LONG),
+            lambda: ssd_inputs(TOO_LONG * 64),
+            lambda one: one.recompute,
+            {False},
+        ),
+        (
+            SSD,
+            SSDHopperConfig(segment=4),
+            lambda: ssd_inputs(1280, "2x64x128x1"),
+            lambda one: (one.ring, one.score_ring),
+            {(2, 2), (2, 3), (3, 2), (3, 3)},
+        ),
         # longer sums over N would be less accurate: benchmarks/log/ssd.md#row-60
-        (SSD, SSDPortableConfig(block_n=256), lambda: ssd_inputs(1024, "2x64x256x1"),
-         lambda one: one.block_n, {64, 128, 256}),
-        (SSD, SSDPortableConfig(block_n=64), lambda: ssd_inputs(1024, "2x64x256x1"), lambda one: one.block_n, {64}),
-        (SSD, SSDPortableConfig(), lambda: ssd_inputs(1024),
-         lambda one: one.chunk == 64 or (one.chunk, one.chunk * one.max_chunks), {True, (32, 2048), (128, 2048)}),
-        (SSD, SSDPortableConfig(chunk=32, block_p=16), lambda: ssd_inputs(1024), lambda one: one.block_p, {16}),
-        (GDN, None, lambda: gdn_inputs(8192, shape=LONG_GDN),
-         lambda one: (one.block_v, one.v_rows), set(product((16, 32, 64, 128), (True, False)))),
+        (
+            SSD,
+            SSDPortableConfig(block_n=256),
+            lambda: ssd_inputs(1024, "2x64x256x1"),
+            lambda one: one.block_n,
+            {64, 128, 256},
+        ),
+        (
+            SSD,
+            SSDPortableConfig(block_n=64),
+            lambda: ssd_inputs(1024, "2x64x256x1"),
+            lambda one: one.block_n,
+            {64},
+        ),
+        (
+            SSD,
+            SSDPortableConfig(),
+            lambda: ssd_inputs(1024),
+            lambda one: one.chunk == 64 or (one.chunk, one.chunk * one.max_chunks),
+            {True, (32, 2048), (128, 2048)},
+        ),
+        (
+            SSD,
+            SSDPortableConfig(chunk=32, block_p=16),
+            lambda: ssd_inputs(1024),
+            lambda one: one.block_p,
+            {16},
+        ),
+        (
+            GDN,
+            None,
+            lambda: gdn_inputs(8192, shape=LONG_GDN),
+            lambda one: (one.block_v, one.v_rows),
+            set(product((16, 32, 64, 128), (True, False))),
+        ),
         (GDN, None, lambda: gdn_inputs(8192, shape=LONG_GDN), lambda one: one.num_warps, {2, 4, 8}),
-        (GDN, None, lambda: gdn_inputs(8192, shape=LONG_GDN), lambda one: one.factors_warps, {2, 4, 8}),
-        (GDN, None, lambda: gdn_inputs(8192, shape=LONG_GDN),
-         lambda one: one.segment == 0 or one.segment * one.chunk * 32 >= 8192, {True}),
+        (
+            GDN,
+            None,
+            lambda: gdn_inputs(8192, shape=LONG_GDN),
+            lambda one: one.factors_warps,
+            {2, 4, 8},
+        ),
+        (
+            GDN,
+            None,
+            lambda: gdn_inputs(8192, shape=LONG_GDN),
+            lambda one: one.segment == 0 or one.segment * one.chunk * 32 >= 8192,
+            {True},
+        ),
         (GDN, None, lambda: gdn_inputs(256), lambda one: one.block_v, {16}),
-        (KDA, None, lambda: gdn_inputs(64, operator="kda"), lambda one: (one.block_v, one.block_k), {(16, 16)}),
-        (KDA, KDA_HOPPER, lambda: gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
-         lambda one: (one.prep_block_k, one.block_k == 128 or not one.k_first), {(128, True)}),
+        (
+            KDA,
+            None,
+            lambda: gdn_inputs(64, operator="kda"),
+            lambda one: (one.block_v, one.block_k),
+            {(16, 16)},
+        ),
+        (
+            KDA,
+            KDA_HOPPER,
+            lambda: gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
+            lambda one: (one.prep_block_k, one.block_k == 128 or not one.k_first),
+            {(128, True)},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_candidates_vary(
-    tuning: Any, committed: Any, make: Callable[[], Any], what: Callable[[Any], object], tried: set[object]
+    tuning: Any,
+    committed: Any,
+    make: Callable[[], Any],
+    what: Callable[[Any], object],
+    tried: set[object],
 ) -> None:
     """A kernel takes all of them: they are read back as they are stored."""
     inputs = make()
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
     assert set(map(what, configs)) == tried
-    kernel = "hopper" if isinstance(committed, SSDHopperConfig) or committed is KDA_HOPPER else "portable"
+    kernel = (
+        "hopper"
+        if isinstance(committed, SSDHopperConfig) or committed is KDA_HOPPER
+        else "portable"
+    )
     assert all(tuning.config(kernel, tuning.settings(one), one.reason) == one for one in configs)
 
 
 def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() -> None:
-    nearby = options(SSD, SSDHopperConfig(segment=10, long_count=2, long_segment=100), ssd_inputs(240 * 64))
+    nearby = options(
+        SSD, SSDHopperConfig(segment=10, long_count=2, long_segment=100), ssd_inputs(240 * 64)
+    )
     assert {92, 96, 104, 108} <= {config.long_segment for config in nearby}
     inputs = gdn_inputs(4096, shape=LONG_GDN)
     committed = replace(GDN.committed(inputs, "portable"), segment=16)
@@ -167,8 +264,12 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() 
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
     headdim: int, dtype: torch.dtype, committed: SSDPortableConfig
 ) -> None:
-    """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to such rows."""
-    inputs = SSDInputs.unchecked(**vars(ssd_inputs(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)})
+    """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to
+    such rows.
+    """
+    inputs = SSDInputs.unchecked(
+        **vars(ssd_inputs(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)}
+    )
     configs = options(SSD, committed, inputs)
     assert len(configs) > 10
     assert all(config.chunk < 64 or config.block_p * dtype.itemsize >= 128 for config in configs)
@@ -203,7 +304,9 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32
-    assert made(intermediates="relaxed")[0].cases[0].precision.state_dtype == "bf16", "as in a bench"
+    assert made(intermediates="relaxed")[0].cases[0].precision.state_dtype == "bf16", (
+        "as in a bench"
+    )
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
     monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made()
@@ -211,7 +314,9 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     assert all(isinstance(one.committed, SSDHopperConfig) for one in found)
 
 
-def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(tmp_path: Path) -> None:
+def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(
+    tmp_path: Path,
+) -> None:
     """Of three layers at 20 tokens, the same at 40, and a decode step."""
     (step,) = Serving(decode=1).calls(40)[1:]
     calls = [*((index, seqlen, None) for seqlen in (20, 40) for index in range(3)), (2, 1, step)]
@@ -229,7 +334,8 @@ def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(tm
         captured(OPERATOR, "nowhere", None, CPU)
 
 
-# --- the search: it finds faster configurations, names wrong ones, and keeps the committed one in doubt
+# --- the search: it finds faster configurations, names wrong ones, and keeps the committed one in
+#   doubt
 
 
 Found = tuple[tuple[Case, ...], TunedConfig | None, str]
@@ -247,7 +353,11 @@ def value(outcome: Found, name: str) -> Any:
 
 def of_result(outcome: Found, result: str) -> dict[str, str]:
     """The candidates with this result, and why."""
-    return {case.implementation: case.why for case in outcome[0] if case.result == result and not case.samples}
+    return {
+        case.implementation: case.why
+        for case in outcome[0]
+        if case.result == result and not case.samples
+    }
 
 
 COMPARED = ("committed", "segment 4, ring 2")
@@ -260,18 +370,29 @@ def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
 
 
 @pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
-def test_it_goes_to_the_fastest_axis_by_axis(fitting: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A configuration is written to the file and read back unchanged.  fitting: whose outputs are kept by graphs."""
+def test_it_goes_to_the_fastest_axis_by_axis(
+    fitting: int, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration is written to the file and read back unchanged.  fitting: whose outputs are
+    kept by graphs.
+    """
     monkeypatch.setattr(Call, "outputs_that_fit", fitting)
     fake = FakeTimer(cost=by_segment)
     cases, find, why = found(fake)
     assert find is not None
-    assert find.device_ratio == pytest.approx(by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01)
+    assert find.device_ratio == pytest.approx(
+        by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01
+    )
     assert find.device_interval[0] > 1.01
     assert why.startswith("found segment 4, ring 2, 1.08x [")
-    committed, best = (next(one for one in cases if one.implementation == name) for name in COMPARED)
+    committed, best = (
+        next(one for one in cases if one.implementation == name) for name in COMPARED
+    )
     assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
-    assert (len(committed.samples), {one.process for one in best.samples}) == (2 * turns, {str(turns)})
+    assert (len(committed.samples), {one.process for one in best.samples}) == (
+        2 * turns,
+        {str(turns)},
+    )
     assert best.over(committed) == (find.device_ratio, *find.device_interval)
     config = SSD.config("hopper", find.settings, find.reason)
     assert config == SSDHopperConfig(segment=4, ring=2, reason=find.reason)
@@ -281,7 +402,9 @@ def test_it_goes_to_the_fastest_axis_by_axis(fitting: int, turns: int, monkeypat
 
 
 class PlacedTimer(FakeTimer):
-    """Within a recording a time does not vary; a graph's place in memory changes it by up to 4 %."""
+    """Within a recording a time does not vary; a graph's place in memory changes it by up to 4
+    %.
+    """
 
     generator: np.random.Generator
     recordings = 0
@@ -299,7 +422,9 @@ class PlacedTimer(FakeTimer):
 def by_warps(better_at: tuple[int, ...]) -> FakeTimer:
     """8 warps are 20 % faster at some lengths, and 5 % slower at others."""
     return FakeTimer(
-        cost=lambda config, tokens: tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
+        cost=lambda config, tokens: (
+            tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
+        )
     )
 
 
@@ -320,31 +445,63 @@ def noise(seed: int) -> Iterator[float]:
     ("fake", "why"),
     [
         (FakeTimer(noise=noise(0)), ""),
-        *(pytest.param(FakeTimer(noise=noise(seed)), "", marks=pytest.mark.slow) for seed in (1, 2)),
+        *(
+            pytest.param(FakeTimer(noise=noise(seed)), "", marks=pytest.mark.slow)
+            for seed in (1, 2)
+        ),
         (PlacedTimer(), ""),
-        (FakeTimer(cost=lambda config, _: 99.2 if config.segment == 4 else 100.0), "not 1% faster with 95 %"),
+        (
+            FakeTimer(cost=lambda config, _: 99.2 if config.segment == 4 else 100.0),
+            "not 1% faster with 95 %",
+        ),
         # the short input has 1,024 of the 1,280 positions
-        (FakeTimer(cost=by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2),
-         "the fastest was wrong: out, head"),
-        (FakeTimer(cost=by_segment, refused=lambda _: True),
-         "the committed configuration stays: of itself: RuntimeError: out of resources: shared memory"),
-        (FakeTimer(cost=by_segment, unrecorded=lambda _: True), "captured as a CUDA graph: it synchronises"),
+        (
+            FakeTimer(
+                cost=by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2
+            ),
+            "the fastest was wrong: out, head",
+        ),
+        (
+            FakeTimer(cost=by_segment, refused=lambda _: True),
+            (
+                "the committed configuration stays: of itself: RuntimeError: out of resources: "
+                "shared memory"
+            ),
+        ),
+        (
+            FakeTimer(cost=by_segment, unrecorded=lambda _: True),
+            "captured as a CUDA graph: it synchronises",
+        ),
     ],
-    ids=[*(f"noise {seed}" for seed in range(3)), "a lucky place in memory", "0.8 %", "wrong at length", "refused",
-         "cannot be captured"],
-)  # fmt: skip
+    ids=[
+        *(f"noise {seed}" for seed in range(3)),
+        "a lucky place in memory",
+        "0.8 %",
+        "wrong at length",
+        "refused",
+        "cannot be captured",
+    ],
+)
 def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -> None:
     outcome = found(fake)
     assert outcome[1] is None
     assert why in outcome[2]
     if isinstance(fake, PlacedTimer):
         assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
-        assert found(PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0))[1] is not None
+        assert (
+            found(PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0))[1]
+            is not None
+        )
     if "1%" in why:
-        committed, best = (next(one for one in outcome[0] if one.implementation == name) for name in FOURS)
+        committed, best = (
+            next(one for one in outcome[0] if one.implementation == name) for name in FOURS
+        )
         ratio = best.over(committed)
         assert ratio is not None
-        assert (ratio.verdict(0.01), ratio.value) == ("no difference", pytest.approx(100 / 99.2, rel=0.003))
+        assert (ratio.verdict(0.01), ratio.value) == (
+            "no difference",
+            pytest.approx(100 / 99.2, rel=0.003),
+        )
     if "wrong" in why:
         assert list(of_result(outcome, "inaccurate")) == ["segment 4, ring 2"]
 
@@ -364,7 +521,13 @@ def test_a_wrong_candidate_is_named_and_never_found() -> None:
     ("broken", "why"),
     [
         ("refused", "RuntimeError: out of resources: shared memory"),
-        ("unrecorded", "The candidate segment 4 is not timed: it cannot be captured as a CUDA graph: it synchronises"),
+        (
+            "unrecorded",
+            (
+                "The candidate segment 4 is not timed: it cannot be captured as a CUDA graph: it "
+                "synchronises"
+            ),
+        ),
         ("faulty", ""),
     ],
 )
@@ -382,7 +545,9 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
         assert why in {reason.partition(" (")[0] for reason in of_result(outcome, result).values()}
         assert value(outcome, "segment") in (3, 5)
     monkeypatch.setattr("ssdprof.measure.first_run._answers", lambda _: False)
-    with pytest.raises(MissingCapabilityError, match="The candidate segment 4 left the GPU unusable"):
+    with pytest.raises(
+        MissingCapabilityError, match="The candidate segment 4 left the GPU unusable"
+    ):
         found(fake())
 
 
@@ -391,9 +556,15 @@ def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_seq
     outcome = found(both, problem)
     assert value(outcome, "num_warps") == 8
     assert outcome[1] is not None
-    assert (outcome[1].calls["kernel"], outcome[1].device_ratio) == ("portable", pytest.approx(1.25, rel=0.01))
+    assert (outcome[1].calls["kernel"], outcome[1].device_ratio) == (
+        "portable",
+        pytest.approx(1.25, rel=0.01),
+    )
     _, find, why = found(by_warps((128,)), problem)
-    assert (find, why) == (None, "the committed configuration stays: the fastest was slower at 192 tokens")
+    assert (find, why) == (
+        None,
+        "the committed configuration stays: the fastest was slower at 192 tokens",
+    )
     _, find, why = found(both, problem, wrong_if_packed(both))
     assert find is None
     assert why.startswith("the committed configuration stays: the fastest was wrong")
@@ -403,25 +574,44 @@ def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_seq
 
 
 def used() -> list[str]:
-    """The message of a command, and the configurations that the kernels then use, as "segment N"."""
+    """The message of a command, and the configurations that the kernels then use, as "segment
+    N".
+    """
     said: list[str] = []
     store.use_saved(said.append)
-    return [*said, *(f"segment {getattr(one, 'segment', 0)}" for one in registry._overrides.values())]
+    return [
+        *said,
+        *(f"segment {getattr(one, 'segment', 0)}" for one in registry._overrides.values()),
+    ]
 
 
-def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_stored_is_used_and_said_also_in_another_process(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert used() == []
     file = kept()
     assert file == cache / "NVIDIA-Test.json"
     said, segment = used()
-    assert said == "1 configuration tuned on this GPU will be used where they fit; --no-tuned takes the committed ones."
+    assert said == (
+        "1 configuration tuned on this GPU will be used where they fit; --no-tuned takes the "
+        "committed ones."
+    )
     assert segment == "segment 4"
     ((key, config),) = registry._overrides.items()
     assert dict(key) == dict(
-        gpu="NVIDIA Test", operator="ssd", kernel="hopper",
-        nheads=80, headdim=64, dstate=128, ngroups=1, dtype=torch.bfloat16, gate=False, sequences=1, nchunks=16,
+        gpu="NVIDIA Test",
+        operator="ssd",
+        kernel="hopper",
+        nheads=80,
+        headdim=64,
+        dstate=128,
+        ngroups=1,
+        dtype=torch.bfloat16,
+        gate=False,
+        sequences=1,
+        nchunks=16,
         exact=True,
-    )  # fmt: skip
+    )
     assert config.reason == "tuned on this GPU, 2026-11-20"
     finds = TunedConfigs.model_validate_json(file.read_text())
     assert finds.kernels.keys() == {"ssd"}
@@ -429,9 +619,18 @@ def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, mo
     registry.use_overrides("ssd", {})
     store.use_file(file)
     assert [config.segment for config in registry._overrides.values()] == [4]
-    request = dict(folder="captures", cache="cache", layer=1, seqlen=512, implementation="fused", precision=EXACT_FP32)
+    request = dict(
+        folder="captures",
+        cache="cache",
+        layer=1,
+        seqlen=512,
+        implementation="fused",
+        precision=EXACT_FP32,
+    )
     command = ncu.target(ncu.Job.model_validate(request | {"tuned": file}), Path("launched.json"))
-    assert any(str(file) in word for word in command), "the process that ncu watches is told the file"
+    assert any(str(file) in word for word in command), (
+        "the process that ncu watches is told the file"
+    )
     registry.use_overrides("ssd", {})
     monkeypatch.setattr("ssdprof.environment.machine.gpu", lambda: None)
     assert used() == []
@@ -446,7 +645,9 @@ def test_later_outcomes_replace_those_for_the_same_calls() -> None:
     assert used()[1:] == ["segment 8"], "a search that finds nothing deletes what was found before"
 
 
-def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     file = kept(environment(GPU.model_copy(update={"name": "NVIDIA Other"})))
     assert used() == []
     file.rename(file.with_name("NVIDIA-Test.json"))
@@ -465,11 +666,14 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monk
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda _: "", lambda _: "{", lambda _: "{}", lambda text: text.replace('"version": 4', '"version": 3'),
+        lambda _: "",
+        lambda _: "{",
+        lambda _: "{}",
+        lambda text: text.replace('"version": 4', '"version": 3'),
         lambda text: text.replace('"segment": 4', '"segment": 0'),
         lambda text: text.replace('"long_count": 0', '"long_count": 1'),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
     file = kept()
     before = file.read_text()
@@ -478,22 +682,32 @@ def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
     (said,) = used()
     assert "NVIDIA-Test.json is not what 'ssdprof tune' writes" in said
     values = GDN.settings(GDNPortableConfig())
-    for kernel, wrong in (("hopper", values), ("portable", {}), ("portable", values | {"chunk": 48})):
+    for kernel, wrong in (
+        ("hopper", values),
+        ("portable", {}),
+        ("portable", values | {"chunk": 48}),
+    ):
         with pytest.raises(ValueError):  # noqa: PT011
             GDN.config(kernel, wrong)
 
 
-def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_said(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file where a folder should be")
     with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
         kept()
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    assert store.folder() == Path.home() / ".cache" / "ssdprof" / "tuned", "a relative folder does not count"
+    assert store.folder() == Path.home() / ".cache" / "ssdprof" / "tuned", (
+        "a relative folder does not count"
+    )
 
 
 def test_a_find_is_for_its_own_calls_only() -> None:
-    def chosen(inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False) -> GDNPortableConfig:
+    def chosen(
+        inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False
+    ) -> GDNPortableConfig:
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         return gdn_fused.PORTABLE.configure(call)
 
@@ -506,7 +720,11 @@ def test_a_find_is_for_its_own_calls_only() -> None:
     batch = gdn_inputs(200, sequences=2)
     assert chosen(batch) != config
     assert chosen(batch, batch_invariant=True) == config
-    for other in (gdn_inputs(300), gdn_inputs(200, shape="2/2x16x16"), gdn_inputs(200, packed=True)):
+    for other in (
+        gdn_inputs(300),
+        gdn_inputs(200, shape="2/2x16x16"),
+        gdn_inputs(200, packed=True),
+    ):
         assert chosen(other) != config
     assert chosen(inputs, Precision(intermediates="relaxed")) != config
     assert chosen(replace(inputs, use_qk_l2norm=False)) != config
@@ -538,8 +756,13 @@ def test_clear_needs_no_gpu() -> None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its timer 8 warps are twice as fast.  Kernels run in the interpreter, and their outputs are right."""
-    fake = FakeTimer(cost=lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0), noise=repeat(1.0))
+    """By its timer 8 warps are twice as fast.  Kernels run in the interpreter, and their outputs
+    are right.
+    """
+    fake = FakeTimer(
+        cost=lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0),
+        noise=repeat(1.0),
+    )
     run = Problem.run
 
     def noted(problem: Problem, inputs: Any, config: Any) -> Any:
@@ -548,7 +771,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         fake.ran.append((config, inputs.length))
         return run(problem, inputs, config)
 
-    gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
+    # the kernels' name for the device of their tensors
+    gpu = GPU.model_copy(update={"name": "cpu"})
     monkeypatch.setattr(job, "gpu_to_tune", lambda: CPU)
     monkeypatch.setattr(job, "CudaTimer", lambda _: fake)
     monkeypatch.setattr(job, "collect", lambda: environment(gpu))
@@ -561,20 +785,31 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "places", "plan"),
     [
-        ("ssd --shape 2x16x16x1 --seq 40,100", ("2x16x16x1, bf16, 1 x 40", "2x16x16x1, bf16, 1 x 100"),
-         lambda: ssd_fused.plan(ssd_inputs(100))),
+        (
+            "ssd --shape 2x16x16x1 --seq 40,100",
+            ("2x16x16x1, bf16, 1 x 40", "2x16x16x1, bf16, 1 x 100"),
+            lambda: ssd_fused.plan(ssd_inputs(100)),
+        ),
         pytest.param(
-            "gdn --shape 1/2x16x16 --seq 70", ("1/2x16x16, bf16, 1 x 70",), lambda: gdn_fused.plan(gdn_inputs(70)),
+            "gdn --shape 1/2x16x16 --seq 70",
+            ("1/2x16x16, bf16, 1 x 70",),
+            lambda: gdn_fused.plan(gdn_inputs(70)),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "kda --shape 1/2x16x16 --seq 70", ("1/2x16x16, bf16, 1 x 70",),
-            lambda: kda_fused.plan(gdn_inputs(70, operator="kda")), marks=pytest.mark.slow,
+            "kda --shape 1/2x16x16 --seq 70",
+            ("1/2x16x16, bf16, 1 x 70",),
+            lambda: kda_fused.plan(gdn_inputs(70, operator="kda")),
+            marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
-def test_from_words_to_kernels_that_take_the_find(words: str, places: tuple[str, ...], plan: Callable[[], Any]) -> None:
-    """The file is real: the next command reads it and says so, and its kernels use the configuration."""
+)
+def test_from_words_to_kernels_that_take_the_find(
+    words: str, places: tuple[str, ...], plan: Callable[[], Any]
+) -> None:
+    """The file is real: the next command reads it and says so, and its kernels use the
+    configuration.
+    """
     answer = passing("tune", *words.split(), "--out", "found.json", "--json")
     report = Report.model_validate_json(answer.out)
     assert report == load("found.json", "tune")[1]
@@ -596,7 +831,12 @@ def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
     assert any("num_warps 8" in found for found in json.loads(planned).values())
     assert not cache.exists(), "a dry run stores nothing"
     shown = passing(*words).shown
-    for part in ("2x16x16x1, bf16, 1 x 40, exact: portable kernel", "num_warps 8", "2.00x [", "committed"):
+    for part in (
+        "2x16x16x1, bf16, 1 x 40, exact: portable kernel",
+        "num_warps 8",
+        "2.00x [",
+        "committed",
+    ):
         assert part in shown
 
 
@@ -634,7 +874,10 @@ def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     assert not [case.name for case in report.cases if case.result == "inaccurate"]
     found = any(": found " in one for one in report.remarks)
     answer = passing("bench", *shapes, "--chunk-size", "128")
-    assert ("tuned on this GPU" in answer.err, "tuned on this GPU, " in answer.out) == (found, found)
+    assert ("tuned on this GPU" in answer.err, "tuned on this GPU, " in answer.out) == (
+        found,
+        found,
+    )
     registry.use_overrides("ssd", {})  # as in a new process
     answer = Answer("bench", *shapes, "--chunk-size", "128", "--no-tuned")
     assert "tuned on this GPU" not in answer.out + answer.err

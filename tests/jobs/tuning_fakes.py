@@ -31,7 +31,13 @@ from ssdprof.operators.tuning import Config
 from ssdprof.store import tuned as store
 
 GPU = Gpu(
-    name="NVIDIA Test", compute_capability="9.0", sm_count=132, memory_bytes=1, l2_bytes=1, driver="1", cuda="13.0"
+    name="NVIDIA Test",
+    compute_capability="9.0",
+    sm_count=132,
+    memory_bytes=1,
+    l2_bytes=1,
+    driver="1",
+    cuda="13.0",
 )
 COMMITTED_SEGMENT = 10
 COMMITTED = {
@@ -43,7 +49,12 @@ COMMITTED = {
 def cell(seqlen: int, shape: str = "2x16x16x1", sequences: int = 1) -> Cell:
     found = GENERATOR.parse(shape)
     assert found is not None
-    return Cell(shape=found, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=sequences, seqlen=seqlen))
+    return Cell(
+        shape=found,
+        dtype="bf16",
+        layout="contiguous",
+        tokens=Tokens(sequences=sequences, seqlen=seqlen),
+    )
 
 
 def ssd_inputs(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
@@ -51,18 +62,27 @@ def ssd_inputs(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
 
 
 def ssd_problem(kernel: str, *seqlens: int) -> Problem:
-    """Of the Hopper kernel with 1,280 positions: 20 chunks, and the committed configuration has two segments."""
+    """Of the Hopper kernel with 1,280 positions: 20 chunks, and the committed configuration has two
+    segments.
+    """
     inputs = tuple(ssd_inputs(seqlen) for seqlen in seqlens)
-    of = dict(layer=layer(), implementation="committed", precision=EXACT_FP32, status="ran", batch=1)
+    of = dict(
+        layer=layer(), implementation="committed", precision=EXACT_FP32, status="ran", batch=1
+    )
     cases = tuple(Case(dims=SSD.judged.dims(one), seqlen=one.length, **of) for one in inputs)
     calls = SSD.tunable.calls(inputs[-1], "exact", kernel)
-    return Problem(operator=SSD, calls=calls, inputs=inputs, cases=cases, committed=COMMITTED[kernel])
+    return Problem(
+        operator=SSD, calls=calls, inputs=inputs, cases=cases, committed=COMMITTED[kernel]
+    )
 
 
 @dataclass
 class FakeTimer(fakes.FakeTimer):
-    """cost(config, tokens): microseconds.  spoilt(config, tokens): whether the output is wrong.  noise: factors.
-    refused, unrecorded, faulty(config): whether it raises, cannot be captured, or fails while it is timed."""
+    """cost(config, tokens): microseconds.  spoilt(config, tokens): whether the output is wrong.
+    noise: factors.
+    refused, unrecorded, faulty(config): whether it raises, cannot be captured, or fails while it is
+    timed.
+    """
 
     cost: Callable[[Any, int], float] = lambda *_: 100.0
     spoilt: Callable[[Any, int], bool] = lambda _config, _tokens: False
@@ -85,7 +105,9 @@ class FakeTimer(fakes.FakeTimer):
             self._right[key] = output, inputs.x.abs().max()
         (out, final_states), largest = self._right[key]
         factor = inputs.x.abs().max() / largest  # the inputs are scaled from call to call
-        return SSDOutput(out * factor * (2 if self.spoilt(config, tokens) else 1), final_states * factor)
+        return SSDOutput(
+            out * factor * (2 if self.spoilt(config, tokens) else 1), final_states * factor
+        )
 
     def record(self, run: Run) -> tuple[Any, Any]:
         output, (config, tokens) = run(), self.ran[-1]
@@ -104,14 +126,36 @@ class FakeTimer(fakes.FakeTimer):
 
 def finding(nchunks: int = 16, segment: int | None = 4) -> tuple[TunedCalls, TunedConfig | None]:
     """What a search for mamba2-2.7b found.  segment: of the find, or None without a find."""
-    sizes = dict(nheads=80, headdim=64, dstate=128, ngroups=1, dtype="bf16", gate=False, sequences=1, nchunks=nchunks)
+    sizes = dict(
+        nheads=80,
+        headdim=64,
+        dstate=128,
+        ngroups=1,
+        dtype="bf16",
+        gate=False,
+        sequences=1,
+        nchunks=nchunks,
+    )
     calls: TunedCalls = {"operator": "ssd", "kernel": "hopper", "intermediates": "exact", **sizes}
     values = dict(
-        segment=segment or 1, long_count=0, long_segment=0, recompute=False, shares=0, ring=2, score_ring=2,
-        unit_registers=192, other_registers=24,
-    )  # fmt: skip
+        segment=segment or 1,
+        long_count=0,
+        long_segment=0,
+        recompute=False,
+        shares=0,
+        ring=2,
+        score_ring=2,
+        unit_registers=192,
+        other_registers=24,
+    )
     created = "2026-11-20T12:00:00+00:00"
-    find = TunedConfig(calls=calls, settings=values, device_ratio=1.1, device_interval=(1.09, 1.11), created=created)
+    find = TunedConfig(
+        calls=calls,
+        settings=values,
+        device_ratio=1.1,
+        device_interval=(1.09, 1.11),
+        created=created,
+    )
     return calls, find if segment else None
 
 
@@ -122,4 +166,6 @@ def kept(*given: Environment, nchunks: int = 16, segment: int | None = 4) -> Pat
 
 def environment(gpu: Gpu = GPU, triton: str | None = None) -> Environment:
     packages = {"triton": triton or installed_version("triton") or ""}
-    return Environment(gpu=gpu, cpu="a processor", platform="Linux", python="3.11", packages=packages)
+    return Environment(
+        gpu=gpu, cpu="a processor", platform="Linux", python="3.11", packages=packages
+    )

@@ -1,8 +1,10 @@
-"""Compiles kernels for GPUs that this machine does not have, with the arguments that their launchers pass.
+"""Compiles kernels for GPUs that this machine does not have, with the arguments that their
+launchers pass.
 
-A module names its launches in a dictionary, label -> function without arguments that calls launchers with tensors on
-torch's meta device (`on_meta` makes them).  `compiled(module, capability)` runs all of them in a separate process.
-There Triton compiles instead of interpreting, and a launch ends after the compilation.  Products are not fused with
+A module names its launches in a dictionary, label -> function without arguments that calls
+launchers with tensors on torch's meta device (`on_meta` makes them).  `compiled(module,
+capability)` runs all of them in a separate process.  There Triton compiles instead of interpreting,
+and a launch ends after the compilation.  Products are not fused with
 sums unless a launcher requests it: this will be the default of later Triton versions.
 """
 
@@ -29,7 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 CAPABILITIES = (80, 90, 100)  # A100, H100 and H200, B200
-SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # limit of one program
+# limit of one program
+SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +40,15 @@ class Compiled:
     """One kernel as compiled by ptxas.
 
     spilled_bytes: stack of one thread
-    racy_writes: writes to a register of an operand of an asynchronous matrix product that may still read it
-        (`operand_races.py`)
-    lost_addresses: operands of such products whose register does not hold an address in shared memory
-    idle_barriers: mbarriers that are initialised but never used or invalidated; Triton may reuse their memory
+    racy_writes: writes to a register of an operand of an asynchronous matrix product that may still
+        read it (`operand_races.py`)
+    lost_addresses: operands of such products whose register does not hold an address in shared
+    memory
+    idle_barriers: mbarriers that are initialised but never used or invalidated; Triton may reuse
+    their memory
     fuses: whether the compiler may fuse a product and a sum into one instruction with one rounding
-    parameters, counted_parameters: number of parameters in the binary, and as counted by a direct launch
+    parameters, counted_parameters: number of parameters in the binary, and as counted by a direct
+    launch
     code: hash of the instructions
     """
 
@@ -68,16 +74,22 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     by_label = json.loads(result.stdout)
-    return {label: [Compiled(**kernel) for kernel in kernels] for label, kernels in by_label.items()}
+    return {
+        label: [Compiled(**kernel) for kernel in kernels] for label, kernels in by_label.items()
+    }
 
 
 def on_meta(inputs: Any) -> Any:
-    """A dataclass with its tensors moved to the meta device: same strides, no memory, an aligned address."""
+    """A dataclass with its tensors moved to the meta device: same strides, no memory, an aligned
+    address.
+    """
     tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(
         inputs,
         **{
-            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            name: torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
             for name, tensor in tensors.items()
             if isinstance(tensor, torch.Tensor)
         },
@@ -90,9 +102,12 @@ RECORDED = Path(__file__).parent / "data" / f"compiled{_OTHER}.json"
 
 
 def recorded_form(table: str, capability: int) -> dict[str, str]:
-    """Launch and number of a kernel -> name, registers, stack, shared memory, warps and hash of its instructions."""
+    """Launch and number of a kernel -> name, registers, stack, shared memory, warps and hash of its
+    instructions.
+    """
     return {
-        f"{table} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} {one.shared_bytes} "
+        f"{table} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} "
+        f"{one.shared_bytes} "
         f"{one.num_warps} {one.code}"
         for label, kernels in compiled("compile_cases", capability, table).items()
         for index, one in enumerate(kernels)
@@ -124,29 +139,41 @@ def _resources(kernel: Any) -> Compiled:
         cubin.flush()
         usage, code, sections = (
             subprocess.run(
-                [binaries / "cuobjdump", dump, cubin.name], capture_output=True, text=True, check=True
+                [binaries / "cuobjdump", dump, cubin.name],
+                capture_output=True,
+                text=True,
+                check=True,
             ).stdout
             for dump in ("--dump-resource-usage", "--dump-sass", "--dump-elf")
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return Compiled(
-        kernel=kernel.metadata.name, registers=int(found[1]), spilled_bytes=int(found[2]),
-        shared_bytes=kernel.metadata.shared, num_warps=kernel.metadata.num_warps, racy_writes=len(racy_writes(code)),
-        lost_addresses=_lost_addresses(code), idle_barriers=_idle_barriers(kernel.asm["ttgir"]),
-        fuses=kernel.metadata.enable_fp_fusion, parameters=sections.count("EIATTR_KPARAM_INFO"),
+        kernel=kernel.metadata.name,
+        registers=int(found[1]),
+        spilled_bytes=int(found[2]),
+        shared_bytes=kernel.metadata.shared,
+        num_warps=kernel.metadata.num_warps,
+        racy_writes=len(racy_writes(code)),
+        lost_addresses=_lost_addresses(code),
+        idle_barriers=_idle_barriers(kernel.asm["ttgir"]),
+        fuses=kernel.metadata.enable_fp_fusion,
+        parameters=sections.count("EIATTR_KPARAM_INFO"),
         counted_parameters=parameter_count(kernel.asm["ptx"]),
         code=hashlib.sha256(instructions(code).encode()).hexdigest()[:16],
-    )  # fmt: skip
+    )
 
 
 def instructions(sass: str) -> str:
-    """One instruction a line, with its address and encoding, without names of functions and line numbers."""
+    """One instruction a line, with its address and encoding, without names of functions and line
+    numbers.
+    """
     return "\n".join(line.strip() for line in sass.splitlines() if re.match(r"\s*/\*", line)) + "\n"
 
 
 def _lost_addresses(code: str) -> int:
-    """Operands of products whose address is not derived from 14 bits of another one by copies, sums and bit operations.
+    """Operands of products whose address is not derived from 14 bits of another one by copies, sums
+    and bit operations.
 
     Triton 3.9 uses 15 bits.  ptxas 12.8 reuses some registers that still hold such an address
     (benchmarks/log/ssd.md#row-57).  Spilled addresses are not followed.
@@ -161,7 +188,18 @@ def _lost_addresses(code: str) -> int:
         if name.startswith(("SGXT", "USGXT", "LDL")) or re.search(r"\b0x[37]fff\b", operands):
             return True
         followed = name.startswith(
-            ("R2UR", "MOV", "UMOV", "IMAD.MOV", "IMAD.U32", "IADD", "UIADD", "VIADD", "LOP3", "ULOP3")
+            (
+                "R2UR",
+                "MOV",
+                "UMOV",
+                "IMAD.MOV",
+                "IMAD.U32",
+                "IADD",
+                "UIADD",
+                "VIADD",
+                "LOP3",
+                "ULOP3",
+            )
         )
         return followed and any(map(from_shared_memory, sources[at]))
 
@@ -170,7 +208,9 @@ def _lost_addresses(code: str) -> int:
         if product and name.startswith("HGMMA"):
             first = int(product[1])
             from_registers = re.match(r"R\d+, R", operands)
-            for register in (f"UR{first + 2}",) if from_registers else (f"UR{first}", f"UR{first + 2}"):
+            for register in (
+                (f"UR{first + 2}",) if from_registers else (f"UR{first}", f"UR{first + 2}")
+            ):
                 lost += register not in written or not from_shared_memory(written[register])
         words = re.findall(r"\bU?R\d+\b", operands)
         stores = name.startswith(("ST", "BRA", "BAR", "HGMMA", "RED"))
@@ -190,19 +230,23 @@ def _idle_barriers(ttgir: str) -> int:
         for line in lines:
             made, _, operation = line.rpartition(" = ") if line.startswith("%") else ("", "", line)
             if re.search(rf"{name}\b", operation):
-                found |= users(made) if "ttg.memdesc_index" in operation else {operation.split(" ")[0]}
+                found |= (
+                    users(made) if "ttg.memdesc_index" in operation else {operation.split(" ")[0]}
+                )
         return found
 
     rings = re.findall(r"(%\w+) = ttg.local_alloc : \(\) -> !ttg.memdesc<[\dx]*xi64", ttgir)
     return [users(name) for name in rings].count({"ttng.init_barrier"})
 
 
-def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> dict[str, list[Compiled]]:
+def _compile_all(
+    launches: dict[str, Callable[[], object]], capability: int
+) -> dict[str, list[Compiled]]:
     triton.runtime.driver.set_active(_AbsentGpu(capability))
     kernels: list[Compiled] = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels.append(_resources(kernel))
 
@@ -218,4 +262,8 @@ def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> 
 if __name__ == "__main__":
     module, launches, capability = sys.argv[1:]
     result = _compile_all(getattr(import_module(module), launches), int(capability))
-    print(json.dumps({label: [asdict(kernel) for kernel in kernels] for label, kernels in result.items()}))
+    print(
+        json.dumps(
+            {label: [asdict(kernel) for kernel in kernels] for label, kernels in result.items()}
+        )
+    )

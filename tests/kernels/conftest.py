@@ -21,7 +21,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return allocate_poisoned
 
-    torch.utils._device._device_constructors()  # kept by torch for `with torch.device`: with the real functions
+    # kept by torch for `with torch.device`: with the real functions
+    torch.utils._device._device_constructors()
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch, "empty_strided", poison(torch.empty_strided))
@@ -54,7 +55,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.fixture
 def much_gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tens of gigabytes of GPU memory, for one test at a time across all test processes; freed afterwards."""
+    """Tens of gigabytes of GPU memory, for one test at a time across all test processes; freed
+    afterwards.
+    """
     folder = tmp_path_factory.getbasetemp()
     shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     with (shared / "much_gpu_memory.lock").open("w") as lock:

@@ -1,10 +1,12 @@
-"""Runs the source of the Hopper kernels on a CPU: Gluon's operations in torch, and the roles in random order.
+"""Runs the source of the Hopper kernels on a CPU: Gluon's operations in torch, and the roles in
+random order.
 
-Each role is a thread, or one thread per lane if it has both lanes, and one thread runs at a time.  At a barrier, an
-atomic or a wait, the emulator switches to a random thread.  TMA copies happen at some time in between.  A matrix
-product is computed when a thread waits for it: the latest time at which the hardware may read its operands.  This
-reveals a slot that was released too early.  Shared memory holds NaN at first.  Layouts have no effect.  Several
-programs are resident at once, and another one begins when one has ended, in random order.
+Each role is a thread, or one thread per lane if it has both lanes, and one thread runs at a time.
+At a barrier, an atomic or a wait, the emulator switches to a random thread.  TMA copies happen at
+some time in between.  A matrix product is computed when a thread waits for it: the latest time at
+which the hardware may read its operands.  This reveals a slot that was released too early.  Shared
+memory holds NaN at first.  Layouts have no effect.  Several programs are resident at once, and
+another one begins when one has ended, in random order.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Source(NamedTuple):
 
     launch: the module that launches them, in the kernels' package
     lanes: number of threads of the first role
-    files: names of their modules, with the package if it is another, each after those that it imports
+    files: names of their modules, with the package if it is another, each after those that it
+    imports
     """
 
     launch: ModuleType
@@ -55,30 +58,56 @@ class Source(NamedTuple):
     def modules(self) -> tuple[str, ...]:
         package = self.launch.__name__.rpartition(".")[0]
         common = (f"ssdprof.kernels.{file}" for file in ("_gluon", "hopper.ring"))
-        own = (f"ssdprof.kernels.{file}" if "." in file else f"{package}.{file}" for file in self.files)
+        own = (
+            f"ssdprof.kernels.{file}" if "." in file else f"{package}.{file}" for file in self.files
+        )
         return (*common, *own)
 
 
-SSD = Source(ssd_launch, 2, ("rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel"))
-GDN = Source(gdn_launch, 1, (
-    "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_scores", "role_states",
-    "role_copies", "parts", "hopper_kernel",
-))  # fmt: skip
-KDA = Source(kda_launch, 1, (
-    "gdn.hopper.rings", "gdn.hopper.assignment", "gdn.hopper.inverse", "gdn.hopper.role_gates",
-    "gdn.hopper.prep_kernel", "prep_kernel",
-))  # fmt: skip
+SSD = Source(
+    ssd_launch, 2, ("rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel")
+)
+GDN = Source(
+    gdn_launch,
+    1,
+    (
+        "rings",
+        "assignment",
+        "inverse",
+        "role_gates",
+        "prep_kernel",
+        "role_scores",
+        "role_states",
+        "role_copies",
+        "parts",
+        "hopper_kernel",
+    ),
+)
+KDA = Source(
+    kda_launch,
+    1,
+    (
+        "gdn.hopper.rings",
+        "gdn.hopper.assignment",
+        "gdn.hopper.inverse",
+        "gdn.hopper.role_gates",
+        "gdn.hopper.prep_kernel",
+        "prep_kernel",
+    ),
+)
 
 
 class Turns:
     """Programs and the roles that they start, as threads that run one at a time.
 
-    One thread in three is slow, and copies are slow in one run in three, so that other threads get far ahead of them.
+    One thread in three is slow, and copies are slow in one run in three, so that other threads get
+    far ahead of them.
     """
 
     def __init__(self, turns: random.Random) -> None:
         self.turns = turns
-        self.waits: dict[int, Callable[[], bool] | None] = {}  # live thread -> its condition, or None
+        # live thread -> its condition, or None
+        self.waits: dict[int, Callable[[], bool] | None] = {}
         self.copies: list[tuple[int, Callable[[], None]]] = []  # owner, and the copy
         self.left = ENOUGH
         self.running: int | None = None
@@ -209,8 +238,9 @@ class Shared:
         return Shared(self.content.view(shape))
 
     def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
-        """Views half rows or pairs of rows as rows, splits the rows, or views an operand's 16-bit rows, in blocks of 64
-        columns."""
+        """Views half rows or pairs of rows as rows, splits the rows, or views an operand's 16-bit
+        rows, in blocks of 64 columns.
+        """
         rows, *columns = self.content.shape
         if not columns and len(shape) == 2:  # a vector, as rows
             return Shared(self.content.view(shape))
@@ -259,7 +289,9 @@ class Pointer:
         offset = torch.as_tensor(self.offset)
         mask = torch.as_tensor(True if mask is None else mask)
         offset, mask = torch.broadcast_tensors(offset, mask)
-        assert not mask.any() or 0 <= offset[mask].min() <= offset[mask].max() < len(self.memory), "out of bounds"
+        assert not mask.any() or 0 <= offset[mask].min() <= offset[mask].max() < len(self.memory), (
+            "out of bounds"
+        )
         return torch.where(mask, offset, 0).long(), mask
 
 
@@ -271,7 +303,11 @@ class Descriptor:
         base = host.base
         self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
         ahead = isinstance(base, Part) and base.begin < 0
-        self.start = Pointer.to(base.memory) + base.begin // base.dtype.itemsize if ahead else Pointer.to(base)
+        self.start = (
+            Pointer.to(base.memory) + base.begin // base.dtype.itemsize
+            if ahead
+            else Pointer.to(base)
+        )
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
         """Pointers to a tile's elements, and a mask of those that TMA reads or writes."""
@@ -298,7 +334,9 @@ class Product:
             self.result = a.float() @ self.b.content.float()
             if self.accumulator is not None:
                 before = self.accumulator
-                self.result = self.result + (before.value() if isinstance(before, Product) else before)
+                self.result = self.result + (
+                    before.value() if isinstance(before, Product) else before
+                )
         return self.result
 
 
@@ -326,7 +364,11 @@ class Machine:
             first, *others = self.turns.local.roles or [None]
             meeting = Barrier(2)  # for the first role's lanes
             lanes = range(self.source.lanes) if self.source.lanes > 1 else (None,)
-            roles = [*((first, lane) for lane in lanes), *((role, None) for role in others)] if first else []
+            roles = (
+                [*((first, lane) for lane in lanes), *((role, None) for role in others)]
+                if first
+                else []
+            )
             left = len(roles)
 
             def live(role: tuple[Callable[..., None], tuple[Any, ...]], lane: int | None) -> None:
@@ -366,39 +408,73 @@ class Machine:
 
         return SimpleNamespace(
             constexpr=_Constant,
-            **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
-            uint32=torch.int64, tensor=object, tuple=tuple, shared_memory_descriptor=Shared,
-            BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
-            DistributedLinearLayout=layout, to_linear_layout=_LinearLayout,
-            SwizzledSharedLayout=layout, SharedLinearLayout=layout,
+            **{
+                name: getattr(torch, name)
+                for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")
+            },
+            uint32=torch.int64,
+            tensor=object,
+            tuple=tuple,
+            shared_memory_descriptor=Shared,
+            BlockedLayout=layout,
+            SliceLayout=layout,
+            DotOperandLayout=layout,
+            NVMMADistributedLayout=layout,
+            DistributedLinearLayout=layout,
+            to_linear_layout=_LinearLayout,
+            SwizzledSharedLayout=layout,
+            SharedLinearLayout=layout,
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             arange=lambda start, end, _layout: torch.arange(start, end),
             full=lambda shape, value, dtype, _layout: torch.full(shape, int(value), dtype=dtype),
-            fma=lambda a, b, c: a * b + c, where=either(torch.where),
-            maximum=either(torch.maximum), minimum=either(torch.minimum), cdiv=lambda a, b: -(-a // b),
-            sum=lambda value, axis: value.sum(axis), max=lambda value, axis: value.amax(axis),
+            fma=lambda a, b, c: a * b + c,
+            where=either(torch.where),
+            maximum=either(torch.maximum),
+            minimum=either(torch.minimum),
+            cdiv=lambda a, b: -(-a // b),
+            sum=lambda value, axis: value.sum(axis),
+            max=lambda value, axis: value.amax(axis),
             reduce=lambda value, axis, function: reduce(function, value.unbind(axis)),
-            associative_scan=_scan, min=lambda value, axis: value.amin(axis),
-            exp2=lambda value: torch.exp2(torch.as_tensor(value)), log2=torch.log2, rsqrt=torch.rsqrt, abs=torch.abs,
-            permute=lambda value, order: value.permute(order), join=lambda a, b: torch.stack((a, b), -1),
+            associative_scan=_scan,
+            min=lambda value, axis: value.amin(axis),
+            exp2=lambda value: torch.exp2(torch.as_tensor(value)),
+            log2=torch.log2,
+            rsqrt=torch.rsqrt,
+            abs=torch.abs,
+            permute=lambda value, order: value.permute(order),
+            join=lambda a, b: torch.stack((a, b), -1),
             split=lambda value: (value[..., 0], value[..., 1]),
-            convert_layout=lambda value, _layout: value, broadcast=torch.broadcast_tensors,
+            convert_layout=lambda value, _layout: value,
+            broadcast=torch.broadcast_tensors,
             inline_asm_elementwise=self.assembly,
-            static_range=range, num_warps=lambda: 4, program_id=lambda _axis: torch.tensor(self.turns.local.program),
-            num_programs=lambda _axis: self.count, barrier=self.meet, cast=_bitcast, to_tensor=torch.as_tensor,
-            load=self.load, store=self.store, atomic_add=self.atomic_add, atomic_xchg=self.atomic_xchg,
-            allocate_shared_memory=self.allocate, warp_specialize=specialize,
-        )  # fmt: skip
+            static_range=range,
+            num_warps=lambda: 4,
+            program_id=lambda _axis: torch.tensor(self.turns.local.program),
+            num_programs=lambda _axis: self.count,
+            barrier=self.meet,
+            cast=_bitcast,
+            to_tensor=torch.as_tensor,
+            load=self.load,
+            store=self.store,
+            atomic_add=self.atomic_add,
+            atomic_xchg=self.atomic_xchg,
+            allocate_shared_memory=self.allocate,
+            warp_specialize=specialize,
+        )
 
     def meet(self) -> None:
-        """A barrier of all threads of a role.  Here each lane is a thread, if the role has both lanes."""
+        """A barrier of all threads of a role.  Here each lane is a thread, if the role has both
+        lanes.
+        """
         if getattr(self.turns.local, "lane", None) is not None:
             meeting, phase = self.turns.local.meeting, self.turns.local.meeting.phase
             meeting.arrive()
             self.turns.wait(lambda: meeting.phase != phase)
 
     @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> torch.Tensor:
+    def load(
+        pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = ""
+    ) -> torch.Tensor:
         del cache_modifier
         places, mask = pointer.places(mask)
         read = pointer.memory[places]
@@ -410,21 +486,40 @@ class Machine:
         pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
 
     def assembly(
-        self, code: str, constraints: str, args: list[Any], *, dtype: torch.dtype, is_pure: bool, pack: int
+        self,
+        code: str,
+        constraints: str,
+        args: list[Any],
+        *,
+        dtype: torch.dtype,
+        is_pure: bool,
+        pack: int,
     ) -> torch.Tensor:
         if code == "ld.acquire.gpu.global.b32 $0, [$1];":
             return self.atomic_add(args[0], 0, "acquire")
         if not is_pure:
             return self.load_bits(code, *args)
-        args = [arg.to(torch.int32) if arg.dtype == torch.int64 else arg for arg in map(torch.as_tensor, args)]
+        args = [
+            arg.to(torch.int32) if arg.dtype == torch.int64 else arg
+            for arg in map(torch.as_tensor, args)
+        ]
         return ptx.run(code, constraints, args, dtype, pack)
 
     def load_bits(self, code: str, pointer: Pointer, inside: torch.Tensor) -> torch.Tensor:
         """Loads 16-bit or 32-bit numbers, if `inside`, into the low bits of 32."""
         bits = {2: torch.int16, 4: torch.int32}[pointer.memory.element_size()]
-        predicated = ["setp.ne.b32 inside, $2, 0", "mov.b32 $0, 0", f"@inside ld.global.b{8 * bits.itemsize} $0, [$1]"]
-        assert [one.strip() for one in code.strip("{}").split(";") if ".reg" not in one and one.strip()] == predicated
-        return self.load(pointer, inside != 0).view(bits).to(torch.int32) & (1 << 8 * bits.itemsize) - 1
+        predicated = [
+            "setp.ne.b32 inside, $2, 0",
+            "mov.b32 $0, 0",
+            f"@inside ld.global.b{8 * bits.itemsize} $0, [$1]",
+        ]
+        assert [
+            one.strip() for one in code.strip("{}").split(";") if ".reg" not in one and one.strip()
+        ] == predicated
+        return (
+            self.load(pointer, inside != 0).view(bits).to(torch.int32)
+            & (1 << 8 * bits.itemsize) - 1
+        )
 
     def atomic_add(self, pointer: Pointer, value: int, sem: str) -> torch.Tensor:
         del sem
@@ -465,15 +560,22 @@ class Machine:
             arrive(barrier, count=THREADS)
 
         mbarrier = SimpleNamespace(
-            init=init, wait=wait, arrive=arrive, invalidate=lambda _barrier: None,
+            init=init,
+            wait=wait,
+            arrive=arrive,
+            invalidate=lambda _barrier: None,
             expect=lambda barrier, size: barrier.arrive(expected=size),
             MBarrierLayout=lambda: "barrier",
-        )  # fmt: skip
+        )
         tma = SimpleNamespace(
-            async_load=self.copy_in, async_store=self.copy_out, store_wait=lambda _count: self.turns.finish_copies()
+            async_load=self.copy_in,
+            async_store=self.copy_out,
+            store_wait=lambda _count: self.turns.finish_copies(),
         )
 
-        def product(a: Any, b: Shared, accumulator: Any, *, use_acc: bool = True, is_async: bool) -> Product:
+        def product(
+            a: Any, b: Shared, accumulator: Any, *, use_acc: bool = True, is_async: bool
+        ) -> Product:
             assert is_async
             begun = Product(a, b, accumulator if use_acc else None)
             self.turns.local.begun = [*getattr(self.turns.local, "begun", []), begun]
@@ -489,12 +591,18 @@ class Machine:
             return values[0] if len(values) == 1 else tuple(values)
 
         return {
-            "mbarrier": mbarrier, "tma": tma, "fence_async_shared": lambda: None,
-            "async_copy": SimpleNamespace(mbarrier_arrive=arrive_of_lane), "warpgroup_mma": product,
-            "warpgroup_mma_wait": product_wait, "mma_v2": lambda a, b, accumulator: a.float() @ b.float() + accumulator,
-        }  # fmt: skip
+            "mbarrier": mbarrier,
+            "tma": tma,
+            "fence_async_shared": lambda: None,
+            "async_copy": SimpleNamespace(mbarrier_arrive=arrive_of_lane),
+            "warpgroup_mma": product,
+            "warpgroup_mma_wait": product_wait,
+            "mma_v2": lambda a, b, accumulator: a.float() @ b.float() + accumulator,
+        }
 
-    def copy_in(self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
+    def copy_in(
+        self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared
+    ) -> None:
         pointer, inside = source.tile(start)
 
         def copy() -> None:
@@ -520,7 +628,8 @@ class Machine:
         """Name -> function, for all functions of the source, unchanged."""
         modules = {
             "triton.experimental.gluon": SimpleNamespace(
-                jit=lambda function=None, **_options: function or (lambda one: one), constexpr_function=lambda one: one
+                jit=lambda function=None, **_options: function or (lambda one: one),
+                constexpr_function=lambda one: one,
             ),
             "triton.experimental.gluon.language": self.language(),
             "triton.experimental.gluon.language.nvidia.hopper": SimpleNamespace(**self.hopper()),
@@ -531,7 +640,9 @@ class Machine:
         for name, content in modules.items():
             vars(fakes[name]).update(vars(content))
         vars(fakes["triton.experimental"])["gluon"] = fakes["triton.experimental.gluon"]
-        vars(fakes["triton.experimental.gluon"])["language"] = fakes["triton.experimental.gluon.language"]
+        vars(fakes["triton.experimental.gluon"])["language"] = fakes[
+            "triton.experimental.gluon.language"
+        ]
         functions: dict[str, Callable[..., None]] = {}
         with _modules(fakes, self.source.modules):
             for full in self.source.modules:
@@ -539,22 +650,31 @@ class Machine:
                 sys.modules[full] = module = ModuleType(full)
                 exec(compile(file.read_text(), file, "exec"), vars(module))
                 if full.endswith(".lanes"):
-                    vars(module).update(LANES=1, lane_number=lambda: torch.tensor(self.turns.local.lane))
+                    vars(module).update(
+                        LANES=1, lane_number=lambda: torch.tensor(self.turns.local.lane)
+                    )
                 functions |= {
-                    name: one for name, one in vars(module).items()
+                    name: one
+                    for name, one in vars(module).items()
                     if callable(one) and not isinstance(one, KernelInterface)
-                }  # fmt: skip
+                }
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
         """Replaces `ssdprof.kernels.launch.Launcher`."""
         kernels = self.kernels()
 
-        def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
+        def make(
+            jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]
+        ) -> Callable[..., None]:
             if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
                 interpreted = Launcher(InterpretedFunction(jitted.fn), scalars, options)
                 return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
-            constants = {name: _DTYPES.get(str(value), value) for name, value in options.items() if name.isupper()}
+            constants = {
+                name: _DTYPES.get(str(value), value)
+                for name, value in options.items()
+                if name.isupper()
+            }
             kernel = kernels[jitted.__name__]
             names = list(signature(kernel).parameters)
             if "S" in names:
@@ -601,8 +721,12 @@ class _Constant:
 
 
 _DTYPES = {  # of Triton
-    "int32": torch.int32, "int64": torch.int64, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-}  # fmt: skip
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
 def _tensor(value: Any) -> Any:
@@ -617,7 +741,9 @@ def _argument(value: Any) -> Any:
 
 @contextmanager
 def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
-    """Replaces imported modules with `fakes`, and restores them and the modules in `own` afterwards."""
+    """Replaces imported modules with `fakes`, and restores them and the modules in `own`
+    afterwards.
+    """
     kept = {name: sys.modules.get(name) for name in (*fakes, *own)}
     sys.modules.update(fakes)
     try:
@@ -630,6 +756,8 @@ def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD) -> None:
+def emulate(
+    monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD
+) -> None:
     """Launch the Hopper kernels of `source` in the emulator until the test ends."""
     monkeypatch.setattr(source.launch, "Launcher", Machine(source, seed, resident).launcher())

@@ -1,4 +1,6 @@
-"""Inputs of both operators for tests of kernels: one description for each; views, neighbours and comparisons."""
+"""Inputs of both operators for tests of kernels: one description for each; views, neighbours and
+comparisons.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
 RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
-PRECISIONS = tuple(replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES)
+PRECISIONS = tuple(
+    replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES
+)
 TOKENS = {SSDInputs: ("x", "dt", "B", "C", "z"), GDNInputs: ("q", "k", "v", "g", "beta")}
 TOKENS[KDAInputs] = TOKENS[GDNInputs]
 
@@ -39,7 +43,11 @@ class Case:
 
     def __str__(self) -> str:
         """What differs from the defaults."""
-        differing = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        differing = [
+            f"{f.name} {getattr(self, f.name)}"
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        ]
         return ", ".join(differing).replace("torch.", "") or "plain"
 
     @property
@@ -57,7 +65,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class SSDCase(Case):
-    """Drawn as a layer is initialised, and views of one projection as in a model.  skip: D: "", "(h)" or "(h, p)"."""
+    """Drawn as a layer is initialised, and views of one projection as in a model.  skip: D: "",
+    "(h)" or "(h, p)".
+    """
 
     heads: int = 2
     headdim: int = 16
@@ -75,25 +85,32 @@ class SSDCase(Case):
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
-        # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output, z and dt of the
-        # projection before it
+        # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output,
+        # z and dt of the projection before it
         x, B, C = normal(*tokens, h * p + 2 * g * n).to(self.dtype).split([h * p, g * n, g * n], -1)
         z, dt = normal(*tokens, h * p + h).to(self.dtype).split([h * p, h], -1)
         step = torch.exp(normal(h).abs() * -2 - 2)  # the layer's time step, before the token's part
         tensors = dict(
-            x=x.unflatten(-1, (h, p)), dt=dt, A=-torch.linspace(1, 16, h, device=self.device),
-            B=B.unflatten(-1, (g, n)), C=C.unflatten(-1, (g, n)),
+            x=x.unflatten(-1, (h, p)),
+            dt=dt,
+            A=-torch.linspace(1, 16, h, device=self.device),
+            B=B.unflatten(-1, (g, n)),
+            C=C.unflatten(-1, (g, n)),
             D={"": None, "(h)": normal(h), "(h, p)": normal(h, p)}[self.skip],
-            z=z.unflatten(-1, (h, p)) if self.gate else None, dt_bias=step + torch.log(-torch.expm1(-step)),
-            initial_states=normal(self.sequences, h, p, n) if self.initial_states else None, cu_seqlens=self.bounds,
-        )  # fmt: skip
+            z=z.unflatten(-1, (h, p)) if self.gate else None,
+            dt_bias=step + torch.log(-torch.expm1(-step)),
+            initial_states=normal(self.sequences, h, p, n) if self.initial_states else None,
+            cu_seqlens=self.bounds,
+        )
         options = dict(chunk_size=self.chunk_size, dt_softplus=True, dt_limit=self.dt_limit)
         return SSDInputs(**(tensors | options | overrides))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GDNCase(Case):
-    """collinear: share of a common vector in every key.  gate: mean of -g.  l2norm: q and k are normalised inside."""
+    """collinear: share of a common vector in every key.  gate: mean of -g.  l2norm: q and k are
+    normalised inside.
+    """
 
     seqlen: int = 70
     key_heads: int = 1
@@ -112,25 +129,39 @@ class GDNCase(Case):
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
-        key, q, k = normal(keys, self.key_dim), normal(*tokens, keys, self.key_dim), normal(*tokens, keys, self.key_dim)
+        key, q, k = (
+            normal(keys, self.key_dim),
+            normal(*tokens, keys, self.key_dim),
+            normal(*tokens, keys, self.key_dim),
+        )
         k = self.collinear * key + (1 - self.collinear) * k
         if not self.l2norm:
             q, k = (one / one.norm(dim=-1, keepdim=True) for one in (q, k))
-        state = normal(self.sequences, heads, self.key_dim, self.value_dim) if self.initial_states else None
+        state = (
+            normal(self.sequences, heads, self.key_dim, self.value_dim)
+            if self.initial_states
+            else None
+        )
         g = -2 * self.gate * torch.rand(*tokens, heads, generator=generator, device=self.device)
         tensors = dict(
-            q=q.to(self.dtype), k=k.to(self.dtype), v=normal(*tokens, heads, self.value_dim).to(self.dtype), g=g,
+            q=q.to(self.dtype),
+            k=k.to(self.dtype),
+            v=normal(*tokens, heads, self.value_dim).to(self.dtype),
+            g=g,
             beta=(self.largest_beta * normal(*tokens, heads).sigmoid()).to(self.dtype),
-            initial_state=state, cu_seqlens=None if self.bounds is None else self.bounds.long(),
-        )  # fmt: skip
+            initial_state=state,
+            cu_seqlens=None if self.bounds is None else self.bounds.long(),
+        )
         options = dict(use_qk_l2norm=self.l2norm, chunk_size=self.chunk_size)
         return GDNInputs(**(tensors | options | overrides))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KDACase(GDNCase):
-    """gates: "drawn", each channel uniform up to 2 `gate`; "saturated", far below what fp32 holds in places; "bound",
-    -5 in every position; "none"; "cuts", some -inf; "one channel", of which one is kept and the others are forgotten.
+    """gates: "drawn", each channel uniform up to 2 `gate`; "saturated", far below what fp32 holds
+    in places; "bound",
+    -5 in every position; "none"; "cuts", some -inf; "one channel", of which one is kept and the
+      others are forgotten.
     """
 
     gates: str = "drawn"
@@ -141,11 +172,15 @@ class KDACase(GDNCase):
         shape = (*plain.v.shape[:3], self.key_dim)
         g = -2 * self.gate * torch.rand(shape, generator=generator, device=self.device)
         g = {
-            "drawn": lambda: g, "saturated": lambda: torch.where(g > -self.gate, g, 1000 * g),
-            "bound": lambda: torch.full_like(g, -5.0), "none": lambda: torch.zeros_like(g),
+            "drawn": lambda: g,
+            "saturated": lambda: torch.where(g > -self.gate, g, 1000 * g),
+            "bound": lambda: torch.full_like(g, -5.0),
+            "none": lambda: torch.zeros_like(g),
             "cuts": lambda: torch.where(g > -0.04 * self.gate, -torch.inf, 0.1 * g),
-            "one channel": lambda: torch.where(torch.arange(self.key_dim, device=self.device) == 3, 0.0, -20.0 + 0 * g),
-        }[self.gates]()  # fmt: skip
+            "one channel": lambda: torch.where(
+                torch.arange(self.key_dim, device=self.device) == 3, 0.0, -20.0 + 0 * g
+            ),
+        }[self.gates]()
         return KDAInputs(**vars(plain) | dict(g=g) | overrides)
 
 
@@ -172,7 +207,9 @@ def with_state(inputs: Any, state: torch.Tensor | None) -> Any:
 
 def changed(inputs: Any, change: Any, *names: str) -> Any:
     """These tensors, or all of tokens, after a function."""
-    return replace(inputs, **{name: change(getattr(inputs, name)) for name in names or tokens_of(inputs)})
+    return replace(
+        inputs, **{name: change(getattr(inputs, name)) for name in names or tokens_of(inputs)}
+    )
 
 
 def moved(inputs: Any, device: str = "cuda") -> Any:
@@ -192,7 +229,9 @@ def rows(inputs: Any, which: Any) -> Any:
 
 
 def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
-    """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of one sequence."""
+    """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of
+    one sequence.
+    """
     state, alone = inputs.initial, {}
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
@@ -234,7 +273,10 @@ def head_errors(ours: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
     for a, b, head in zip(ours, exact, (2, 1), strict=True):
         over = [axis for axis in range(4) if axis != head]
-        error, b = (a.double() - b).square().mean(over).sqrt(), b.double().square().mean(over).sqrt()
+        error, b = (
+            (a.double() - b).square().mean(over).sqrt(),
+            b.double().square().mean(over).sqrt(),
+        )
         found.append(error / b.clamp_min(1e-30))
     return found[0], found[1]
 

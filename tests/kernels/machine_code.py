@@ -2,11 +2,12 @@
 
     python tests/kernels/machine_code.py
 
-Compiles every launch of the TABLES of `compile_cases.py` for sm_90, without a GPU.  Writes the resources and a hash of
-the instructions of each kernel to `data/compiled.json`, which tests marked `compiler` compare, and a hash for each
-operator to `ssdprof/kernels/machine_code.json`, which results name; with a later Triton, only the resources of the
-shipped configurations, to `data/compiled-VERSION.json`.  A launch's label and index identify a kernel, so that it may
-be renamed.
+Compiles every launch of the TABLES of `compile_cases.py` for sm_90, without a GPU.  Writes the
+resources and a hash of the instructions of each kernel to `data/compiled.json`, which tests marked
+`compiler` compare, and a hash for each operator to `ssdprof/kernels/machine_code.json`, which
+results name; with a later Triton, only the resources of the shipped configurations, to
+`data/compiled-VERSION.json`.  A launch's label and index identify a kernel, so that it may be
+renamed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ HASHES = Path(__file__).parents[2] / "ssdprof" / "kernels" / "machine_code.json"
 
 
 def operators_hashes(recorded: dict[str, str]) -> dict[str, str]:
-    """Operator -> hash of the machine code of all its kernels: of the set of the kernels' hashes."""
+    """Operator -> hash of the machine code of all its kernels: of the set of the kernels'
+    hashes.
+    """
     codes: dict[str, set[str]] = {"ssd": set(), "gdn": set(), "kda": set()}
     for name, text in recorded.items():
         codes.get(name[:3].lower(), codes["ssd"]).add(text.rpartition(" ")[2])
-    return {name: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest() for name, found in codes.items()}
+    return {
+        name: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest()
+        for name, found in codes.items()
+    }
 
 
 def main() -> None:
@@ -32,7 +38,9 @@ def main() -> None:
     from compile_cases import TABLES
     from compile_target import CAPABILITIES, OLDEST, RECORDED, recorded_form
 
-    recorded = {str(capability): recorded_form("SHIPPED", capability) for capability in CAPABILITIES}
+    recorded = {
+        str(capability): recorded_form("SHIPPED", capability) for capability in CAPABILITIES
+    }
     for table in TABLES if triton.__version__ == OLDEST else ():
         recorded[str(CAPABILITY)] |= recorded_form(table, CAPABILITY)
     RECORDED.write_text(json.dumps(recorded, indent=0) + "\n")

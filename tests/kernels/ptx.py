@@ -13,8 +13,12 @@ HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 IMMEDIATE = re.compile(r"-?(0x[0-9a-f]+|\d+)")
 
 
-def run(code: str, constraints: str, args: list[torch.Tensor], dtype: torch.dtype, pack: int) -> torch.Tensor:
-    """`gl.inline_asm_elementwise`: `pack` elements at a time, with two 16-bit elements per register."""
+def run(
+    code: str, constraints: str, args: list[torch.Tensor], dtype: torch.dtype, pack: int
+) -> torch.Tensor:
+    """`gl.inline_asm_elementwise`: `pack` elements at a time, with two 16-bit elements per
+    register.
+    """
     args = list(torch.broadcast_tensors(*args))
     shape = args[0].shape
     inputs = [register for arg in args for register in _registers(arg, pack)]
@@ -42,7 +46,9 @@ def _elements(registers: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 def _execute(statement: str, registers: Registers) -> None:
     name, _, rest = statement.partition(" ")
-    operands = [operand.strip() for operand in re.findall(r"\{[^}]*\}|[^,{}]+", rest) if operand.strip()]
+    operands = [
+        operand.strip() for operand in re.findall(r"\{[^}]*\}|[^,{}]+", rest) if operand.strip()
+    ]
     target, *sources = operands
     if target.startswith("{"):  # one register into two of 16 bits
         low, high = _names(target)
@@ -73,7 +79,11 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     operation, *modifiers = name.split(".")
     if operation == "cvt":
         to, of = (one for one in modifiers if one != "rn")
-        return _of_half(_float(values[0]), HALVES[to]) if of == "f32" else _bits(_half(values[0], HALVES[of]).float())
+        return (
+            _of_half(_float(values[0]), HALVES[to])
+            if of == "f32"
+            else _bits(_half(values[0], HALVES[of]).float())
+        )
     if operation == "prmt":
         return _permuted(*values)
     assert operation != "setp" or modifiers[0] == "ne"
@@ -83,7 +93,10 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     if kind == "f32":
         return _bits(compute(*(_float(value).double() for value in values)).float())
     half = HALVES[kind.removesuffix("x2")]
-    low, high = (compute(*(_half(value >> shift, half).double() for value in values)).to(half) for shift in (0, 16))
+    low, high = (
+        compute(*(_half(value >> shift, half).double() for value in values)).to(half)
+        for shift in (0, 16)
+    )
     return torch.stack((low, high), -1).view(torch.int32).squeeze(-1)
 
 
@@ -114,9 +127,14 @@ def _permuted(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch
 
 
 ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
-    "mul": torch.mul, "sub": torch.sub, "neg": torch.neg, "fma": lambda a, b, c: a * b + c, "ex2": torch.exp2,
-    "lg2": torch.log2, "min": torch.minimum,
-}  # fmt: skip
+    "mul": torch.mul,
+    "sub": torch.sub,
+    "neg": torch.neg,
+    "fma": lambda a, b, c: a * b + c,
+    "ex2": torch.exp2,
+    "lg2": torch.log2,
+    "min": torch.minimum,
+}
 BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,
     "xor": torch.bitwise_xor,

@@ -1,4 +1,5 @@
-"""The kernels under test, by name, and where they run: in Triton's interpreter, in the emulator, on a GPU.
+"""The kernels under test, by name, and where they run: in Triton's interpreter, in the emulator, on
+a GPU.
 
 `subjects(...)` gives them to a test as the fixture `kernel` of `conftest.py`.
 """
@@ -46,17 +47,24 @@ H200 = 132  # multiprocessors
 WHOLE_PAST = float("-inf")  # of GDN: a first pass covers all chunks before the segment
 Run = Callable[[Any, Precision], Any]
 
-# segments of at most 32 positions, and slices of 16 of P: 75 positions are enough to pass states on twice
+# segments of at most 32 positions, and slices of 16 of P: 75 positions are enough to pass states on
+# twice
 SSD_TINY = SSDPortableConfig(chunk=16, max_segments=3, min_chunks=1, max_chunks=2, block_p=16)
 # chunks of 16 and slices of 16 of V: 70 positions are five chunks, the last one ragged
 GDN_TINY = GDNPortableConfig(chunk=16, block_k=16, block_v=16, v_rows=False)
 BY_FOUR = {"block_v": 4, "block_t": 1, "num_warps": 1}
 GDN_CUT = GDNHopperConfig(segment=2)
-GDN_PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1, transition_programs=3)
+GDN_PARTS = GDNHopperConfig(
+    segment=2, transition_parts=2, longest_first_pass=1, transition_programs=3
+)
 # the registers with which `choose` makes one launch
-GDN_ONE = GDNHopperConfig(segment=16, fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
+GDN_ONE = GDNHopperConfig(
+    segment=16, fused_inverse=True, key_ring=3, state_registers=176, other_registers=64
+)
 SSD_ON_HOPPER = dict(headdim=64, dstate=128, dtype=BF16)
-GDN_ON_HOPPER = dict(values_per_key=2, key_dim=128, value_dim=128, dtype=BF16, gate=0.1, l2norm=False)
+GDN_ON_HOPPER = dict(
+    values_per_key=2, key_dim=128, value_dim=128, dtype=BF16, gate=0.1, l2norm=False
+)
 OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192)
 
 
@@ -64,7 +72,8 @@ OLMO = dict(key_heads=2, values_per_key=1, key_dim=96, value_dim=192)
 class Subject:
     """A kernel on a device: "cpu" with Triton's interpreter, "emulator" or "cuda".
 
-    limits, gpu_limits: of the RMS error of a head with exact intermediates, instead of the budget of the precision
+    limits, gpu_limits: of the RMS error of a head with exact intermediates, instead of the budget
+    of the precision
     sizes: of its inputs, if not those of the operator
     """
 
@@ -80,15 +89,20 @@ class Subject:
         return self.run(inputs, precision)
 
     def case(self, **changes: Any) -> Any:
-        """Inputs for any kernel of the operator.  In the interpreter, which is slow, one head, and lengths for chunks
-        of 16; longer ones on other devices."""
+        """Inputs for any kernel of the operator.  In the interpreter, which is slow, one head, and
+        lengths for chunks of 16; longer ones on other devices.
+        """
         times = {"cpu": 1, "emulator": 4, "cuda": 25}[self.device]
         lengths = dict(seqlen=times * changes.get("seqlen", 40))
         if changes.get("lengths"):
             lengths = dict(lengths=tuple(times * length for length in changes["lengths"]))
         on_device = dict(device="cuda" if self.device == "cuda" else "cpu")
         if self.operator == "ssd":
-            here = {"cpu": dict(heads=1), "emulator": SSD_ON_HOPPER, "cuda": dict(heads=4) | SSD_ON_HOPPER}[self.device]
+            here = {
+                "cpu": dict(heads=1),
+                "emulator": SSD_ON_HOPPER,
+                "cuda": dict(heads=4) | SSD_ON_HOPPER,
+            }[self.device]
             return SSDCase(**on_device | here | self.sizes | changes | lengths)
         here = GDN_ON_HOPPER if self.device == "emulator" else GDN_ON_HOPPER | dict(key_heads=2)
         here = {} if self.device == "cpu" else here
@@ -102,11 +116,13 @@ class Subject:
             assert_passes(output, inputs, precision)
             return
         oracle = {
-            "ssd": (ssd_recurrence, ssd_chunked), "gdn": (gdn_recurrence, gdn_chunked),
+            "ssd": (ssd_recurrence, ssd_chunked),
+            "gdn": (gdn_recurrence, gdn_chunked),
             "kda": (kda_recurrence, kda_chunked),
-        }[self.operator]  # fmt: skip
+        }[self.operator]
         if self.operator == "gdn" and self.device == "cuda" and output.out.dtype == FP32:
-            # a decay is the exponential of a difference of two fp32 sums, so its error grows with the sums
+            # a decay is the exponential of a difference of two fp32 sums, so its error grows with
+            # the sums
             limit += 2**-24 * float(inputs.g.abs().max()) * 64 * 1.44
         assert_close(output, oracle[self.device == "cuda"](inputs), limit)
 
@@ -129,7 +145,10 @@ def ssd_hopper(cut: Cut | Callable[[SSDInputs], Cut]) -> Run:
 
     def run(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         assert not inputs.x.is_cuda or unsupported(inputs) == ""
-        given, free = cut(inputs) if callable(cut) else cut, SSDHopperConfig.choose(inputs, H200, batch_invariant=False)
+        given, free = (
+            cut(inputs) if callable(cut) else cut,
+            SSDHopperConfig.choose(inputs, H200, batch_invariant=False),
+        )
         return ssd_hopper_launch(inputs, precision, replace(free, **asdict(given)))(inputs)
 
     return run
@@ -143,7 +162,9 @@ def by_default(inputs: SSDInputs) -> SSDHopperConfig:
 
 
 def alone(inputs: SSDInputs) -> Cut:
-    """No program waits for another: each recomputes everything before its segment, except for packed sequences."""
+    """No program waits for another: each recomputes everything before its segment, except for
+    packed sequences.
+    """
     fine = Cut(long_count=1, long_segment=3, segment=1, recompute=True)
     return fine if inputs.cu_seqlens is None else Cut(segment=1)
 
@@ -158,7 +179,9 @@ def shared(inputs: SSDInputs) -> Cut:
 
 
 def gdn_portable(config: GDNPortableConfig) -> Run:
-    return lambda inputs, precision: gdn_portable_launch(inputs, precision, config, state_v_first=False)(inputs)
+    return lambda inputs, precision: gdn_portable_launch(
+        inputs, precision, config, state_v_first=False
+    )(inputs)
 
 
 def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False) -> Run:
@@ -169,7 +192,9 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
         refused = gdn_hopper.unsupported_otherwise if sliced else gdn_hopper.unsupported
         assert not inputs.q.is_cuda or refused(inputs) == ""
         taken = config or GDNHopperConfig.choose(inputs, H200, batch_invariant=False)
-        launch: Any = (sliced_launch if sliced else gdn_hopper_launch)(inputs, taken, state_v_first=state_v_first)
+        launch: Any = (sliced_launch if sliced else gdn_hopper_launch)(
+            inputs, taken, state_v_first=state_v_first
+        )
         return launch(inputs)
 
     return run
@@ -181,7 +206,10 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
 def kda_portable(config: KDAPortableConfig | None) -> Run:
     """Without a configuration: as chosen on Hopper."""
     return lambda inputs, precision: kda_portable_launch(
-        inputs, precision, config or KDAPortableConfig.choose_hopper(inputs, H200), state_v_first=False
+        inputs,
+        precision,
+        config or KDAPortableConfig.choose_hopper(inputs, H200),
+        state_v_first=False,
     )(inputs)
 
 
@@ -192,9 +220,13 @@ of_ssd = partial(Subject, "ssd", limits={FP32: 2e-6})
 ssd_on_hopper = partial(Subject, "ssd", only_hopper=True)
 of_gdn = partial(Subject, "gdn", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
 of_kda = partial(Subject, "kda", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
-gdn_on_hopper = partial(Subject, "gdn", limits=HOPPER_LIMITS, gpu_limits=HOPPER_LIMITS, only_hopper=True)
+gdn_on_hopper = partial(
+    Subject, "gdn", limits=HOPPER_LIMITS, gpu_limits=HOPPER_LIMITS, only_hopper=True
+)
 SUBJECTS = {
-    "ssd reference": Subject("ssd", lambda inputs, _: ssd_chunked(inputs), limits={torch.float64: 1e-12}),
+    "ssd reference": Subject(
+        "ssd", lambda inputs, _: ssd_chunked(inputs), limits={torch.float64: 1e-12}
+    ),
     "ssd unfused": Subject("ssd", chosen("ssd", "unfused")),
     "ssd fused": of_ssd(chosen("ssd", "fused")),
     "ssd recurrent": of_ssd(chosen("ssd", "recurrent")),
@@ -204,9 +236,13 @@ SUBJECTS = {
     "ssd tiny": of_ssd(ssd_portable(SSD_TINY)),
     "ssd tiny, n rows": of_ssd(ssd_portable(replace(SSD_TINY, p_rows=False))),
     # one chunk per segment: the largest number of programs that wait for another one
-    "ssd fine": of_ssd(ssd_portable(SSDPortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32))),
+    "ssd fine": of_ssd(
+        ssd_portable(SSDPortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32))
+    ),
     "ssd hopper": ssd_on_hopper(
-        ssd_hopper(lambda inputs: SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=True))
+        ssd_hopper(
+            lambda inputs: SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=True)
+        )
     ),
     "ssd hopper, by default": ssd_on_hopper(ssd_hopper(by_default)),
     "ssd hopper, short": ssd_on_hopper(ssd_hopper(Cut(segment=2))),
@@ -215,7 +251,9 @@ SUBJECTS = {
     "ssd hopper, uneven": ssd_on_hopper(ssd_hopper(Cut(long_count=1, long_segment=5, segment=2))),
     "ssd hopper, alone": ssd_on_hopper(ssd_hopper(alone)),
     "ssd hopper, shared": ssd_on_hopper(ssd_hopper(shared)),
-    "gdn reference": Subject("gdn", lambda inputs, _: gdn_chunked(inputs), limits={torch.float64: 1e-10}),
+    "gdn reference": Subject(
+        "gdn", lambda inputs, _: gdn_chunked(inputs), limits={torch.float64: 1e-10}
+    ),
     "gdn unfused": Subject("gdn", chosen("gdn", "unfused")),
     "gdn recurrent": of_gdn(chosen("gdn", "recurrent")),
     "gdn recurrent by 4": of_gdn(lambda inputs, _: recurrent_launch(inputs, BY_FOUR)(inputs)),
@@ -229,16 +267,22 @@ SUBJECTS = {
     # slices of 128 of V, as in long calls
     "gdn wide": of_gdn(gdn_portable(GDNPortableConfig())),
     "gdn wide, cut": of_gdn(gdn_portable(GDNPortableConfig(segment=2))),
-    "gdn narrow, cut": of_gdn(gdn_portable(GDNPortableConfig(chunk=64, segment=1, block_k=32, block_v=32))),
+    "gdn narrow, cut": of_gdn(
+        gdn_portable(GDNPortableConfig(chunk=64, segment=1, block_k=32, block_v=32))
+    ),
     "gdn hopper": gdn_on_hopper(gdn_hopper_by(None)),
     "gdn first passes": gdn_on_hopper(gdn_hopper_by(GDN_CUT)),
     "gdn leading": gdn_on_hopper(gdn_hopper_by(replace(GDN_CUT, first_segment_extra=True))),
     "gdn one launch": gdn_on_hopper(gdn_hopper_by(GDN_ONE)),
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
-    "kda reference": Subject("kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}),
+    "kda reference": Subject(
+        "kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}
+    ),
     "kda unfused": Subject("kda", chosen("kda", "unfused")),
     "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True, key_dim=128)),  # on Hopper
-    "kda tiny": of_kda(kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))),
+    "kda tiny": of_kda(
+        kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
+    ),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
     "kda hopper": of_kda(kda_portable(None), sizes=dict(key_dim=128, value_dim=16)),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
@@ -250,18 +294,25 @@ SSD_FINE = ("ssd fine", *(f"ssd hopper, {name}" for name in ("fine", "uneven", "
 SSD_EVERY = SSD_CHOSEN + SSD_FINE
 
 
-def listed(*names: str, slow: Any = (), emulated: Any = (), emulated_slow: Any = (), gpu: Any = ()) -> list[Any]:
+def listed(
+    *names: str, slow: Any = (), emulated: Any = (), emulated_slow: Any = (), gpu: Any = ()
+) -> list[Any]:
     """Parameters: these subjects in the interpreter, in the emulator and on a GPU."""
     found = []
     for where, device, chosen in (
-        ("", "cpu", names), ("", "cpu", slow), (", emulated", "emulator", emulated),
-        (", emulated", "emulator", emulated_slow), (", GPU", "cuda", gpu),
-    ):  # fmt: skip
+        ("", "cpu", names),
+        ("", "cpu", slow),
+        (", emulated", "emulator", emulated),
+        (", emulated", "emulator", emulated_slow),
+        (", GPU", "cuda", gpu),
+    ):
         for name in chosen:
             marks = [pytest.mark.slow] * (chosen is slow or chosen is emulated_slow)
             if device == "cuda":
                 marks = [pytest.mark.gpu] + [ON_HOPPER] * SUBJECTS[name].only_hopper
-            found.append(pytest.param(replace(SUBJECTS[name], device=device), id=name + where, marks=marks))
+            found.append(
+                pytest.param(replace(SUBJECTS[name], device=device), id=name + where, marks=marks)
+            )
     return found
 
 

@@ -1,7 +1,8 @@
-"""The committed configurations: those of 14,000 calls are of November 2026; every call gets a row of a table, and every
-row is used.
+"""The committed configurations: those of 14,000 calls are of November 2026; every call gets a row
+of a table, and every row is used.
 
-They are frozen as one hash for each implementation.  An intended change of a choice changes the hash of its
+They are frozen as one hash for each implementation.  An intended change of a choice changes the
+hash of its
 implementation: the failed test shows the new one.
 """
 
@@ -34,7 +35,7 @@ from ssdprof.kernels.ssd.config import (
     SSDPortableConfig,
     Table,
     first_fit,
-)  # fmt: skip
+)
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count
 
 CALLS = {"hopper": 2000}  # for each implementation of each operator; of others 1,000
@@ -65,30 +66,51 @@ def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
 def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
     b, l, sequences, cu_seqlens = shape_of(draw)
     g, p, n, dtype = (
-        draw.choice((1, 2, 8)), draw.choice((16, 32, 64, 80, 128)), draw.choice((16, 64, 128, 192, 256)),
+        draw.choice((1, 2, 8)),
+        draw.choice((16, 32, 64, 80, 128)),
+        draw.choice((16, 64, 128, 192, 256)),
         draw.choice(DTYPES),
-    )  # fmt: skip
+    )
     h = g * draw.choice((1, 4, 10, 16))
     x, B = meta(b, l, h, p, dtype=dtype), meta(b, l, g, n, dtype=dtype)
     return kernels.SSDInputs.unchecked(
-        x=x, dt=meta(b, l, h), A=meta(h), B=B, C=B, chunk_size=draw.choice((8, 64, 100, 256)), D=None,
-        z=draw.choice((None, x)), dt_bias=None, dt_softplus=True, dt_limit=(0.0, float("inf")),
-        initial_states=draw.choice((None, meta(sequences, h, p, n))), cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        x=x,
+        dt=meta(b, l, h),
+        A=meta(h),
+        B=B,
+        C=B,
+        chunk_size=draw.choice((8, 64, 100, 256)),
+        D=None,
+        z=draw.choice((None, x)),
+        dt_bias=None,
+        dt_softplus=True,
+        dt_limit=(0.0, float("inf")),
+        initial_states=draw.choice((None, meta(sequences, h, p, n))),
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
     b, t, sequences, cu_seqlens = shape_of(draw)
     h, dtype = draw.choice((1, 2, 4, 16)), draw.choice(DTYPES)
     hv, k, v = (
-        h * draw.choice((1, 2, 3, 4)), draw.choice((16, 32, 64, 96, 128, 192, 256)), draw.choice((16, 64, 128, 256)),
-    )  # fmt: skip
+        h * draw.choice((1, 2, 3, 4)),
+        draw.choice((16, 32, 64, 96, 128, 192, 256)),
+        draw.choice((16, 64, 128, 256)),
+    )
     q = meta(b, t, h, k, dtype=dtype)
     return kernels.GDNInputs.unchecked(
-        q=q, k=q, v=meta(b, t, hv, v, dtype=dtype), g=meta(b, t, hv), beta=meta(b, t, hv), scale=None,
-        initial_state=draw.choice((None, meta(sequences, hv, k, v))), use_qk_l2norm=draw.choice((True, False)),
-        chunk_size=draw.choice((16, 32, 64)), cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        q=q,
+        k=q,
+        v=meta(b, t, hv, v, dtype=dtype),
+        g=meta(b, t, hv),
+        beta=meta(b, t, hv),
+        scale=None,
+        initial_state=draw.choice((None, meta(sequences, hv, k, v))),
+        use_qk_l2norm=draw.choice((True, False)),
+        chunk_size=draw.choice((16, 32, 64)),
+        cu_seqlens=cu_seqlens,
+    )
 
 
 def planned(operator: str, name: str, inputs: Any, draw: random.Random) -> Any:
@@ -112,7 +134,9 @@ def hopper(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
     if operator == "ssd" and not program_count(inputs):
         return "half a pair of heads"
     config: Any = SSDHopperConfig if operator == "ssd" else GDNHopperConfig
-    return asdict(config.choose(inputs, draw.choice((78, 132)), batch_invariant=draw.random() < 0.3))
+    return asdict(
+        config.choose(inputs, draw.choice((78, 132)), batch_invariant=draw.random() < 0.3)
+    )
 
 
 DRAWN: dict[str, Callable[[random.Random], Any]] = {"ssd": ssd_inputs, "gdn": gdn_inputs}
@@ -137,7 +161,8 @@ SLOW = ("ssd", "hopper")
 
 
 @pytest.mark.parametrize(
-    ("operator", "name"), [pytest.param(*one, marks=[pytest.mark.slow] * (one == SLOW)) for one in FROZEN]
+    ("operator", "name"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (one == SLOW)) for one in FROZEN],
 )
 def test_the_choices_are_the_frozen_ones(operator: str, name: str) -> None:
     digest = hashlib.sha256("\n".join(choices(operator, name)).encode()).hexdigest()[:16]
@@ -149,18 +174,27 @@ def test_the_choices_are_the_frozen_ones(operator: str, name: str) -> None:
 TABLE_CALLS: list[dict[str, Any]] = [
     dict(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     for major, wide, headdim, dstate, gate in product(
-        (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
+        (8, 9, 10, 12, 13),
+        (False, True),
+        (1, 16, 64, 80, 128, 256),
+        (16, 64, 128, 256),
+        (False, True),
     )
 ]
 TABLES: dict[str, Table] = {
-    "HOPPER": HOPPER, "PORTABLE": PORTABLE, "CHUNK_STATE": CHUNK_STATE, "BMM_CHUNK": BMM_CHUNK,
+    "HOPPER": HOPPER,
+    "PORTABLE": PORTABLE,
+    "CHUNK_STATE": CHUNK_STATE,
+    "BMM_CHUNK": BMM_CHUNK,
     "CHUNK_SCAN": CHUNK_SCAN,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_call_has_a_row_and_every_row_a_call(table: Table) -> None:
-    taken = [first_fit(table, **call, exact=exact) for call in TABLE_CALLS for exact in (True, False)]
+    taken = [
+        first_fit(table, **call, exact=exact) for call in TABLE_CALLS for exact in (True, False)
+    ]
     assert all(any(row is one for one in taken) for row in table)
     assert all(why for _, _, why in table)
 
@@ -171,10 +205,14 @@ def test_fp32_sums_over_n_are_short() -> None:
 
 
 def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
-    """benchmarks/log/ssd.md#row-57.  Products of less than 64 rows take their operands from registers."""
+    """benchmarks/log/ssd.md#row-57.  Products of less than 64 rows take their operands from
+    registers.
+    """
     for call in (call for call in TABLE_CALLS if call["major"] == 9):
         tile = first_fit(PORTABLE, **call)[1]
-        width = min(tile.block_p, triton.next_power_of_2(call["headdim"])) * (4 if call["wide"] else 2)
+        width = min(tile.block_p, triton.next_power_of_2(call["headdim"])) * (
+            4 if call["wide"] else 2
+        )
         assert tile.chunk < 64 or width >= 128, call
 
 
@@ -184,7 +222,11 @@ def test_a_reason_goes_with_the_choice() -> None:
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
 
 
-def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}"))
+def test_configurations_are_looked_up_by_the_name_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}")
+    )
     tensors: Any = [torch.zeros(1), SimpleNamespace(is_cuda=True, device=1)]
     assert [device.gpu_name(tensor) for tensor in tensors] == ["cpu", "GPU 1"]

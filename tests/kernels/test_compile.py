@@ -1,4 +1,6 @@
-"""The kernels compile for every supported GPU without one, fit its shared memory and registers, and spill little."""
+"""The kernels compile for every supported GPU without one, fit its shared memory and registers, and
+spill little.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +22,57 @@ pytestmark = pytest.mark.compiler
 
 REGISTERS_OF_AN_SM = 65536
 NEWER = triton.__version__ != OLDEST  # than the compiler of the limits in this file
-# Most bytes of one thread's stack in a table with the ptxas of Triton 3.6, of others none.  tf32x3 holds fp32 operands
-# twice; 256 state dimensions fill shared memory and registers, and the configurations that spill there are still the
-# fastest of about a hundred each on an H200.  Without wgmma, accumulators and operands of GDN's first launch share
-# registers.  The tables of Hopper are compiled for it alone.
+# Most bytes of one thread's stack in a table with the ptxas of Triton 3.6, of others none.  tf32x3
+# holds fp32 operands twice; 256 state dimensions fill shared memory and registers, and the
+# configurations that spill there are still the fastest of about a hundred each on an H200.  Without
+# wgmma, accumulators and operands of GDN's first launch share registers.  The tables of Hopper are
+# compiled for it alone.
 STACK_BYTES = {
-    "SHIPPED": 296, "COMMON": 80, "SSD_UNFUSED": 64, "SSD_PORTABLE": 296, "GDN_UNFUSED": 320, "GDN_PORTABLE": 160,
-    "SSD_HOPPER": 56, "GDN_HOPPER": 168, "GDN_ONE_LAUNCH": 64, "KDA_UNFUSED": 320, "KDA_PORTABLE": 240,
-    "KDA_HOPPER": 64,
+    "SHIPPED": 296, "COMMON": 80, "SSD_UNFUSED": 64, "SSD_PORTABLE": 296, "GDN_UNFUSED": 320,
+    "GDN_PORTABLE": 160, "SSD_HOPPER": 56, "GDN_HOPPER": 168, "GDN_ONE_LAUNCH": 64,
+    "KDA_UNFUSED": 320, "KDA_PORTABLE": 240, "KDA_HOPPER": 64,
 }  # fmt: skip
-ANYWHERE = ("SSD_UNFUSED", "SSD_PORTABLE", "SSD_SMALL", "GDN_UNFUSED", "GDN_PORTABLE", "GDN_SMALL", "SMALL_LIMITS")
-PLACES = [("SHIPPED", one) for one in CAPABILITIES] + [(table, 90) for table in TABLES if table != "SHIPPED"]
+ANYWHERE = (
+    "SSD_UNFUSED",
+    "SSD_PORTABLE",
+    "SSD_SMALL",
+    "GDN_UNFUSED",
+    "GDN_PORTABLE",
+    "GDN_SMALL",
+    "SMALL_LIMITS",
+)
+PLACES = [("SHIPPED", one) for one in CAPABILITIES] + [
+    (table, 90) for table in TABLES if table != "SHIPPED"
+]
 PLACES += [("SMALL_LIMITS", 90), *((table, one) for one in (80, 100) for table in ANYWHERE)]
 PLACES += [("COMMON", one) for one in (89, 120)]  # L4 and RTX
 
 
 @pytest.mark.parametrize(("table", "capability"), PLACES)
 def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int) -> None:
-    """No product reads from a lost address, or registers that may be overwritten while it is in flight.  Products and
-    sums are fused whatever Triton is set to: otherwise results and speeds would depend on an environment variable or
-    on Triton's version.  A direct launch counts the parameters."""
+    """No product reads from a lost address, or registers that may be overwritten while it is in
+    flight.  Products and
+    sums are fused whatever Triton is set to: otherwise results and speeds would depend on an
+    environment variable or on Triton's version.  A direct launch counts the parameters.
+    """
     for label, kernels in compiled("compile_cases", capability, table).items():
         for kernel in kernels:
-            assert kernel.racy_writes == kernel.lost_addresses == kernel.idle_barriers == 0, f"{label}: {kernel}"
-            assert kernel.fuses or not table.startswith(("SSD_U", "SSD_P", "SSD_H", "SHIPPED", "KDA")), label
+            assert kernel.racy_writes == kernel.lost_addresses == kernel.idle_barriers == 0, (
+                f"{label}: {kernel}"
+            )
+            assert kernel.fuses or not table.startswith(
+                ("SSD_U", "SSD_P", "SSD_H", "SHIPPED", "KDA")
+            ), label
             assert kernel.spilled_bytes <= STACK_BYTES.get(table, 0) or NEWER, f"{label}: {kernel}"
-            assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, f"{label}: {kernel}"
+            assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, (
+                f"{label}: {kernel}"
+            )
             assert kernel.shared_bytes <= SHARED_BYTES[capability], f"{label}: {kernel}"
             assert kernel.counted_parameters == kernel.parameters, f"{label}: {kernel}"
 
 
-# --- recorded: registers, stack, shared memory and machine code.  After an intended change, record again:
-# python tests/kernels/machine_code.py
+# --- recorded: registers, stack, shared memory and machine code.  After an intended change, record
+# again: python tests/kernels/machine_code.py
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -125,10 +146,10 @@ LOOP = """
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 FOUND = [
     ("MOV R104, R6", WAIT, 1), (WAIT, "MOV R104, R6", 0), ("@P1 MOV R107, R6", WAIT, 1),
-    ("@!PT MOV R107, R6", WAIT, 0), ("LDS.128 R100, [R6]", WAIT, 0), ("LDS.128 R101, [R6]", WAIT, 1),
-    ("STS.128 [R6], R104", WAIT, 0), ("ISETP.GT.AND P0, PT, R104, R6, PT", WAIT, 0),
-    ("MOV R105, R6", "@P1 " + WAIT, 1), ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R104, R6", 1),
-    ("FADD R6, R6, R6", "NOP", 0),
+    ("@!PT MOV R107, R6", WAIT, 0), ("LDS.128 R100, [R6]", WAIT, 0),
+    ("LDS.128 R101, [R6]", WAIT, 1), ("STS.128 [R6], R104", WAIT, 0),
+    ("ISETP.GT.AND P0, PT, R104, R6, PT", WAIT, 0), ("MOV R105, R6", "@P1 " + WAIT, 1),
+    ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "MOV R104, R6", 1), ("FADD R6, R6, R6", "NOP", 0),
 ]  # fmt: skip
 
 

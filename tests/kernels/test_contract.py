@@ -1,4 +1,5 @@
-"""What every kernel promises: laws, for the kernels of both operators, in the interpreter, the emulator and on a GPU.
+"""What every kernel promises: laws, for the kernels of both operators, in the interpreter, the
+emulator and on a GPU.
 
 Memory that no kernel has written holds NaN (`conftest.py`).
 """
@@ -32,7 +33,7 @@ from kernel_cases import (
     tensors_of,
     with_state,
     with_steps,
-)  # fmt: skip
+)
 from subjects import SSD_CHOSEN, SSD_EVERY, SUBJECTS, Subject, subjects
 
 from ssdprof.kernels import UnsupportedError, get
@@ -51,12 +52,19 @@ WIDE["kda"] = WIDE["gdn"]
 
 @pytest.mark.parametrize("dtype", [torch.float64, FP16, BF16, FP32], ids=str)
 @subjects(
-    "ssd fused", "ssd unfused", "gdn fused", "gdn unfused", "kda fused", "kda unfused",
-    emulated=("ssd hopper, short", "gdn first passes"), gpu=("ssd hopper, short", "gdn first passes"),
-)  # fmt: skip
+    "ssd fused",
+    "ssd unfused",
+    "gdn fused",
+    "gdn unfused",
+    "kda fused",
+    "kda unfused",
+    emulated=("ssd hopper, short", "gdn first passes"),
+    gpu=("ssd hopper, short", "gdn first passes"),
+)
 def test_dtypes_of_steps_gates_and_states(kernel: Subject, dtype: torch.dtype) -> None:
     inputs, names = kernel.case(initial_states=True).inputs(), WIDE[kernel.operator]
-    if kernel.only_hopper and dtype == torch.float64:  # steps and gates in 64 bits go to another kernel
+    # steps and gates in 64 bits go to another kernel
+    if kernel.only_hopper and dtype == torch.float64:
         inputs = changed(inputs, torch.Tensor.float, *(name for name in names if name in TOKENS))
         names = tuple(name for name in names if name not in TOKENS)
         assert_bitwise(kernel(changed(inputs, torch.Tensor.double, *names)), kernel(inputs))
@@ -81,13 +89,29 @@ def test_state_dtype_is_where_states_are_rounded() -> None:
 # --- a sequence and its neighbours
 
 NEIGHBOURS = dict(
-    slow=("ssd recurrent", "gdn fused", "gdn tiny", "gdn tiny, cut"), emulated=["ssd hopper, short"],
+    slow=("ssd recurrent", "gdn fused", "gdn tiny", "gdn tiny, cut"),
+    emulated=["ssd hopper, short"],
     emulated_slow=("ssd hopper, short, n 256", "ssd hopper, fine"),
-    gpu=("ssd fused", "ssd unfused", "ssd hopper, short", "ssd hopper, short, n 256", "gdn unfused", "gdn parts"),
-)  # fmt: skip
+    gpu=(
+        "ssd fused",
+        "ssd unfused",
+        "ssd hopper, short",
+        "ssd hopper, short, n 256",
+        "gdn unfused",
+        "gdn parts",
+    ),
+)
 
 
-@subjects("ssd tiny", "ssd unfused", "gdn unfused", "gdn recurrent", "kda unfused", "kda tiny", **NEIGHBOURS)
+@subjects(
+    "ssd tiny",
+    "ssd unfused",
+    "gdn unfused",
+    "gdn recurrent",
+    "kda unfused",
+    "kda tiny",
+    **NEIGHBOURS,
+)
 def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
     """Nor do NaN and infinity in the others and in their states reach one."""
     lengths = (21, 40, 3)
@@ -96,22 +120,32 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
         kernel.case(lengths=lengths, initial_states=True),
     ):
         inputs = case.inputs()
-        one: Any = (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
+        one: Any = (
+            (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
+        )
         before: Any = (slice(None), slice(one[1].start)) if case.lengths else 0
         after: Any = (slice(None), slice(one[1].stop, None)) if case.lengths else 2
         state = inputs.initial.clone()
         state[0], state[2] = torch.nan, torch.inf
         bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
         ours, theirs = kernel(inputs), kernel(bad)
-        assert_bitwise((theirs.out[one], theirs.final_states[1]), (ours.out[one], ours.final_states[1]))
+        assert_bitwise(
+            (theirs.out[one], theirs.final_states[1]), (ours.out[one], ours.final_states[1])
+        )
         assert theirs.out[before].isnan().all()
 
 
 @subjects(
-    "ssd unfused", "ssd tiny", "gdn reference", "gdn unfused", "kda unfused", "kda wide",
+    "ssd unfused",
+    "ssd tiny",
+    "gdn reference",
+    "gdn unfused",
+    "kda unfused",
+    "kda wide",
     slow=("gdn recurrent", "gdn fused", "gdn tiny, cut", "kda reference", "kda recurrent"),
-    emulated_slow=("gdn first passes", "gdn parts"), gpu=("gdn parts", "gdn first passes", "gdn unfused"),
-)  # fmt: skip
+    emulated_slow=("gdn first passes", "gdn parts"),
+    gpu=("gdn parts", "gdn first passes", "gdn unfused"),
+)
 def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
     heads = TWO_HEADS[kernel.operator] if kernel.device == "cpu" else {}
     inputs = kernel.case(lengths=(5, 75 if kernel.device == "cpu" else 18), **heads).inputs()
@@ -129,11 +163,27 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
 
 
 @subjects(
-    "ssd reference", "ssd fused", "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", "kda unfused", "kda wide",
+    "ssd reference",
+    "ssd fused",
+    "ssd tiny",
+    "ssd unfused",
+    "gdn unfused",
+    "gdn tiny",
+    "kda unfused",
+    "kda wide",
     slow=["gdn recurrent"],
-    gpu=("ssd unfused", "ssd invariant", "gdn unfused", "gdn invariant", "kda unfused", "kda fused"),
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", [FP32, *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16, FP16))], ids=str)
+    gpu=(
+        "ssd unfused",
+        "ssd invariant",
+        "gdn unfused",
+        "gdn invariant",
+        "kda unfused",
+        "kda fused",
+    ),
+)
+@pytest.mark.parametrize(
+    "dtype", [FP32, *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16, FP16))], ids=str
+)
 def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype) -> None:
     inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
     whole, order = kernel(inputs), [2, 0, 1]
@@ -142,10 +192,15 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype
 
 
 @subjects(
-    "ssd tiny", "ssd invariant", "ssd unfused", "gdn reference", "gdn unfused", "gdn invariant",
+    "ssd tiny",
+    "ssd invariant",
+    "ssd unfused",
+    "gdn reference",
+    "gdn unfused",
+    "gdn invariant",
     slow=("gdn recurrent", "gdn tiny"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
 def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]) -> None:
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
@@ -153,8 +208,11 @@ def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]
     for i, alone in sequences(inputs, packed=True).items():
         expected = whole.out[:, ends[i] : ends[i + 1]], whole.final_states[i : i + 1]
         assert_bitwise(kernel(alone), expected)
-        if kernel.run in [SUBJECTS[name].run for name in ("ssd unfused", "gdn unfused", "gdn tiny")]:
-            assert_bitwise(kernel(replace(alone, cu_seqlens=None)), expected)  # nor does it matter that it is packed
+        if kernel.run in [
+            SUBJECTS[name].run for name in ("ssd unfused", "gdn unfused", "gdn tiny")
+        ]:
+            # nor does it matter that it is packed
+            assert_bitwise(kernel(replace(alone, cu_seqlens=None)), expected)
     empty = [i for i, length in enumerate(lengths) if not length]
     assert torch.equal(whole.final_states[empty], state[empty])
     assert not kernel(with_state(inputs, None)).final_states[empty].any()
@@ -162,9 +220,17 @@ def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]
 
 @pytest.mark.parametrize("where", [1, 41, pytest.param(64, marks=pytest.mark.slow)])
 @subjects(
-    "ssd reference", "ssd tiny", "ssd unfused", "gdn reference", "gdn unfused", "gdn tiny, cut", "kda unfused",
-    "kda tiny", slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"), gpu=("ssd unfused", "gdn unfused"),
-)  # fmt: skip
+    "ssd reference",
+    "ssd tiny",
+    "ssd unfused",
+    "gdn reference",
+    "gdn unfused",
+    "gdn tiny, cut",
+    "kda unfused",
+    "kda tiny",
+    slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"),
+    gpu=("ssd unfused", "gdn unfused"),
+)
 def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> None:
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     first = kernel(cut(inputs, 0, where))
@@ -174,7 +240,9 @@ def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> 
 
 @subjects("ssd recurrent", "gdn recurrent", "kda recurrent")
 def test_steps_are_a_sequence(kernel: Subject) -> None:
-    """Decoding one position at a time, with the state carried over, has the bits of one call over all positions."""
+    """Decoding one position at a time, with the state carried over, has the bits of one call over
+    all positions.
+    """
     inputs = kernel.case(seqlen=4, initial_states=True).inputs()
     whole, state = kernel(inputs), inputs.initial
     for t in range(4):
@@ -186,29 +254,62 @@ def test_steps_are_a_sequence(kernel: Subject) -> None:
 def test_int64_bounds_and_strided_bounds() -> None:
     kernel = SUBJECTS["ssd unfused"]
     inputs = kernel.case(lengths=(20, 30)).inputs()
-    for one in (torch.tensor([0, 20, 50]), torch.tensor([0, 9, 20, 9, 50, 9], dtype=torch.int32)[::2]):
+    for one in (
+        torch.tensor([0, 20, 50]),
+        torch.tensor([0, 9, 20, 9, 50, 9], dtype=torch.int32)[::2],
+    ):
         assert_bitwise(kernel(replace(inputs, cu_seqlens=one)), kernel(inputs))
 
 
 # --- numbers of any size
 
-NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z", "q", "k", "v", "g", "beta", "initial_state")
+NAMES = (
+    "x",
+    "dt",
+    "A",
+    "B",
+    "C",
+    "D",
+    "dt_bias",
+    "initial_states",
+    "z",
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "initial_state",
+)
 
 
 @subjects(
-    "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", "kda unfused", "kda tiny",
+    "ssd tiny",
+    "ssd unfused",
+    "gdn unfused",
+    "gdn tiny",
+    "kda unfused",
+    "kda tiny",
     emulated=("ssd hopper, fine", "ssd hopper, alone"),
     emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
-)  # fmt: skip
+)
 def test_nan_is_not_swallowed(kernel: Subject) -> None:
-    """A GPU's minimum and maximum drop NaN by default; the interpreter's never do.  Also in a state that the product
-    of decays has made vanish."""
-    options = dict(dt_limit=(0.0, 0.1), gate="hopper" not in str(kernel.run)) if kernel.operator == "ssd" else {}
+    """A GPU's minimum and maximum drop NaN by default; the interpreter's never do.  Also in a state
+    that the product of decays has made vanish.
+    """
+    options = (
+        dict(dt_limit=(0.0, 0.1), gate="hopper" not in str(kernel.run))
+        if kernel.operator == "ssd"
+        else {}
+    )
     if kernel.only_hopper:
         options["gate"] = False
     case = kernel.case(seqlen=40 if kernel.device == "cpu" else 12, initial_states=True, **options)
-    names = ["initial_states"] if kernel.device == "emulator" else [one for one in NAMES if hasattr(case.inputs(), one)]
+    names = (
+        ["initial_states"]
+        if kernel.device == "emulator"
+        else [one for one in NAMES if hasattr(case.inputs(), one)]
+    )
     for name in names:
         inputs = case.inputs()
         if getattr(inputs, name) is not None:
@@ -216,8 +317,17 @@ def test_nan_is_not_swallowed(kernel: Subject) -> None:
             assert not torch.isfinite(kernel(inputs).out).any(), name
 
 
-# of a step, and the rate A: no decay, full decay, or exp underflows, since cumulative sums may be 0, tiny or 1e31
-STEPS = [(0.0, -1.0), (1e-39, -1.0), (1e-30, -2.0), (1e-6, -16.0), (50.0, -1.0), (1e4, -16.0), (1e30, -16.0)]
+# of a step, and the rate A: no decay, full decay, or exp underflows, since cumulative sums may be
+# 0, tiny or 1e31
+STEPS = [
+    (0.0, -1.0),
+    (1e-39, -1.0),
+    (1e-30, -2.0),
+    (1e-6, -16.0),
+    (50.0, -1.0),
+    (1e4, -16.0),
+    (1e30, -16.0),
+]
 STEPS += [(0.5, 0.0), (0.01, -1e-39), (1e-38, -1e-38)]
 
 
@@ -234,10 +344,14 @@ def test_steps_of_any_size(kernel: Subject) -> None:
     inputs = steps_of_any_size(kernel)
     output = kernel(inputs)
     kernel.assert_right(output, inputs)
-    assert torch.equal(output.final_states[:, 0], inputs.initial_states[:, 0].to(output.final_states.dtype))
+    assert torch.equal(
+        output.final_states[:, 0], inputs.initial_states[:, 0].to(output.final_states.dtype)
+    )
 
 
-@pytest.mark.parametrize("precision", [pytest.param(EXACT, marks=pytest.mark.slow), RELAXED_FP32], ids=str)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(EXACT, marks=pytest.mark.slow), RELAXED_FP32], ids=str
+)
 @subjects("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
 def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> None:
     inputs = steps_of_any_size(kernel, dtype=BF16)
@@ -248,7 +362,10 @@ def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> Non
     ("step", "scale"),
     [
         (1e-6, 100.0),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))
+        ),
     ],
 )
 @subjects(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
@@ -278,7 +395,9 @@ def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Su
 
 @pytest.mark.parametrize("A", [0.0, pytest.param(-1e-6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "precision", [EXACT, *(pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS[1:])], ids=str
+    "precision",
+    [EXACT, *(pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS[1:])],
+    ids=str,
 )
 @subjects("ssd tiny", gpu=SSD_CHOSEN)
 def test_no_decay_is_linear_attention(kernel: Subject, A: float, precision: Precision) -> None:
@@ -290,16 +409,22 @@ def test_no_decay_is_linear_attention(kernel: Subject, A: float, precision: Prec
 def test_softplus_keeps_its_digits(kernel: Subject) -> None:
     """Without decay and with B = C = 1, the state of a head is the sum of its steps."""
     raw = torch.tensor([-80.0, -30.0, -17.0, -8.0, 0.0, 8.0, 19.99, 20.01, 90.0])
-    inputs = changed(SSDCase(seqlen=16, heads=len(raw), skip="").inputs(), torch.ones_like, "x", "B")
+    inputs = changed(
+        SSDCase(seqlen=16, heads=len(raw), skip="").inputs(), torch.ones_like, "x", "B"
+    )
     inputs = replace(inputs, A=torch.zeros(len(raw)), dt=raw.expand_as(inputs.dt), dt_bias=None)
     expected = SUBJECTS["ssd reference"](inputs).final_states
     torch.testing.assert_close(kernel(inputs).final_states.double(), expected, rtol=1e-5, atol=0)
 
 
 @subjects(
-    "gdn unfused", "gdn recurrent", "kda unfused", "kda tiny", "kda recurrent",
+    "gdn unfused",
+    "gdn recurrent",
+    "kda unfused",
+    "kda tiny",
+    "kda recurrent",
     slow=("gdn reference", "gdn fused", "gdn tiny, cut", "kda reference"),
-)  # fmt: skip
+)
 def test_gates_from_none_to_all(kernel: Subject) -> None:
     """A head of each kind."""
     gates = torch.tensor([0.0, 1e-3, 50.0, 1e30, torch.inf])
@@ -309,15 +434,27 @@ def test_gates_from_none_to_all(kernel: Subject) -> None:
 
 
 @subjects(
-    "gdn reference", "gdn unfused", "gdn fused", "gdn tiny", "gdn tiny, cut", "kda reference", "kda unfused",
-    "kda tiny", "kda recurrent", emulated_slow=["gdn first passes"],
+    "gdn reference",
+    "gdn unfused",
+    "gdn fused",
+    "gdn tiny",
+    "gdn tiny, cut",
+    "kda reference",
+    "kda unfused",
+    "kda tiny",
+    "kda recurrent",
+    emulated_slow=["gdn first passes"],
     gpu=("gdn fused", "gdn unfused", "gdn first passes"),
-)  # fmt: skip
+)
 def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) -> None:
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     inputs.g[:, 5], inputs.g[:, 11], inputs.g[:, 20:30], inputs.g[:, 40], inputs.g[:, 50] = (
-        0.5, 100, 0.5, -torch.inf, -1e30,
-    )  # fmt: skip
+        0.5,
+        100,
+        0.5,
+        -torch.inf,
+        -1e30,
+    )
     kernel.assert_right(kernel(inputs), inputs)
     assert_bitwise(kernel(inputs), kernel(replace(inputs, g=inputs.g.clamp(max=0))))
 
@@ -325,16 +462,26 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("collinear", "largest_beta"),
-    [(0.99, 2.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0.9, 1.0), (0.9, 2.0), (0.99, 1.0)))],
+    [
+        (0.99, 2.0),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((0.9, 1.0), (0.9, 2.0), (0.99, 1.0))
+        ),
+    ],
 )
 @subjects("gdn unfused", "kda unfused", "kda wide")
-def test_collinear_keys(kernel: Subject, dtype: torch.dtype, collinear: float, largest_beta: float) -> None:
+def test_collinear_keys(
+    kernel: Subject, dtype: torch.dtype, collinear: float, largest_beta: float
+) -> None:
     sizes = dict(seqlen=100, key_dim=32, gate=0.0, collinear=collinear, largest_beta=largest_beta)
     inputs = kernel.case(**sizes, dtype=dtype).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@subjects("gdn unfused", "gdn recurrent", "kda unfused", "kda recurrent", slow=("gdn fused", "kda fused"))
+@subjects(
+    "gdn unfused", "gdn recurrent", "kda unfused", "kda recurrent", slow=("gdn fused", "kda fused")
+)
 def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Subject) -> None:
     """The norm has an epsilon of 1e-6."""
     inputs = kernel.case(seqlen=40, l2norm=True).inputs()
@@ -348,10 +495,21 @@ def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Subject) -> None
 
 
 def scattered(tensor: torch.Tensor) -> torch.Tensor:
-    """Every second element of a larger tensor of NaN, with the dimensions in reverse order in memory."""
+    """Every second element of a larger tensor of NaN, with the dimensions in reverse order in
+    memory.
+    """
     room = [2 * size for size in reversed(tensor.shape)]
-    wide = torch.full(room, torch.nan if tensor.is_floating_point() else -1, dtype=tensor.dtype, device=tensor.device)
-    return wide[(slice(None, None, 2),) * tensor.ndim].permute(*reversed(range(tensor.ndim))).copy_(tensor)
+    wide = torch.full(
+        room,
+        torch.nan if tensor.is_floating_point() else -1,
+        dtype=tensor.dtype,
+        device=tensor.device,
+    )
+    return (
+        wide[(slice(None, None, 2),) * tensor.ndim]
+        .permute(*reversed(range(tensor.ndim)))
+        .copy_(tensor)
+    )
 
 
 def positions_innermost(tensor: torch.Tensor) -> torch.Tensor:
@@ -371,7 +529,9 @@ def one_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def beside_others(tensor: torch.Tensor) -> torch.Tensor:
-    """Columns of a projection in a buffer for longer sequences: NaN lies between them and between sequences."""
+    """Columns of a projection in a buffer for longer sequences: NaN lies between them and between
+    sequences.
+    """
     rows, columns = tensor.shape[1], tensor.shape[-1]
     room = (tensor.shape[0], 2 * rows, *tensor.shape[2:-1], 2 * columns + 8)
     wide = torch.full(room, torch.nan, dtype=tensor.dtype, device=tensor.device)
@@ -384,15 +544,26 @@ LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, o
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @subjects(
-    "ssd tiny", "ssd unfused", "gdn unfused", "kda unfused", "kda tiny", "kda recurrent",
+    "ssd tiny",
+    "ssd unfused",
+    "gdn unfused",
+    "kda unfused",
+    "kda tiny",
+    "kda recurrent",
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
-)  # fmt: skip
+)
 def test_any_layout(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
     ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
-    sizes = ssd if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24, **TWO_HEADS[kernel.operator])
-    case = kernel.case(batch=2, seqlen=20, initial_states=True, **sizes if kernel.device == "cpu" else {})
+    sizes = (
+        ssd
+        if kernel.operator == "ssd"
+        else dict(key_dim=20, value_dim=24, **TWO_HEADS[kernel.operator])
+    )
+    case = kernel.case(
+        batch=2, seqlen=20, initial_states=True, **sizes if kernel.device == "cpu" else {}
+    )
     inputs = case.inputs()
     turned = changed(inputs, layout, *(tensors_of(inputs) if layout is scattered else ()))
     kernel.assert_right(kernel(turned), turned)
@@ -400,7 +571,11 @@ def test_any_layout(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tens
         assert_bitwise(kernel(turned), kernel(inputs))
 
 
-@subjects(emulated=["ssd hopper, short"], emulated_slow=["gdn parts"], gpu=("ssd hopper, short", "gdn parts"))
+@subjects(
+    emulated=["ssd hopper, short"],
+    emulated_slow=["gdn parts"],
+    gpu=("ssd hopper, short", "gdn parts"),
+)
 def test_columns_of_a_buffer_on_hopper(kernel: Subject) -> None:
     inputs = kernel.case(batch=3, seqlen=20).inputs()
     assert_bitwise(kernel(changed(inputs, beside_others)), kernel(inputs))
@@ -410,12 +585,22 @@ def test_columns_of_a_buffer_on_hopper(kernel: Subject) -> None:
 
 
 @subjects(
-    "ssd unfused", "ssd fused", "ssd recurrent", "ssd step", "gdn unfused", "gdn fused", "gdn recurrent", "gdn step",
-    "kda unfused", "kda fused",
-)  # fmt: skip
+    "ssd unfused",
+    "ssd fused",
+    "ssd recurrent",
+    "ssd step",
+    "gdn unfused",
+    "gdn fused",
+    "gdn recurrent",
+    "gdn step",
+    "kda unfused",
+    "kda fused",
+)
 def test_refuses_to_drop_a_gradient(kernel: Subject) -> None:
     """Also of a call whose launch is kept."""
-    inputs = {"ssd": SSDCase, "gdn": GDNCase, "kda": KDACase}[kernel.operator](seqlen=1, batch=2).inputs()
+    inputs = {"ssd": SSDCase, "gdn": GDNCase, "kda": KDACase}[kernel.operator](
+        seqlen=1, batch=2
+    ).inputs()
     kernel(inputs)
     for name in ("D", "x") if kernel.operator == "ssd" else ("v", "k"):
         wanting = changed(inputs, lambda tensor: tensor.clone().requires_grad_(), name)
@@ -445,7 +630,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("operator", "name", "case", "words"), REFUSED)
-def test_what_it_does_not_do_it_refuses_by_name(operator: str, name: str, case: Any, words: str) -> None:
+def test_what_it_does_not_do_it_refuses_by_name(
+    operator: str, name: str, case: Any, words: str
+) -> None:
     one = get(operator, name)
     for call in (one.run, one.plan):
         with pytest.raises(UnsupportedError, match=f"^{name}: {words}"):

@@ -1,6 +1,7 @@
-"""What every kernel promises about calls on a GPU: the same bits each time, in a graph, beside other work; no waits of
-the host; the bytes of the plan; an end beside other work.  Subnormal and large numbers, which no ordinary
-layer has."""
+"""What every kernel promises about calls on a GPU: the same bits each time, in a graph, beside
+other work; no waits of the host; the bytes of the plan; an end beside other work.  Subnormal and
+large numbers, which no ordinary layer has.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from kernel_cases import (
     rows,
     tokens_of,
     with_steps,
-)  # fmt: skip
+)
 from subjects import (
     GDN_ON_HOPPER,
     ON_HOPPER,
@@ -44,7 +45,9 @@ from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu
 
-MAMBA2 = SSDCase(heads=80, headdim=64, dstate=128, chunk_size=256, dtype=BF16, device="cuda", seqlen=16384)
+MAMBA2 = SSDCase(
+    heads=80, headdim=64, dstate=128, chunk_size=256, dtype=BF16, device="cuda", seqlen=16384
+)
 PACKED = MAMBA2.but(lengths=(5000, 0, 1384, 1, 63), initial_states=True)
 QWEN = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, gate=1e-3), device="cuda", seqlen=4096)
 EXACT_AND_RELAXED = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
@@ -61,7 +64,9 @@ def long(kernel: Subject) -> Any:
 
 
 @EXACT_AND_RELAXED
-@subjects(gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn parts", "gdn fused"))
+@subjects(
+    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn parts", "gdn fused")
+)
 def test_a_hundred_times(kernel: Subject, precision: Precision) -> None:
     cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
     cases += [MAMBA2.but(dstate=256)] if kernel.run is SUBJECTS["ssd hopper"].run else []
@@ -74,14 +79,19 @@ def test_a_hundred_times(kernel: Subject, precision: Precision) -> None:
 
 
 ROWS: list[tuple[dict[str, Any], Precision]] = [({}, EXACT), (dict(gate=True), EXACT)]
-ROWS += [(dict(heads=32, dstate=n, initial_states=True), p) for n in (128, 256) for p in (EXACT, RELAXED)]
+ROWS += [
+    (dict(heads=32, dstate=n, initial_states=True), p) for n in (128, 256) for p in (EXACT, RELAXED)
+]
 
 
 @pytest.mark.parametrize(("changes", "precision"), ROWS, ids=str)
 @pytest.mark.parametrize("seqlen", [1, 100, 2000, 20000])
-def test_a_row_of_a_batch_is_what_it_is_alone(seqlen: int, changes: dict[str, Any], precision: Precision) -> None:
-    """With `batch_invariant`.  Without it, the Hopper kernel cuts large batches into longer segments, or divides
-    numbers of heads as 32 into equal shares."""
+def test_a_row_of_a_batch_is_what_it_is_alone(
+    seqlen: int, changes: dict[str, Any], precision: Precision
+) -> None:
+    """With `batch_invariant`.  Without it, the Hopper kernel cuts large batches into longer
+    segments, or divides numbers of heads as 32 into equal shares.
+    """
     inputs = MAMBA2.but(batch=9, seqlen=seqlen, **changes).inputs()
     whole = run(inputs, precision, batch_invariant=True)
     alone = run(rows(inputs, slice(5, 6)), precision, batch_invariant=True)
@@ -111,7 +121,12 @@ def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
 
 @subjects(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent"))
 def test_a_graph_replays_it_on_new_inputs(kernel: Subject) -> None:
-    for case in (dict(seqlen=1), dict(seqlen=12), dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
+    for case in (
+        dict(seqlen=1),
+        dict(seqlen=12),
+        dict(seqlen=255),
+        dict(lengths=(200, 0, 55), initial_states=True),
+    ):
         assert_replays(kernel, kernel.case(**case))
 
 
@@ -131,7 +146,9 @@ def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Subject) -> None
 # --- the host and the memory
 
 
-@subjects(gpu=("ssd fused", "ssd unfused", "ssd portable", "gdn fused", "gdn unfused", "gdn recurrent"))
+@subjects(
+    gpu=("ssd fused", "ssd unfused", "ssd portable", "gdn fused", "gdn unfused", "gdn recurrent")
+)
 def test_the_host_never_waits(kernel: Subject) -> None:
     for case in (dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
         inputs = kernel.case(**case).inputs()
@@ -149,7 +166,11 @@ def requested(what: str) -> int:
 
 
 NEMOTRON = MAMBA2.but(heads=64, groups=8, chunk_size=128, lengths=(3000, 1, 500))
-FUSED = [one.but(gate=gate) for gate in (False, True) for one in (MAMBA2.but(batch=2), MAMBA2.but(seqlen=100), PACKED)]
+FUSED = [
+    one.but(gate=gate)
+    for gate in (False, True)
+    for one in (MAMBA2.but(batch=2), MAMBA2.but(seqlen=100), PACKED)
+]
 CB_IS_LARGEST = MAMBA2.but(seqlen=1000, heads=8, groups=8, headdim=32, dstate=16)
 UNFUSED = [MAMBA2.but(seqlen=4000), NEMOTRON, CB_IS_LARGEST, QWEN.but(key_heads=4, seqlen=20000)]
 PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED]
@@ -169,10 +190,15 @@ def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Pr
     if name == "fused":
         assert requested("peak") - before - outputs == planned
     else:  # tensors of the stages are freed on the way
-        assert 0.7 * planned < torch.cuda.max_memory_allocated() - allocated <= 1.01 * (planned + outputs)
+        assert (
+            0.7 * planned
+            < torch.cuda.max_memory_allocated() - allocated
+            <= 1.01 * (planned + outputs)
+        )
 
 
-# --- no call needs two of its programs to run at once: every cut ends, even on a GPU that other work fills
+# --- no call needs two of its programs to run at once: every cut ends, even on a GPU that other
+#   work fills
 
 
 @subjects(gpu=SSD_FINE)
@@ -199,7 +225,11 @@ def busy_gpu() -> Iterator[torch.cuda.Stream]:
 @subjects(gpu=(*SSD_FINE, "gdn parts"))
 def test_beside_another_stream_that_fills_the_gpu(kernel: Subject) -> None:
     call = kernel if kernel.operator == "ssd" else on_parts(32)
-    inputs = long(kernel).but(**{} if kernel.operator == "ssd" else dict(seqlen=8192, gate=1e-4)).inputs()
+    inputs = (
+        long(kernel)
+        .but(**{} if kernel.operator == "ssd" else dict(seqlen=8192, gate=1e-4))
+        .inputs()
+    )
     expected = call(inputs)
     with busy_gpu():
         outputs = [call(inputs) for _ in range(10)]
@@ -214,8 +244,12 @@ def with_subnormal(kernel: Subject, name: str) -> SSDInputs:
     """No decay, steps of 1, and scales that make the subnormal tensor affect the output."""
     carried = name == "initial_states"
     # initial states: one chunk only, since a GPU's sums may lose them
-    inputs = with_steps(kernel.case(seqlen=2 if carried else 28, skip="", initial_states=carried).inputs(), 1.0, 0.0)
-    scales = dict(x=1e-20, B=1e-20, C=1e25) if carried else dict.fromkeys({"x", "B", "C"} - {name}, 1e13)
+    inputs = with_steps(
+        kernel.case(seqlen=2 if carried else 28, skip="", initial_states=carried).inputs(), 1.0, 0.0
+    )
+    scales = (
+        dict(x=1e-20, B=1e-20, C=1e25) if carried else dict.fromkeys({"x", "B", "C"} - {name}, 1e13)
+    )
     for other, scale in scales.items():
         getattr(inputs, other).mul_(scale)
     tensor = getattr(inputs, name)
@@ -231,7 +265,9 @@ def products_keep_subnormal_numbers() -> bool:
 @pytest.mark.parametrize("name", ["x", "B", "C", "initial_states"])
 @subjects(gpu=SSD_CHOSEN)
 def test_subnormal_numbers(kernel: Subject, name: str) -> None:
-    """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ here."""
+    """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ
+    here.
+    """
     inputs, zeroed = with_subnormal(kernel, name), with_subnormal(kernel, name)
     getattr(zeroed, name).zero_()
     assert_passes(kernel(inputs), inputs if products_keep_subnormal_numbers() else zeroed, EXACT)

@@ -18,9 +18,14 @@ from ssdprof.kernels.tensors import rows
 
 FUNCTION, STREAM = 1234, 77
 SIGNATURE = {
-    "rows": "tensordesc<bf16[8, 64],layout>", "x": "*bf16", "absent": "constexpr", "y": "*fp32",
-    "strides": ("i32", "constexpr", "i64"), "scale": "fp32", "SIZE": "constexpr",
-}  # fmt: skip
+    "rows": "tensordesc<bf16[8, 64],layout>",
+    "x": "*bf16",
+    "absent": "constexpr",
+    "y": "*fp32",
+    "strides": ("i32", "constexpr", "i64"),
+    "scale": "fp32",
+    "SIZE": "constexpr",
+}
 SIZES = [128, 4, 4, 8, 8, 8, 8, 4, 8, 4, 8, 8]  # the last two: Triton's scratch memory
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [8, 64], "fp4_padded": False}
 CONSTANTS = ((7, 1, 1 << 40), 0.5, 64)
@@ -50,7 +55,10 @@ class FakeDriver:
         *numbers, parameters, extra = arguments
         assert extra is None
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64, 128: ctypes.c_int64}
-        values = [kinds[size].from_address(where).value for size, where in zip(self.sizes, parameters, strict=True)]
+        values = [
+            kinds[size].from_address(where).value
+            for size, where in zip(self.sizes, parameters, strict=True)
+        ]
         self.launches.append((*numbers, values))
         return self.status
 
@@ -60,14 +68,32 @@ class Compiled:
 
     function = FUNCTION
 
-    def __init__(self, parameters: int = len(SIZES), signature: Any = SIGNATURE, **metadata: Any) -> None:
+    def __init__(
+        self, parameters: int = len(SIZES), signature: Any = SIGNATURE, **metadata: Any
+    ) -> None:
         plain = dict(
-            num_warps=4, shared=1000, num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
-            global_scratch_size=0, profile_scratch_size=0, tensordesc_meta=[META],
-        )  # fmt: skip
-        self.metadata, self.src = SimpleNamespace(**plain | metadata), SimpleNamespace(signature=signature)
-        listed = ",\n".join(f"\t.param .u64 .ptr .global .align 1 kernel_param_{i}" for i in range(parameters))
-        self.asm = {"ptx": f".visible .entry kernel(\n{listed}\n)\n.reqntid 128\n{{\n\tld.param.b64 %rd1, [param];\n}}"}
+            num_warps=4,
+            shared=1000,
+            num_ctas=1,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            tensordesc_meta=[META],
+        )
+        self.metadata, self.src = (
+            SimpleNamespace(**plain | metadata),
+            SimpleNamespace(signature=signature),
+        )
+        listed = ",\n".join(
+            f"\t.param .u64 .ptr .global .align 1 kernel_param_{i}" for i in range(parameters)
+        )
+        self.asm = {
+            "ptx": (
+                f".visible .entry kernel(\n{listed}\n)\n.reqntid 128\n{{\n\tld.param.b64 "
+                f"%rd1, [param];\n}}"
+            )
+        }
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
@@ -80,7 +106,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(launching, "cuda_driver", lambda: fake)
     monkeypatch.setattr(launching, "encode", fake.encode)
     monkeypatch.setattr(launching, "_map_in", ctypes.addressof)
-    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _device: STREAM)
+    active = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda _device: STREAM
+    )
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return fake
 
@@ -91,7 +119,9 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
 
 
 def prepared(first: tuple[Any, ...], **compiled: Any) -> DirectLaunch:
-    """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their addresses."""
+    """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their
+    addresses.
+    """
     launch = direct_launch(Compiled(**compiled), first, CONSTANTS)
     assert launch is not None
     return launch
@@ -110,11 +140,26 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, group
         ours = rows, x, _, y = tensors()
         assert launch(programs, ours)
         scale = int.from_bytes(torch.tensor(0.5).numpy().tobytes(), "little")
-        values = [rows.base.data_ptr(), 16, 64, 64, 1, x.data_ptr(), y.data_ptr(), 7, 1 << 40, scale, 0, 0]
+        values = [
+            rows.base.data_ptr(),
+            16,
+            64,
+            64,
+            1,
+            x.data_ptr(),
+            y.data_ptr(),
+            7,
+            1 << 40,
+            scale,
+            0,
+            0,
+        ]
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
 
 
-def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_descriptor_is_encoded_once_for_each_address(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]
     addresses = [one[0].base.data_ptr() for one in kept]
@@ -148,10 +193,14 @@ def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
 
 
 UNUSUAL: list[dict[str, Any]] = [
-    dict(num_ctas=2), dict(launch_cooperative_grid=True), dict(launch_pdl=True), dict(global_scratch_size=8),
-    dict(profile_scratch_size=8), dict(tensordesc_meta=None),
+    dict(num_ctas=2),
+    dict(launch_cooperative_grid=True),
+    dict(launch_pdl=True),
+    dict(global_scratch_size=8),
+    dict(profile_scratch_size=8),
+    dict(tensordesc_meta=None),
     *(dict(signature=SIGNATURE | {"scale": kind}) for kind in ("i1", "fp64", SIGNATURE["rows"])),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("compiled", UNUSUAL, ids=str)

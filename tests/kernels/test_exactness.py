@@ -1,5 +1,6 @@
-"""Exact: no head of SSD's fused kernels has a larger error than the unfused pipeline's.  Relaxed: the match is that of
-the published kernel."""
+"""Exact: no head of SSD's fused kernels has a larger error than the unfused pipeline's.  Relaxed:
+the match is that of the published kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, SSDCase, changed
-from subjects import H200, ON_HOPPER, SSD_CHOSEN, SUBJECTS, Subject, passing, ssd_hopper, ssd_portable, subjects
+from subjects import (
+    H200,
+    ON_HOPPER,
+    SSD_CHOSEN,
+    SUBJECTS,
+    Subject,
+    passing,
+    ssd_hopper,
+    ssd_portable,
+    subjects,
+)
 from typer.testing import CliRunner
 
 from ssdprof.capture import store
@@ -24,14 +35,16 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import GENERATOR, draw
 
 SEQUENCES, SEQLEN = 32, 1024
-CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 128}  # of the models' configurations
+# of the models' configurations
+CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 128}
 SHAPES = ("16x64x128x1", "16x64x64x2", "16x80x128x1", "8x128x256x1")  # heads x P x N x groups
-WAYS = {"recompute": (512, True), "look back": (2048, True), "carry": (1024, False)}  # positions, batch_invariant
+# positions, batch_invariant
+WAYS = {"recompute": (512, True), "look back": (2048, True), "carry": (1024, False)}
 CHANCE = 5  # standard errors: by chance, none of a few hundred heads deviates by this much
-# A ratio that is visible in the three digits of a report.  A standard error is an estimate from 32 sequences, and its
-# own error is an eighth, 1 / sqrt(62).  Equal errors therefore exceed CHANCE in one case of 90,000.  For a head that
-# forgets fast, the ratio is known to 0.03 %, and such an excess would be invisible.  For a slow head, the ratio is
-# known to 0.7 %, and CHANCE decides.
+# A ratio that is visible in the three digits of a report.  A standard error is an estimate from 32
+# sequences, and its own error is an eighth, 1 / sqrt(62).  Equal errors therefore exceed CHANCE in
+# one case of 90,000.  For a head that forgets fast, the ratio is known to 0.03 %, and such an
+# excess would be invisible.  For a slow head, the ratio is known to 0.7 %, and CHANCE decides.
 NO_LARGER = 1.005
 
 
@@ -44,9 +57,14 @@ def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tenso
 
 
 def assert_no_head_is_less_exact(kernel: Subject, inputs: SSDInputs) -> None:
-    """Two evaluations round differently, so their errors differ by chance.  The sequences' spread gives the scale."""
+    """Two evaluations round differently, so their errors differ by chance.  The sequences' spread
+    gives the scale.
+    """
     exact = ssd_chunked(inputs)
-    fused, unfused = squared_errors(kernel(inputs), exact), squared_errors(SUBJECTS["ssd unfused"](inputs), exact)
+    fused, unfused = (
+        squared_errors(kernel(inputs), exact),
+        squared_errors(SUBJECTS["ssd unfused"](inputs), exact),
+    )
     for name, theirs in unfused.items():
         excess = fused[name] - theirs
         assert torch.isfinite(excess).all(), f"{name} is not finite"
@@ -54,16 +72,20 @@ def assert_no_head_is_less_exact(kernel: Subject, inputs: SSDInputs) -> None:
         ratio = (fused[name].mean(0) / theirs.mean(0)).sqrt()
         worse = (excess.mean(0) > CHANCE * chance) & (ratio > NO_LARGER)
         assert not worse.any(), (
-            f"{name}: heads {worse.nonzero().flatten().tolist()}, up to {ratio[worse].max():.4f} times"
+            f"{name}: heads {worse.nonzero().flatten().tolist()}, up to {ratio[worse].max():.4f} "
+            "times"
         )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtype) -> None:
-    """Chunks: 64 positions, 256 in the unfused pipeline.  The heads forget within 40 and 3 positions.  The second
-    segment begins at position 256."""
-    case = SSDCase(batch=6, seqlen=256 + 64, dt_limit=(0.025, 0.025), dtype=dtype, chunk_size=256, skip="")
+    """Chunks: 64 positions, 256 in the unfused pipeline.  The heads forget within 40 and 3
+    positions.  The second segment begins at position 256.
+    """
+    case = SSDCase(
+        batch=6, seqlen=256 + 64, dt_limit=(0.025, 0.025), dtype=dtype, chunk_size=256, skip=""
+    )
     assert_no_head_is_less_exact(Subject("ssd", ssd_portable(SSDPortableConfig())), case.inputs())
 
 
@@ -72,8 +94,12 @@ def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtyp
 @subjects(gpu=SSD_CHOSEN)
 def test_no_head_is_less_exact_than_unfused(kernel: Subject, model: str, dtype: str) -> None:
     (shape,) = parse_shapes(GENERATOR, model)
-    cell = Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN))
-    assert_no_head_is_less_exact(kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model]))
+    cell = Cell(
+        shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN)
+    )
+    assert_no_head_is_less_exact(
+        kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model])
+    )
 
 
 @pytest.mark.gpu
@@ -81,11 +107,15 @@ def test_no_head_is_less_exact_than_unfused(kernel: Subject, model: str, dtype: 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape: str, dtype: str) -> None:
+def test_no_head_is_less_exact_whatever_way_states_are_passed_on(
+    way: str, shape: str, dtype: str
+) -> None:
     """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
     (sizes,) = parse_shapes(GENERATOR, shape)
-    cell = Cell(shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen))
+    cell = Cell(
+        shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen)
+    )
     inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
     assert unsupported(inputs) == ""
     config = SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
@@ -97,7 +127,9 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape
 def captured(tmp_path_factory: pytest.TempPathFactory) -> list[SSDInputs]:
     """The demo model's layers, cut into sequences."""
     folder = tmp_path_factory.mktemp("captures") / "demo"
-    result = CliRunner().invoke(app, ["capture", "demo", "--seq", str(SEQUENCES * SEQLEN), "--out", str(folder)])
+    result = CliRunner().invoke(
+        app, ["capture", "demo", "--seq", str(SEQUENCES * SEQLEN), "--out", str(folder)]
+    )
     assert result.exit_code == 0, result.stderr
     manifest, read = store.load(folder)
     layers = [read(layer, "cuda").inputs for layer in manifest.layers]
@@ -110,7 +142,9 @@ def in_sequences(inputs: SSDInputs) -> SSDInputs:
 
 
 @subjects(gpu=SSD_CHOSEN)
-def test_no_captured_head_is_less_exact_than_unfused(kernel: Subject, captured: list[SSDInputs]) -> None:
+def test_no_captured_head_is_less_exact_than_unfused(
+    kernel: Subject, captured: list[SSDInputs]
+) -> None:
     assert len(captured) == 4
     for inputs in captured:
         assert_no_head_is_less_exact(kernel, inputs)
@@ -118,7 +152,9 @@ def test_no_captured_head_is_less_exact_than_unfused(kernel: Subject, captured: 
 
 @pytest.mark.parametrize("state_dtype", [FP32, FP16], ids=str)
 @subjects(gpu=SSD_CHOSEN)
-def test_relaxed_matches_as_the_published_kernel_does(kernel: Subject, state_dtype: torch.dtype) -> None:
+def test_relaxed_matches_as_the_published_kernel_does(
+    kernel: Subject, state_dtype: torch.dtype
+) -> None:
     """The table of its authors, on inputs with the distribution of their benchmark."""
     generator = torch.Generator("cuda").manual_seed(0)
 

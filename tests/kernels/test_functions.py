@@ -1,4 +1,6 @@
-"""The public functions of both operators: also as torch operators, and with the signatures of other libraries."""
+"""The public functions of both operators: also as torch operators, and with the signatures of other
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase
 from triton.runtime.interpreter import InterpretedFunction
 
-from ssdprof.kernels import Precision, gdn_fused, gdn_unfused, get, ssd_fused, ssd_recurrent, ssd_unfused
+from ssdprof.kernels import (
+    Precision,
+    gdn_fused,
+    gdn_unfused,
+    get,
+    ssd_fused,
+    ssd_recurrent,
+    ssd_unfused,
+)
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused
@@ -28,9 +38,13 @@ SSD = {
     "step": STEP,
 }
 GDN = {
-    "batch": GDNCase(seqlen=20, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16),
+    "batch": GDNCase(
+        seqlen=20, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16
+    ),
     "packed": GDNCase(lengths=(0, 13, 7), initial_states=True),
-    "short": GDNCase(seqlen=3, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16),
+    "short": GDNCase(
+        seqlen=3, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16
+    ),
 }
 
 
@@ -48,7 +62,16 @@ class Function:
         return self.run(*(getattr(inputs, name) for name in self.needed), **(options | overrides))
 
 
-SSD_OPTIONS = ("D", "z", "dt_bias", "initial_states", "cu_seqlens", "dt_softplus", "dt_limit", "chunk_size")
+SSD_OPTIONS = (
+    "D",
+    "z",
+    "dt_bias",
+    "initial_states",
+    "cu_seqlens",
+    "dt_softplus",
+    "dt_limit",
+    "chunk_size",
+)
 FUSED = Function(ssd_fused, "fused", ("x", "dt", "A", "B", "C"), SSD_OPTIONS)
 UNFUSED = replace(FUSED, run=ssd_unfused, implementation="unfused")
 QKV = ("q", "k", "v", "g", "beta")
@@ -67,10 +90,14 @@ def equal(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "function", "case"), [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")]
+    ("operator", "function", "case"),
+    [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
 )
 def test_the_function_is_the_implementation(operator: str, function: Function, case: str) -> None:
-    inputs, precision = inputs_of(operator, case), Precision(intermediates="relaxed", state_dtype=BF16)
+    inputs, precision = (
+        inputs_of(operator, case),
+        Precision(intermediates="relaxed", state_dtype=BF16),
+    )
     inputs = replace(inputs, scale=0.7) if operator == "gdn" else inputs
     expected = get(operator, function.implementation).run(inputs, precision)
     equal(function(inputs, precision=precision), expected)
@@ -81,7 +108,11 @@ def test_the_function_is_the_implementation(operator: str, function: Function, c
 def test_the_unfused_functions_take_what_the_inputs_take() -> None:
     assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
     inputs = GDNCase(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
-    given = {name: value for name, value in vars(inputs).items() if name not in ("state_every", "state_indices")}
+    given = {
+        name: value
+        for name, value in vars(inputs).items()
+        if name not in ("state_every", "state_indices")
+    }
     equal(gdn_unfused(**given), get("gdn", "unfused").run(inputs, EXACT))
 
 
@@ -95,22 +126,48 @@ GRAPHS = [*EVERY[:-1], ("gdn, V first", DELTA, "batch")]
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str
 ) -> None:
-    inputs, precision = inputs_of(operator[:3], case), ("relaxed", BF16) if case == "step" else ("exact", FP32)
+    inputs, precision = (
+        inputs_of(operator[:3], case),
+        ("relaxed", BF16) if case == "step" else ("exact", FP32),
+    )
     v_first = operator.endswith("first")
     if operator == "ssd":
         low, high = inputs.dt_limit
         arguments: tuple[Any, ...] = (
-            inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, inputs.D, inputs.z, inputs.dt_bias,
-            inputs.dt_softplus, low, high, inputs.initial_states, inputs.cu_seqlens, *precision,
-        )  # fmt: skip
+            inputs.x,
+            inputs.dt,
+            inputs.A,
+            inputs.B,
+            inputs.C,
+            inputs.chunk_size,
+            inputs.D,
+            inputs.z,
+            inputs.dt_bias,
+            inputs.dt_softplus,
+            low,
+            high,
+            inputs.initial_states,
+            inputs.cu_seqlens,
+            *precision,
+        )
         op: Any = torch.ops.ssdprof.ssd_fused.default
     else:
         inputs = replace(inputs, initial_state=None)
-        arguments = (*(getattr(inputs, name) for name in QKV), inputs.scale, None, inputs.use_qk_l2norm)
-        arguments, op = (*arguments, inputs.cu_seqlens, *precision, v_first, False), torch.ops.ssdprof.gdn_fused.default
+        arguments = (
+            *(getattr(inputs, name) for name in QKV),
+            inputs.scale,
+            None,
+            inputs.use_qk_l2norm,
+        )
+        arguments, op = (
+            (*arguments, inputs.cu_seqlens, *precision, v_first, False),
+            torch.ops.ssdprof.gdn_fused.default,
+        )
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
     first, rest = function.needed[0], [getattr(inputs, name) for name in function.needed[1:]]
-    options = {name: getattr(inputs, name) for name in function.options} | ({"state_v_first": True} if v_first else {})
+    options = {name: getattr(inputs, name) for name in function.options} | (
+        {"state_v_first": True} if v_first else {}
+    )
 
     def layer(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output = function.run(tensor, *rest, **options)
@@ -161,18 +218,28 @@ def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[s
     return kernels
 
 
-@pytest.mark.parametrize("case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"])
-def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"]
+)
+def test_the_plan_of_unfused_counts_the_launches(
+    case: SSDCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernels = launched(lambda: get("ssd", "unfused").run(case.inputs(), EXACT), monkeypatch)
     assert get("ssd", "unfused").plan(case.inputs(), EXACT).launches == len(kernels)
 
 
 @pytest.mark.parametrize(
     ("operator", "case", "same"),
-    [("gdn", GDN["batch"].but(dtype=FP32), "relaxed"), ("gdn", GDN["batch"], "exact"), ("ssd", STEP, "exact")],
+    [
+        ("gdn", GDN["batch"].but(dtype=FP32), "relaxed"),
+        ("gdn", GDN["batch"], "exact"),
+        ("ssd", STEP, "exact"),
+    ],
     ids=["gdn fp32", "gdn bf16", "an ssd step"],
 )
-def test_a_plan_names_the_precision_that_has_the_same_bits(operator: str, case: Any, same: str) -> None:
+def test_a_plan_names_the_precision_that_has_the_same_bits(
+    operator: str, case: Any, same: str
+) -> None:
     inputs, implementation = case.inputs(), get(operator, "fused")
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
     assert "the same as" not in implementation.plan(inputs, EXACT).reason
@@ -222,9 +289,19 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
 
 
 def mamba(inputs: Any, **overrides: Any) -> Any:
-    options = {name: getattr(inputs, name) for name in SSD_OPTIONS if name not in ("chunk_size", "cu_seqlens")}
+    options = {
+        name: getattr(inputs, name)
+        for name in SSD_OPTIONS
+        if name not in ("chunk_size", "cu_seqlens")
+    }
     return mamba_chunk_scan_combined(
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, **(options | overrides)
+        inputs.x,
+        inputs.dt,
+        inputs.A,
+        inputs.B,
+        inputs.C,
+        inputs.chunk_size,
+        **(options | overrides),
     )
 
 
@@ -243,12 +320,17 @@ def test_mamba_drop_in() -> None:
 
 
 def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -> Any:
-    options = {name: getattr(inputs, name) for name in ("scale", "initial_state", "cu_seqlens", "g", "beta")}
+    options = {
+        name: getattr(inputs, name)
+        for name in ("scale", "initial_state", "cu_seqlens", "g", "beta")
+    }
     options["use_qk_l2norm_in_kernel"] = inputs.use_qk_l2norm
     return function(inputs.q, inputs.k, inputs.v, **(options | overrides))
 
 
-BOTH = pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+BOTH = pytest.mark.parametrize(
+    "function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule]
+)
 
 
 @BOTH
@@ -259,14 +341,23 @@ def test_fla_drop_in(function: Any) -> None:
     assert torch.equal(out, expected.out)
     assert final_state is None
     v_first = inputs.initial.mT.contiguous()
-    out, final_state = fla(inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True)
+    out, final_state = fla(
+        inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True
+    )
     equal((out, final_state.mT), expected)
 
 
 def test_fla_drop_in_takes_hints() -> None:
     inputs = GDN["batch"].inputs(initial_state=None)
-    hints = {"cu_seqlens_cpu": None, "chunk_indices": torch.zeros(1, 2), "chunk_size": 32, "head_first": False}
-    _, state = fla(inputs, output_final_state=True, state_v_first=True, use_gate_in_kernel=False, **hints)
+    hints = {
+        "cu_seqlens_cpu": None,
+        "chunk_indices": torch.zeros(1, 2),
+        "chunk_size": 32,
+        "head_first": False,
+    }
+    _, state = fla(
+        inputs, output_final_state=True, state_v_first=True, use_gate_in_kernel=False, **hints
+    )
     assert torch.equal(state, DELTA(inputs).final_states.mT)
 
 
@@ -282,9 +373,12 @@ def test_recurrent_drop_in_computes_mixed_dtypes_in_the_widest_and_needs_no_gate
 
 
 REFUSED = {
-    "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "use_gate_in_kernel": True, "A_log": torch.zeros(2),
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+    "use_gate_in_kernel": True,
+    "A_log": torch.zeros(2),
     "dt_bias": torch.zeros(2),
-}  # fmt: skip
+}
 
 
 @BOTH
@@ -300,19 +394,32 @@ def test_fla_drop_in_refuses_by_name(function: Any) -> None:
 
 # names, order and defaults in state-spaces/mamba e9594ce and in flash-linear-attention 0.6.0
 REQUIRED = inspect.Parameter.empty
-FLA_SHARED = dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None)
-FLA_STATE = dict(scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False)
+FLA_SHARED = dict(
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None
+)
+FLA_STATE = dict(
+    scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False
+)
 SIGNATURES: dict[Any, dict[str, Any]] = {
     mamba_chunk_scan_combined: dict.fromkeys(("x", "dt", "A", "B", "C", "chunk_size"), REQUIRED)
     | dict.fromkeys(("D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens"))
-    | dict(dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False)
+    | dict(
+        dt_softplus=False,
+        dt_limit=(0.0, float("inf")),
+        return_final_states=False,
+        return_varlen_states=False,
+    )
     | dict(state_dtype=None),
-    chunk_gated_delta_rule: dict.fromkeys(QKV, REQUIRED) | FLA_STATE | FLA_SHARED
+    chunk_gated_delta_rule: dict.fromkeys(QKV, REQUIRED)
+    | FLA_STATE
+    | FLA_SHARED
     | dict(cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED),
     fused_recurrent_gated_delta_rule: dict.fromkeys(("q", "k", "v"), REQUIRED)
-    | dict.fromkeys(("g", "gk", "gv", "beta")) | FLA_STATE
-    | dict(use_gate_in_kernel=False, A_log=None, dt_bias=None) | FLA_SHARED,
-}  # fmt: skip
+    | dict.fromkeys(("g", "gk", "gv", "beta"))
+    | FLA_STATE
+    | dict(use_gate_in_kernel=False, A_log=None, dt_bias=None)
+    | FLA_SHARED,
+}
 
 
 @pytest.mark.parametrize("function", SIGNATURES)

@@ -1,5 +1,6 @@
-"""What only GDN's Hopper kernels have: first passes, longer first segments, parts of heads that forget slowly, slices.
-In the emulator, and the same on a GPU."""
+"""What only GDN's Hopper kernels have: first passes, longer first segments, parts of heads that
+forget slowly, slices.  In the emulator, and the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def assert_right(result: GDNOutput, inputs: GDNInputs) -> None:
     assert_close(result, gdn_chunked(inputs), LIMITS[inputs.q.dtype])
 
 
-def with_and_without_parts(inputs: GDNInputs, config: GDNHopperConfig) -> tuple[GDNOutput, GDNOutput]:
+def with_and_without_parts(
+    inputs: GDNInputs, config: GDNHopperConfig
+) -> tuple[GDNOutput, GDNOutput]:
     """Without: first passes over all chunks before, whose states are those of a single segment."""
     return run(inputs, config), run(inputs, replace(config, transition_parts=0))
 
@@ -50,10 +53,15 @@ def with_and_without_parts(inputs: GDNInputs, config: GDNHopperConfig) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("gate", "chunks"), [(0.06, 9), *(pytest.param(*one, marks=SLOW) for one in ((4.0, 8), (0.035, 10)))]
+    ("gate", "chunks"),
+    [(0.06, 9), *(pytest.param(*one, marks=SLOW) for one in ((4.0, 8), (0.035, 10)))],
 )
-def test_a_first_segment_is_longer_by_what_first_passes_cost(device: str, gate: float, chunks: int) -> None:
-    """A NaN in the first of two segments reaches that segment's end, and no further if heads forget."""
+def test_a_first_segment_is_longer_by_what_first_passes_cost(
+    device: str, gate: float, chunks: int
+) -> None:
+    """A NaN in the first of two segments reaches that segment's end, and no further if heads
+    forget.
+    """
     inputs = SMALL.but(seqlen=1024, values_per_key=1, gate=gate, device=device).inputs()
     config = replace(LEADING, segment=8)
     exact = run(inputs, config).out
@@ -65,7 +73,10 @@ def test_a_first_segment_is_longer_by_what_first_passes_cost(device: str, gate: 
 
 
 def test_fast_heads_have_the_bits_of_even_segments(device: str) -> None:
-    inputs, even = SMALL.but(seqlen=512, gate=4.0, device=device).inputs(), replace(GDN_CUT, segment=4)
+    inputs, even = (
+        SMALL.but(seqlen=512, gate=4.0, device=device).inputs(),
+        replace(GDN_CUT, segment=4),
+    )
     assert same(run(inputs, even), run(inputs, replace(even, first_segment_extra=True)))
 
 
@@ -80,21 +91,29 @@ def test_a_first_pass_begins_where_little_enough_is_left(device: str) -> None:
 
 
 def test_a_cut_changes_no_bit_if_the_whole_past_is_seen(device: str) -> None:
-    inputs = SMALL.but(seqlen=330 if device == "cpu" else 2000, initial_states=True, device=device).inputs()
-    one, cut = (run(inputs, GDNHopperConfig(segment=n, truncation_log2=WHOLE_PAST)) for n in (32, 2))
+    inputs = SMALL.but(
+        seqlen=330 if device == "cpu" else 2000, initial_states=True, device=device
+    ).inputs()
+    one, cut = (
+        run(inputs, GDNHopperConfig(segment=n, truncation_log2=WHOLE_PAST)) for n in (32, 2)
+    )
     assert same(one, cut)
 
 
 def test_minus_infinity_turns_first_passes_off(device: str) -> None:
     inputs = SMALL.but(seqlen=330, gate=0.02, device=device).inputs()  # 2^-1.8 a chunk
-    early, never = (run(inputs, replace(GDN_PARTS, truncation_log2=enough)) for enough in (-1.0, WHOLE_PAST))
+    early, never = (
+        run(inputs, replace(GDN_PARTS, truncation_log2=enough)) for enough in (-1.0, WHOLE_PAST)
+    )
     assert_right(never, inputs)
     with pytest.raises(AssertionError):
         assert_right(early, inputs)
 
 
 @pytest.mark.parametrize("seeds", [3, pytest.param(6, marks=SLOW)])
-def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
+def test_results_do_not_depend_on_whose_turn_it_is(
+    monkeypatch: pytest.MonkeyPatch, seeds: int
+) -> None:
     inputs = SMALL.but(seqlen=330, initial_states=True, l2norm=True).inputs()
     results = []
     for seed in range(seeds):
@@ -106,7 +125,9 @@ def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("sizes", [dict(batch=2, seqlen=150), OLMO], ids=["128", "slices"])
 def test_final_states_with_v_before_k(device: str, sizes: dict[str, Any]) -> None:
     inputs = SMALL.but(**sizes, initial_states=True, device=device).inputs()
-    k_first, v_first = (run(inputs, replace(GDN_CUT, segment=3), v_first=flag) for flag in (False, True))
+    k_first, v_first = (
+        run(inputs, replace(GDN_CUT, segment=3), v_first=flag) for flag in (False, True)
+    )
     assert v_first.final_states.mT.is_contiguous()
     assert k_first.final_states.is_contiguous()
     assert same(k_first, v_first)
@@ -132,40 +153,66 @@ MIXED = dict(seqlen=640, values_per_key=4, gate=1.0, initial_states=True)
 ONE_HEAD = dict(values_per_key=1, initial_states=True)
 MANY_ROWS = GDNHopperConfig(segment=1, transition_parts=1, longest_first_pass=1)
 NINE = GDNHopperConfig(segment=9, transition_parts=3, longest_first_pass=5)
-# sizes, a change of the gates, the configuration, and (positions, heads) that have the bits of first passes over all
+# sizes, a change of the gates, the configuration, and (positions, heads) that have the bits of
+# first passes over all
 # chunks before, or not: those come from parts
 LATER = slice(1, 3)
 PARTS: dict[str, tuple[dict[str, Any], Any, GDNHopperConfig, list[Any], list[Any]]] = {
     "fast and slow heads": (MIXED, mixed, GDN_PARTS, [(slice(None), LATER)], [(slice(None), 0)]),
     # its parts begin where the first pass of the segment before begins
     "a slow segment after one with a first pass": (
-        ONE_HEAD | dict(seqlen=2700, gate=1.0), forgets_until_500,
+        ONE_HEAD | dict(seqlen=2700, gate=1.0),
+        forgets_until_500,
         GDNHopperConfig(segment=20, transition_parts=2, longest_first_pass=19),
-        [(slice(2560), slice(None))], [(slice(2560, None), slice(None))],
+        [(slice(2560), slice(None))],
+        [(slice(2560, None), slice(None))],
     ),
     # even if it forgets within a segment: 24 / 4.6, first passes of 6 chunks
     "slower than the longest first pass": (
-        ONE_HEAD | dict(seqlen=1200, gate=0.05), None, NINE, [], [(slice(576, None), slice(None))],
+        ONE_HEAD | dict(seqlen=1200, gate=0.05),
+        None,
+        NINE,
+        [],
+        [(slice(576, None), slice(None))],
     ),
-    **{f"no slower than {longest}": (
-        ONE_HEAD | dict(seqlen=1200, gate=0.05), None, replace(NINE, longest_first_pass=longest),
-        [(slice(None), slice(None))], [],
-    ) for longest in (6, 9)},
-    # by the first pass of the second segment; the third segment's state comes from the second segment's parts
+    **{
+        f"no slower than {longest}": (
+            ONE_HEAD | dict(seqlen=1200, gate=0.05),
+            None,
+            replace(NINE, longest_first_pass=longest),
+            [(slice(None), slice(None))],
+            [],
+        )
+        for longest in (6, 9)
+    },
+    # by the first pass of the second segment; the third segment's state comes from the second
+    # segment's parts
     "a short past is gone over as a whole": (
-        ONE_HEAD | dict(seqlen=500, gate=1e-4), None, replace(GDN_PARTS, longest_first_pass=2),
-        [(slice(256), slice(None))], [(slice(256, None), slice(None))],
+        ONE_HEAD | dict(seqlen=500, gate=1e-4),
+        None,
+        replace(GDN_PARTS, longest_first_pass=2),
+        [(slice(256), slice(None))],
+        [(slice(256, None), slice(None))],
     ),
     # all segments of a slow head have parts then, except those with the shortest first passes
     "parts instead of short first passes": (
-        MIXED, mixed, GDNHopperConfig(segment=2, transition_parts=1, longest_first_pass=6, least_first_pass=2),
-        [(slice(256), slice(None)), (slice(None), LATER)], [(slice(256, 384), 0)],
+        MIXED,
+        mixed,
+        GDNHopperConfig(segment=2, transition_parts=1, longest_first_pass=6, least_first_pass=2),
+        [(slice(256), slice(None)), (slice(None), LATER)],
+        [(slice(256, 384), 0)],
     ),
-    **{f"{heads} heads of which the last is slow": (
-        dict(seqlen=256, values_per_key=heads, gate=3.0), last_is_slow, MANY_ROWS,
-        [(slice(None), slice(-1))], [(slice(None), -1)],
-    ) for heads in (44, 90)},
-}  # fmt: skip
+    **{
+        f"{heads} heads of which the last is slow": (
+            dict(seqlen=256, values_per_key=heads, gate=3.0),
+            last_is_slow,
+            MANY_ROWS,
+            [(slice(None), slice(-1))],
+            [(slice(None), -1)],
+        )
+        for heads in (44, 90)
+    },
+}
 
 
 @pytest.mark.slow
@@ -176,16 +223,23 @@ def test_which_segments_take_parts(device: str, name: str) -> None:
     if change:
         change(inputs)
     result, whole = with_and_without_parts(inputs, config)
-    assert all(torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in equal)
-    assert not any(torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in different)
+    assert all(
+        torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in equal
+    )
+    assert not any(
+        torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in different
+    )
     assert (result.final_states - whole.final_states).norm() < 4e-3 * whole.final_states.norm()
     if not inputs.g[:, -1].eq(0).any():
         assert_right(result, inputs)
 
 
 def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str) -> None:
-    inputs = SMALL.but(seqlen=700, initial_states=True, device=device).inputs()  # first passes of three chunks
-    config = GDNHopperConfig(segment=3, transition_parts=1, longest_first_pass=3, transition_programs=4)
+    # first passes of three chunks
+    inputs = SMALL.but(seqlen=700, initial_states=True, device=device).inputs()
+    config = GDNHopperConfig(
+        segment=3, transition_parts=1, longest_first_pass=3, transition_programs=4
+    )
     assert same(*with_and_without_parts(inputs, config))
 
 
@@ -211,7 +265,9 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
     """Products of raw ones are below and above the normal numbers of fp16."""
-    inputs = SMALL.but(**sizes, dtype=dtype, l2norm=True, initial_states=True, device=device).inputs()
+    inputs = SMALL.but(
+        **sizes, dtype=dtype, l2norm=True, initial_states=True, device=device
+    ).inputs()
     for tensor in (inputs.q, inputs.k):
         tensor[:, ::5] *= 1e-3 * tensor.shape[-1] ** -0.5
         tensor[:, 1::5] *= 100
@@ -223,16 +279,22 @@ def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str
 
 def test_nan_stays_in_its_slice(device: str) -> None:
     inputs = SMALL.but(**OLMO, device=device).inputs()
-    clean, result = (run(one, GDN_CUT) for one in (inputs, spoilt(inputs, torch.nan, (0, 70, 0, 100), "v")))
+    clean, result = (
+        run(one, GDN_CUT) for one in (inputs, spoilt(inputs, torch.nan, (0, 70, 0, 100), "v"))
+    )
     assert result.out[0, 70:, 0].isnan().any()
     assert torch.equal(result.out[..., :96], clean.out[..., :96])
     assert torch.equal(result.out[:, :, 1], clean.out[:, :, 1])
 
 
 def test_copies_for_slices_are_planned() -> None:
-    """The padded states; several slices of V copy the gates and beta, and initial states are padded too."""
+    """The padded states; several slices of V copy the gates and beta, and initial states are padded
+    too.
+    """
     sizes: list[dict[str, Any]] = [dict(value_dim=96), {}, dict(initial_states=True)]
-    calls = (FusedCall(inputs=SMALL.but(**OLMO | one).inputs(), precision=Precision()) for one in sizes)
+    calls = (
+        FusedCall(inputs=SMALL.but(**OLMO | one).inputs(), precision=Precision()) for one in sizes
+    )
     one, two, stateful = (_sliced_work(call, GDN_CUT)[0] for call in calls)
     assert (two - one, stateful - two) == (2, 1)
 
@@ -240,17 +302,25 @@ def test_copies_for_slices_are_planned() -> None:
 @pytest.mark.parametrize(
     ("sizes", "change", "reason"),
     [
-        ({}, None, ""), (dict(value_dim=100), None, ""), (dict(key_dim=60), None, "K 60"),
-        (dict(value_dim=64), None, "V 64"), (dict(value_dim=129), None, "V 129"),
+        ({}, None, ""),
+        (dict(value_dim=100), None, ""),
+        (dict(key_dim=60), None, "K 60"),
+        (dict(value_dim=64), None, "V 64"),
+        (dict(value_dim=129), None, "V 129"),
         ({}, lambda v: torch.cat([v, v], 3)[..., :192], "side by side"),
         ({}, lambda v: torch.cat([v, v], 2)[:, :, :2], ""),
     ],
-)  # fmt: skip
+)
 def test_what_slices_take(
-    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], change: Callable[..., Any] | None, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, Any],
+    change: Callable[..., Any] | None,
+    reason: str,
 ) -> None:
     """Views of one tensor, but no heads apart."""
-    monkeypatch.setattr("ssdprof.kernels.gdn.hopper.slices.unsupported_otherwise", lambda _inputs: "")
+    monkeypatch.setattr(
+        "ssdprof.kernels.gdn.hopper.slices.unsupported_otherwise", lambda _inputs: ""
+    )
     inputs = SMALL.but(**OLMO | sizes).inputs()
     found = unsupported(changed(inputs, change, "v") if change else inputs)
     assert (reason in found) if reason else not found
@@ -259,28 +329,40 @@ def test_what_slices_take(
 # --- as exact as unfused, on a GPU
 
 HARD: dict[str, dict[str, Any]] = {
-    "lab": {}, "slow": dict(gate=1e-4), "ungated": dict(gate=0.0), "beta 2": dict(largest_beta=2.0),
+    "lab": {},
+    "slow": dict(gate=1e-4),
+    "ungated": dict(gate=0.0),
+    "beta 2": dict(largest_beta=2.0),
     # a fast head's final state depends on its last few tokens, and its error on few roundings
-    "fast": dict(gate=4.0, batch=128, seqlen=128), "collinear keys": dict(gate=1e-3, collinear=0.9),
+    "fast": dict(gate=4.0, batch=128, seqlen=128),
+    "collinear keys": dict(gate=1e-3, collinear=0.9),
     "normalised inside": dict(l2norm=True, gate=1e-3),
     **{
         f"slices, {name}": OLMO | dict(key_heads=4, seqlen=8192, largest_beta=2.0, gate=gate)
         for name, gate in (("olmo", 0.1), ("no gate", 0.0), ("slow", 1e-4))
     },
     # keys that make a chunk's system ill-conditioned
-    "slices, collinear keys": OLMO | dict(key_heads=4, seqlen=4096, largest_beta=2.0, gate=0.01, collinear=0.9),
-}  # fmt: skip
+    "slices, collinear keys": OLMO
+    | dict(key_heads=4, seqlen=4096, largest_beta=2.0, gate=0.01, collinear=0.9),
+}
 
 
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("name", HARD)
 def test_no_head_is_less_exact_than_unfused(name: str) -> None:
-    """The RMS error against fp64 is at most 1 % larger, with the configuration that `gdn_fused` chooses."""
-    case = SMALL.but(**dict(key_heads=2, values_per_key=4, seqlen=16384, initial_states=True) | HARD[name])
+    """The RMS error against fp64 is at most 1 % larger, with the configuration that `gdn_fused`
+    chooses.
+    """
+    case = SMALL.but(
+        **dict(key_heads=2, values_per_key=4, seqlen=16384, initial_states=True) | HARD[name]
+    )
     inputs = case.but(device="cuda").inputs()
     plan = get("gdn", "fused").plan(inputs, Precision())
     assert plan.variant == ("hopper, slices" if name.startswith("slices") else "hopper")
     exact = gdn_chunked(inputs, torch.float64)
-    ours, theirs = (head_errors(get("gdn", which).run(inputs, Precision()), exact) for which in ("fused", "unfused"))
+    ours, theirs = (
+        head_errors(get("gdn", which).run(inputs, Precision()), exact)
+        for which in ("fused", "unfused")
+    )
     assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))

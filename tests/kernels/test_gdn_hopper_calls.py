@@ -1,4 +1,6 @@
-"""Host work of a call of GDN's Hopper kernels, with launches that do nothing: torch operations and bytes."""
+"""Host work of a call of GDN's Hopper kernels, with launches that do nothing: torch operations and
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,34 @@ SLICES = SMALL.but(**OLMO)
 PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1)
 TWO_LAUNCHES = GDNHopperConfig(segment=2)
 ONE_LAUNCH = GDNHopperConfig(segment=8, fused_inverse=True)
-# the inputs, the configuration, the launches, and the ordered torch operations of a call with a known signature
+# the inputs, the configuration, the launches, and the ordered torch operations of a call with a
+# known signature
 CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
     "two launches": (SMALL, TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
     "normalised inside, initial state": (
-        SMALL.but(l2norm=True, initial_states=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS],
+        SMALL.but(l2norm=True, initial_states=True),
+        TWO_LAUNCHES,
+        2,
+        ["empty", *OUTPUTS],
     ),
-    "packed": (SMALL.but(lengths=(70, 0, 9), initial_states=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
+    "packed": (
+        SMALL.but(lengths=(70, 0, 9), initial_states=True),
+        TWO_LAUNCHES,
+        2,
+        ["empty", *OUTPUTS],
+    ),
     "one launch": (SMALL, ONE_LAUNCH, 1, OUTPUTS),
     "slow heads": (SMALL.but(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
     "slices": (SLICES, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "slices, initial state": (
-        SLICES.but(initial_states=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
+        SLICES.but(initial_states=True),
+        TWO_LAUNCHES,
+        2,
+        [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
     ),
     "slices, one launch": (SLICES, ONE_LAUNCH, 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "one slice": (SLICES.but(value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
-}  # fmt: skip
+}
 
 
 class Recorder(TorchDispatchMode):
@@ -58,7 +72,9 @@ class Recorder(TorchDispatchMode):
         self.operations: list[str] = []
         self.nbytes = 0
 
-    def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operation(*args, **(kwargs or {}))
         name = operation.overloadpacket.__name__
         if name not in POISON:
@@ -77,7 +93,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         return lambda _programs, *arguments: made.append(arguments)
 
     monkeypatch.setattr(launch, "Launcher", launcher)
-    hopper = replace(fused.HOPPER, configure=lambda call: fused.hopper_cut(call), unsupported=_unlike)
+    hopper = replace(
+        fused.HOPPER, configure=lambda call: fused.hopper_cut(call), unsupported=_unlike
+    )
     sliced = replace(fused.SLICES, configure=lambda call: fused.hopper_cut(call))
     monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
     monkeypatch.setattr(fused.FUSED, "variants", (hopper, sliced))
@@ -93,9 +111,15 @@ def _unlike(call: FusedCall) -> str:
 def call(inputs: GDNInputs) -> GDNOutput:
     """Through the public function."""
     return gdn_fused(
-        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state,
-        use_qk_l2norm=inputs.use_qk_l2norm, cu_seqlens=inputs.cu_seqlens,
-    )  # fmt: skip
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.g,
+        inputs.beta,
+        initial_state=inputs.initial_state,
+        use_qk_l2norm=inputs.use_qk_l2norm,
+        cu_seqlens=inputs.cu_seqlens,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -113,9 +137,15 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     assert len(launches) == number
     outputs = output.out.nbytes + output.final_states.nbytes
     assert recorder.nbytes - outputs == fused.plan(inputs).workspace_bytes
-    taken = (one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part) and one.begin >= 0)
+    taken = (
+        one
+        for arguments in launches
+        for one in map(_base, arguments)
+        if isinstance(one, Part) and one.begin >= 0
+    )
     parts = {one.data_ptr(): one for one in taken}
-    for (begin, one), (following, _) in pairwise(sorted(parts.items())):  # parts of the workspace lie apart and aligned
+    # parts of the workspace lie apart and aligned
+    for (begin, one), (following, _) in pairwise(sorted(parts.items())):
         assert begin + one.tensor().nbytes <= following
         assert (following - begin) % ALIGNMENT == 0
 
@@ -126,8 +156,14 @@ def _base(argument: Any) -> Any:
 
 
 def test_places_are_counted_beyond_32_bits() -> None:
-    nbytes, found = places({"a": (torch.bfloat16, 1 << 16, 1 << 16, 3), "none": None, "b": (torch.float32, 5)})
-    assert found == {"a": (0, 3 << 33, torch.bfloat16), "none": None, "b": (3 << 33, 20, torch.float32)}
+    nbytes, found = places(
+        {"a": (torch.bfloat16, 1 << 16, 1 << 16, 3), "none": None, "b": (torch.float32, 5)}
+    )
+    assert found == {
+        "a": (0, 3 << 33, torch.bfloat16),
+        "none": None,
+        "b": (3 << 33, 20, torch.float32),
+    }
     assert nbytes == (3 << 33) + ALIGNMENT
     part = Part(torch.empty(nbytes // 4, device="meta"), 3 << 33, 20, torch.float32)
     assert part.data_ptr() == 3 << 33

@@ -12,14 +12,22 @@ from test_exactness import NO_LARGER
 
 from ssdprof.kernels.hopper.schedule import Cut, cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import COSTS, UNFUSED_CHUNK, SSDHopperConfig, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper.config import (
+    COSTS,
+    UNFUSED_CHUNK,
+    SSDHopperConfig,
+    shared_bytes,
+    unsupported,
+)
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.launch import nbytes as workspace_bytes
 from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
-MEASURED_LAYER = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
+MEASURED_LAYER = SSDCase(
+    seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16
+)
 
 
 # --- what the kernel takes
@@ -47,16 +55,26 @@ def test_the_batch_strides_that_the_copy_engine_reads(hopper: SSDInputs) -> None
             strides = (sequence + apart, *within)
             moved = torch.empty(3 * sequence, dtype=tensor.dtype).as_strided(tensor.shape, strides)
             reason = unsupported(replace(hopper, **{name: moved}))
-            assert reason == (f"batch stride of {name}, which TMA cannot read" if refused else ""), apart
+            assert reason == (
+                f"batch stride of {name}, which TMA cannot read" if refused else ""
+            ), apart
 
 
 def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(hopper: SSDInputs) -> None:
     """Their offsets have 32 bits."""
     inputs = on_meta(hopper)
-    for row, head, refused in ((1 << 24, 1, False), (1 << 25, 1, True), (4, 1 << 28, False), (4, 1 << 29, True)):
+    for row, head, refused in (
+        (1 << 24, 1, False),
+        (1 << 25, 1, True),
+        (4, 1 << 28, False),
+        (4, 1 << 29, True),
+    ):
         dt = torch.empty_strided((2, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)
         reason = unsupported(replace(inputs, dt=dt))
-        assert reason == ("2^31 elements between the gates of a chunk" if refused else ""), (row, head)
+        assert reason == ("2^31 elements between the gates of a chunk" if refused else ""), (
+            row,
+            head,
+        )
 
 
 def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride() -> None:
@@ -73,8 +91,10 @@ def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stri
 def test_shared_memory_is_what_the_compiler_takes() -> None:
     """Only the barriers are not counted."""
     for label, ring, score_ring, dstate in (
-        ("mamba2 bf16 exact", 3, 2, 128), ("p 128 n 64 bf16", 3, 2, 64), ("n 256 fp16 relaxed", 2, 3, 256),
-    ):  # fmt: skip
+        ("mamba2 bf16 exact", 3, 2, 128),
+        ("p 128 n 64 bf16", 3, 2, 64),
+        ("n 256 fp16 relaxed", 2, 3, 256),
+    ):
         (kernel,) = compiled("compile_cases", 90, "SSD_HOPPER")[label]
         assert 0 <= kernel.shared_bytes - shared_bytes(ring, score_ring, dstate) < 1024
 
@@ -82,21 +102,26 @@ def test_shared_memory_is_what_the_compiler_takes() -> None:
 SLOT = 64 * 128  # elements of a state
 WORKSPACES = [
     # a state and flags for each segment but the last
-    (Cut(segment=64), FP32, 0), (Cut(segment=16), FP32, 2 * 3 * 4 * (4 * SLOT + 32) + 32),
+    (Cut(segment=64), FP32, 0),
+    (Cut(segment=16), FP32, 2 * 3 * 4 * (4 * SLOT + 32) + 32),
     (Cut(segment=16), FP16, 2 * 3 * 4 * (2 * SLOT + 32) + 32),
     # a state in fp32 and flags for each share
     *((Cut(segment=64, shares=3), dtype, 3 * 2 * (4 * SLOT + 32) + 32) for dtype in (FP32, FP16)),
     # a program for each of the four pairs of heads
     *((Cut(segment=64, shares=shares), FP32, 0) for shares in (4, 9)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("segments", "state_dtype", "nbytes"), WORKSPACES)
 def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int) -> None:
     """Plus the ticket."""
     inputs = MEASURED_LAYER.inputs()
-    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(segments))
-    assert workspace_bytes(buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)) == nbytes
+    config = replace(
+        SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(segments)
+    )
+    assert (
+        workspace_bytes(buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)) == nbytes
+    )
 
 
 # --- the cut of a sequence
@@ -116,8 +141,9 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
 
 
 def from_before(lengths: list[int], memory: int) -> float:
-    """f of docs/ssd-performance.md: the share of the output's energy from before the segment, for a head whose decay is
-    e^(-1 / memory) per position."""
+    """f of docs/ssd-performance.md: the share of the output's energy from before the segment, for a
+    head whose decay is e^(-1 / memory) per position.
+    """
     kept = math.exp(-2 / memory)
     first, before = 0, 0.0
     for length in lengths:
@@ -128,13 +154,18 @@ def from_before(lengths: list[int], memory: int) -> float:
 
 @pytest.mark.parametrize("n_split", [1, 2])
 @pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
-def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int, n_split: int) -> None:
+def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(
+    pairs: int, n_split: int
+) -> None:
     """In addition to f, each term is rounded once, and the output once."""
     worse = {}
     for nchunks in range(1, 200):
         ours, unfused = (
             [64 * length for length in segments.lengths(nchunks)]
-            for segments in (cut(nchunks, pairs, H200, **COSTS[n_split]), Cut(segment=UNFUSED_CHUNK))
+            for segments in (
+                cut(nchunks, pairs, H200, **COSTS[n_split]),
+                Cut(segment=UNFUSED_CHUNK),
+            )
         )
         for memory in (4, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096):
             ratio = math.sqrt((2 + from_before(ours, memory)) / (2 + from_before(unfused, memory)))

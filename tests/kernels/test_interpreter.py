@@ -45,7 +45,9 @@ def test_elementwise(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
 def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype) -> None:
     values = torch.randn(64)
-    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, 0.0, -0.0, torch.inf])
+    ties = torch.tensor(
+        [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, 0.0, -0.0, torch.inf]
+    )
     values[: len(ties)] = ties
     values = values.to(source)
     cast = torch.empty(64, dtype=target)
@@ -81,7 +83,9 @@ def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.Mo
 
     launch()
     load, add = tl.load, tl.tensor.__add__
-    monkeypatch.setattr(inspect, "getmembers", lambda *_: pytest.fail("the language is searched again"))
+    monkeypatch.setattr(
+        inspect, "getmembers", lambda *_: pytest.fail("the language is searched again")
+    )
     launch()
     assert offset.tolist() == [20, 23]
     assert (tl.load, tl.tensor.__add__) == (load, add)

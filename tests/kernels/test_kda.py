@@ -17,7 +17,9 @@ from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recur
 from ssdprof.measure.accuracy import assert_passes
 
 GATES = ("drawn", "saturated", "bound", "none", "cuts", "one channel")
-RAGGED = dict(lengths=(70, 0, 1, 19), initial_states=True, values_per_key=2, key_dim=32, value_dim=24)
+RAGGED = dict(
+    lengths=(70, 0, 1, 19), initial_states=True, values_per_key=2, key_dim=32, value_dim=24
+)
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -32,7 +34,8 @@ def test_the_recurrence_is_the_sum_it_stands_for() -> None:
     """Equation by equation, with numbers of its own."""
     inputs = KDACase(seqlen=5, key_dim=3, value_dim=2, l2norm=False, initial_states=True).inputs()
     q, k, v, g, beta, state = (
-        one[0].double() for one in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
+        one[0].double()
+        for one in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
     )
     S = state[0]
     for t in range(5):
@@ -65,23 +68,37 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     P, L = decayed_scores(q, k, sums, noted)
     assert max(largest) <= 0
     pairs = (sums[:, None] - sums[None]).clamp(max=0).exp()
-    torch.testing.assert_close(P, torch.einsum("id,jd,ijd->ij", q, k, pairs).tril(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(L, torch.einsum("id,jd,ijd->ij", k, k, pairs).tril(-1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        P, torch.einsum("id,jd,ijd->ij", q, k, pairs).tril(), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        L, torch.einsum("id,jd,ijd->ij", k, k, pairs).tril(-1), rtol=1e-12, atol=0
+    )
 
 
-@pytest.mark.parametrize("dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str
+)
 @pytest.mark.parametrize("gates", GATES)
-@subjects("kda unfused", "kda wide", slow=("kda recurrent", "kda tiny"), gpu=("kda unfused", "kda fused", "kda wide"))
+@subjects(
+    "kda unfused",
+    "kda wide",
+    slow=("kda recurrent", "kda tiny"),
+    gpu=("kda unfused", "kda fused", "kda wide"),
+)
 def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
     """In packs with empty sequences, with initial states and beta up to 2."""
-    inputs = kernel.case(gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes).inputs()
+    inputs = kernel.case(
+        gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes
+    ).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
 # of the first launch for Hopper GPUs, in the emulator
 ON_HOPPER: list[dict[str, Any]] = [
-    dict(seqlen=70, key_heads=2, value_dim=32), dict(gates="saturated"), dict(gates="bound", batch=2, seqlen=40),
-    dict(gates="none", largest_beta=2.0), dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
+    dict(seqlen=70, key_heads=2, value_dim=32), dict(gates="saturated"),
+    dict(gates="bound", batch=2, seqlen=40), dict(gates="none", largest_beta=2.0),
+    dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
     dict(gates="one channel", values_per_key=2), dict(dtype=FP16, initial_states=True),
 ]  # fmt: skip
 
@@ -111,7 +128,8 @@ def test_other_gpus_and_sizes_run_the_portable_kernel() -> None:
 @pytest.mark.parametrize("gates", GATES)
 @subjects("kda wide", gpu=["kda fused", "kda wide"])
 def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
-    width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)  # 1 % of 3e-3 needs many outputs
+    # 1 % of 3e-3 needs many outputs
+    width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)
     sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16)
     inputs = kernel.case(seqlen=length, gates=gates, **sizes).inputs()
     exact = kda_chunked(inputs)
@@ -119,7 +137,9 @@ def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None
         head_errors(run(inputs), exact) for run in (kernel, SUBJECTS["kda unfused"])
     )
     assert (out <= 1.01 * their_out).all(), (out / their_out).tolist()
-    assert states.mean() <= 1.3 * their_states.mean(), "of a few numbers, where channels forget at once"
+    assert states.mean() <= 1.3 * their_states.mean(), (
+        "of a few numbers, where channels forget at once"
+    )
 
 
 def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
@@ -132,21 +152,34 @@ def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
 
 
 def test_slices_are_as_wide_as_states_allow() -> None:
-    few, many = (KDACase(batch=n, seqlen=1, key_heads=4, key_dim=128, value_dim=128, dtype=BF16) for n in (1, 40))
+    few, many = (
+        KDACase(batch=n, seqlen=1, key_heads=4, key_dim=128, value_dim=128, dtype=BF16)
+        for n in (1, 40)
+    )
     assert KDAPortableConfig.choose(few.inputs(), 132).block_v == 32
     assert KDAPortableConfig.choose(many.inputs(), 132).block_v == 64
     assert KDAPortableConfig.choose(many.inputs(), 132, batch_invariant=True).block_v == 32
 
 
-# sizes, and cases as fla's public tests of KDA have them: gates that are often 0, and initial states
+# sizes, and cases as fla's public tests of KDA have them: gates that are often 0, and initial
+# states
 ODD = dict(seqlen=40, dtype=BF16, l2norm=False)
 SIZES: list[dict[str, Any]] = [
-    ODD | dict(key_dim=20, value_dim=24), ODD | dict(key_dim=100, value_dim=16),
+    ODD | dict(key_dim=20, value_dim=24),
+    ODD | dict(key_dim=100, value_dim=16),
     dict(batch=1, seqlen=63, key_dim=64, value_dim=64, gates="none"),
     dict(batch=2, seqlen=100, key_dim=60, value_dim=60, gate=0.5, initial_states=True),
-    dict(seqlen=90, key_heads=2, key_dim=64, value_dim=64, gate=5.0, l2norm=False, initial_states=True),
+    dict(
+        seqlen=90,
+        key_heads=2,
+        key_dim=64,
+        value_dim=64,
+        gate=5.0,
+        l2norm=False,
+        initial_states=True,
+    ),
     dict(lengths=(15, 47, 1), key_dim=64, value_dim=64, initial_states=True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

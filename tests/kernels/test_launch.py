@@ -1,4 +1,6 @@
-"""A call is prepared once for each signature; later calls launch the compiled kernels with the right arguments."""
+"""A call is prepared once for each signature; later calls launch the compiled kernels with the
+right arguments.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ CASE = SSDCase(seqlen=20, gate=True, initial_states=True)
 
 
 class Kernel:
-    """Records its launches: through Triton, which returns the compiled kernel, or of the compiled kernel."""
+    """Records its launches: through Triton, which returns the compiled kernel, or of the compiled
+    kernel.
+    """
 
     def __init__(self, *, compiles: bool = True, fails: bool = False) -> None:
         self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -61,8 +65,12 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def python(*arguments: str, **environment: str) -> str:
     """The output of another process."""
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
-    ran = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300)
+    environ = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | environment
+    ran = subprocess.run(
+        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -122,7 +130,13 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
     launcher = Launcher(kernel, ((4, 1), 7), {"DEEP": True, "num_warps": 8, "BLOCK": 64})
     launcher(5, "a", None)
     launcher(6, "b", None)
-    options = {"DEEP": True, "num_warps": 8, "BLOCK": 64, "enable_fp_fusion": True, "sanitize_overflow": False}
+    options = {
+        "DEEP": True,
+        "num_warps": 8,
+        "BLOCK": 64,
+        "enable_fp_fusion": True,
+        "sanitize_overflow": False,
+    }
     assert kernel.launches == [
         ("triton", (5, 1, 1), ("a", None, (4, 1), 7), options),
         ("compiled", (6, 1, 1), ("b", None, (4, 1), 7, 64, True), {}),
@@ -132,10 +146,14 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
 def test_constants_are_equal_by_name_and_value() -> None:
     assert Constants(A=1, B=True) == Constants(A=1, B=True) != Constants(A=2, B=True)
     assert len({Constants(A=1, B=2), Constants(A=1, B=2), Constants(A=2, B=1)}) == 2
-    assert repr(Constants(A=1, B="x")) == "Constants(A=1, B='x')", "Triton's key of a compiled kernel"
+    assert repr(Constants(A=1, B="x")) == "Constants(A=1, B='x')", (
+        "Triton's key of a compiled kernel"
+    )
 
 
-def kinds(*calls: tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], compiles: bool = True) -> list[str]:
+def kinds(
+    *calls: tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], compiles: bool = True
+) -> list[str]:
     """The kind of each of these launches of one kernel, in order."""
     kernel = Kernel(compiles=compiles)
     for tensors, scalars, options in calls:
@@ -157,13 +175,30 @@ def test_another_place_or_content_is_the_same_launch() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        ((WORDS[1:], None), *USUAL[1:]), ((WORDS.view(torch.float32), None), *USUAL[1:]), ((None, WORDS), *USUAL[1:]),
-        ((torch.zeros(64, dtype=torch.int32, device="meta")[1:], None), *USUAL[1:]), (USUAL[0], (1, 3.0), USUAL[2]),
-        (USUAL[0], (1, 2), USUAL[2]), (USUAL[0], (True, 2.0), USUAL[2]), (*USUAL[:2], {"BLOCK": 32, "num_warps": 4}),
-        (*USUAL[:2], {"BLOCK": 64, "num_warps": 8}), (*USUAL[:2], {"BLOCK": 64}),
+        ((WORDS[1:], None), *USUAL[1:]),
+        ((WORDS.view(torch.float32), None), *USUAL[1:]),
+        ((None, WORDS), *USUAL[1:]),
+        ((torch.zeros(64, dtype=torch.int32, device="meta")[1:], None), *USUAL[1:]),
+        (USUAL[0], (1, 3.0), USUAL[2]),
+        (USUAL[0], (1, 2), USUAL[2]),
+        (USUAL[0], (True, 2.0), USUAL[2]),
+        (*USUAL[:2], {"BLOCK": 32, "num_warps": 4}),
+        (*USUAL[:2], {"BLOCK": 64, "num_warps": 8}),
+        (*USUAL[:2], {"BLOCK": 64}),
     ],
-    ids=["alignment", "dtype", "None", "address", "value", "int", "bool", "constant", "warps", "no warps"],
-)  # fmt: skip
+    ids=[
+        "alignment",
+        "dtype",
+        "None",
+        "address",
+        "value",
+        "int",
+        "bool",
+        "constant",
+        "warps",
+        "no warps",
+    ],
+)
 def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
@@ -178,7 +213,9 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- a whole call
 
 
-def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_prepared_once_and_again_after_forgetting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen: list[SSDPortableConfig] = []
     choose = SSDPortableConfig.choose
 
@@ -193,7 +230,11 @@ def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.
         assert all(map(torch.equal, ours, fresh))
         chosen.pop()
     assert len(chosen) == 1
-    for prepared, options in ((2, dict(precision=RELAXED)), (3, dict(batch_invariant=True)), (3, {})):
+    for prepared, options in (
+        (2, dict(precision=RELAXED)),
+        (3, dict(batch_invariant=True)),
+        (3, {}),
+    ):
         fused.run(inputs, **options)
         assert len(chosen) == prepared
     fused.FUSED.launches.clear()
@@ -205,7 +246,9 @@ def test_tensors_of_a_call_are_not_kept_alive() -> None:
     inputs = CASE.inputs()
     output = fused.run(inputs)
     fused.run(inputs)
-    alive = [weakref.ref(tensor) for tensor in (inputs.x, inputs.initial_states, inputs.dt_bias, *output)]
+    alive = [
+        weakref.ref(tensor) for tensor in (inputs.x, inputs.initial_states, inputs.dt_bias, *output)
+    ]
     del inputs, output
     gc.collect()
     assert [ref() for ref in alive] == [None] * 5

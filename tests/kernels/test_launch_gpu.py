@@ -1,5 +1,7 @@
-"""Launches on a GPU: kept launches give the results of newly prepared calls, and profilers see them.  Every launch of a
-kernel after its first goes through the driver, and writes the same bits as Triton's launch."""
+"""Launches on a GPU: kept launches give the results of newly prepared calls, and profilers see
+them.  Every launch of a kernel after its first goes through the driver, and writes the same bits as
+Triton's launch.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ CASES = {
     "as it is": SSDCase(**SMALL, seqlen=900), "batch": SSDCase(**SMALL, seqlen=900, batch=3),
     "shorter": SSDCase(**SMALL, seqlen=899), "one position": SSDCase(**SMALL, seqlen=1),
     "initial states": SSDCase(**SMALL, seqlen=900, initial_states=True),
-    "D (h, p)": SSDCase(**SMALL, seqlen=900, skip="(h, p)"), "no D": SSDCase(**SMALL, seqlen=900, skip=""),
+    "D (h, p)": SSDCase(**SMALL, seqlen=900, skip="(h, p)"),
+    "no D": SSDCase(**SMALL, seqlen=900, skip=""),
     "packed": SSDCase(**SMALL, lengths=(700, 0, 200)), "z": SSDCase(**SMALL, seqlen=900, gate=True),
     "fp16": SSDCase(**SMALL | dict(dtype=FP16), seqlen=900),
     "fp32": SSDCase(**SMALL | dict(dtype=FP32), seqlen=300),
 }  # fmt: skip
-SHIFTED = ("A", "D", "dt_bias", "dt", "x")  # not aligned to 16 bytes, which the compiled kernel assumes
+# not aligned to 16 bytes, which the compiled kernel assumes
+SHIFTED = ("A", "D", "dt_bias", "dt", "x")
 
 
 def shifted(inputs: SSDInputs, name: str) -> SSDInputs:
@@ -51,17 +55,22 @@ CALLS: dict[str, Any] = {
     "gdn, long": LAB.but(seqlen=16384, gate=1e-4),
     "gdn, normalised, initial state": LAB.but(seqlen=1000, l2norm=True, initial_states=True),
     "gdn, batch": LAB.but(key_heads=16, batch=8, seqlen=300),
-    "gdn, packed": LAB.but(lengths=(70, 0, 900), initial_states=True), "gdn, olmo": LAB.but(**OLMO, seqlen=500),
+    "gdn, packed": LAB.but(lengths=(70, 0, 900), initial_states=True),
+    "gdn, olmo": LAB.but(**OLMO, seqlen=500),
     "gdn, 60": LAB.but(key_dim=60, value_dim=60, seqlen=500),
-    "gdn, step": LAB.but(batch=3, seqlen=1, initial_states=True), "ssd, mamba2": LARGE.but(heads=80, seqlen=1024),
+    "gdn, step": LAB.but(batch=3, seqlen=1, initial_states=True),
+    "ssd, mamba2": LARGE.but(heads=80, seqlen=1024),
     "ssd, n 256": LARGE.but(heads=8, headdim=128, dstate=256, seqlen=1024),
-    "ssd, packed": LARGE.but(lengths=(70, 0, 900)), "ssd, step": LARGE.but(batch=3, seqlen=1, initial_states=True),
+    "ssd, packed": LARGE.but(lengths=(70, 0, 900)),
+    "ssd, step": LARGE.but(batch=3, seqlen=1, initial_states=True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", ["fused", "unfused"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_launches_write_what_tritons_do(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
@@ -130,7 +139,10 @@ def test_on_the_stream_that_is_current() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_on_the_gpu_of_the_tensors() -> None:
     here = CASES["as it is"].inputs()
-    there = replace(here, **{name: t.to("cuda:1") for name, t in vars(here).items() if isinstance(t, torch.Tensor)})
+    there = replace(
+        here,
+        **{name: t.to("cuda:1") for name, t in vars(here).items() if isinstance(t, torch.Tensor)},
+    )
     expected = fused.run(here)
     for run in (fused.run, fused.run, run_unfused, run_unfused):
         output = run(there)

@@ -1,4 +1,6 @@
-"""The causal convolution and the gated RMS norm against their formulas in fp64: layouts, states, widths, groups."""
+"""The causal convolution and the gated RMS norm against their formulas in fp64: layouts, states,
+widths, groups.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tenso
 
 
 def convolved(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, initial: torch.Tensor | None, *, silu: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    *,
+    silu: bool,
 ) -> torch.Tensor:
     """(b, l, d) in fp64, position by position."""
     (batch, length, channels), width = x.shape, weight.shape[1]
@@ -45,7 +52,11 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 70])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, stateful: bool) -> None:
-    x, weight, bias = normal(2, length, 130, dtype=dtype), normal(130, 4, dtype=dtype, seed=1), normal(130, seed=2)
+    x, weight, bias = (
+        normal(2, length, 130, dtype=dtype),
+        normal(130, 4, dtype=dtype, seed=1),
+        normal(130, seed=2),
+    )
     initial = normal(2, 130, 3, dtype=dtype, seed=3) if stateful else None
     out, final = causal_conv1d(x, weight, bias, initial_state=initial, wants_final_state=True)
     assert out.is_contiguous()
@@ -58,7 +69,9 @@ def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, statefu
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("silu", [False, True])
 def test_other_widths_and_views(width: int, silu: bool) -> None:
-    """Columns of a projection, or with neighbouring positions side by side; without bias and final state."""
+    """Columns of a projection, or with neighbouring positions side by side; without bias and final
+    state.
+    """
     wide, weight = normal(2, 40, 66, seed=9), normal(16, width, seed=1)
     x = wide[:, :, 20:36]
     out, final = causal_conv1d(x, weight, silu=silu)
@@ -76,7 +89,9 @@ def test_two_pieces_with_the_state_between_are_one() -> None:
     whole, end = causal_conv1d(x, weight, bias, wants_final_state=True)
     for cut in (1, 2, 33):
         first, state = causal_conv1d(x[:, :cut], weight, bias, wants_final_state=True)
-        second, last = causal_conv1d(x[:, cut:], weight, bias, initial_state=state, wants_final_state=True)
+        second, last = causal_conv1d(
+            x[:, cut:], weight, bias, initial_state=state, wants_final_state=True
+        )
         assert torch.equal(torch.cat([first, second], dim=1), whole)
         assert last is not None
         assert end is not None
@@ -98,7 +113,9 @@ def test_what_the_convolution_does_not_take_is_refused() -> None:
 # --- the norm
 
 
-def normed(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **settings: Any) -> torch.Tensor:
+def normed(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **settings: Any
+) -> torch.Tensor:
     """The formula in fp64, in x's shape."""
     x, gate = x.double(), gate.double()
     silu = gate / (1 + torch.exp(-gate))
@@ -111,10 +128,17 @@ def normed(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **settings
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @DTYPES
-@pytest.mark.parametrize(("width", "group_size"), [(16, 16), (96, 48), (320, 320), (5120, 5120), (24, 8)])
-def test_the_norm_is_the_formula(width: int, group_size: int, dtype: torch.dtype, norm_first: bool) -> None:
+@pytest.mark.parametrize(
+    ("width", "group_size"), [(16, 16), (96, 48), (320, 320), (5120, 5120), (24, 8)]
+)
+def test_the_norm_is_the_formula(
+    width: int, group_size: int, dtype: torch.dtype, norm_first: bool
+) -> None:
     x, gate = normal(2, 5, width, dtype=dtype), 3 * normal(2, 5, width, dtype=dtype, seed=1)
-    weight, settings = normal(width, seed=2), dict(eps=1e-5, group_size=group_size, norm_first=norm_first)
+    weight, settings = (
+        normal(width, seed=2),
+        dict(eps=1e-5, group_size=group_size, norm_first=norm_first),
+    )
     out = gated_rms_norm(x, gate, weight, **settings)  # type: ignore[arg-type]
     expected = normed(x, gate, weight, **settings)
     assert (out.dtype, out.is_contiguous()) == (dtype, True)
@@ -137,7 +161,14 @@ def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) 
 
 
 def test_a_row_of_zeros_is_no_nan() -> None:
-    out = gated_rms_norm(torch.zeros(1, 2, 8), normal(1, 2, 8), torch.ones(8), eps=1e-6, group_size=8, norm_first=False)
+    out = gated_rms_norm(
+        torch.zeros(1, 2, 8),
+        normal(1, 2, 8),
+        torch.ones(8),
+        eps=1e-6,
+        group_size=8,
+        norm_first=False,
+    )
     assert torch.equal(out, torch.zeros(1, 2, 8))
 
 
@@ -147,4 +178,6 @@ def test_what_the_norm_does_not_take_is_refused() -> None:
         gated_rms_norm(x.double(), x, torch.ones(8), eps=1e-6, group_size=8, norm_first=False)
     for gate, weight, group_size in ((x[:, :3], 8, 8), (x, 7, 8), (x, 8, 3)):
         with pytest.raises(ValueError, match="do not fit together"):
-            gated_rms_norm(x, gate, torch.ones(weight), eps=1e-6, group_size=group_size, norm_first=False)
+            gated_rms_norm(
+                x, gate, torch.ones(weight), eps=1e-6, group_size=group_size, norm_first=False
+            )

@@ -1,11 +1,23 @@
-"""Offsets past 2^31 elements, in outputs and in inputs that are columns of a wide matrix: the same bits as near 0."""
+"""Offsets past 2^31 elements, in outputs and in inputs that are columns of a wide matrix: the same
+bits as near 0.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, GDNCase, SSDCase, assert_bitwise, bounds, rows, sequences
-from subjects import GDN_ON_HOPPER, H200, ON_HOPPER, SSD_CHOSEN, SUBJECTS, Subject, gdn_hopper_by, ssd_hopper, subjects
+from subjects import (
+    GDN_ON_HOPPER,
+    H200,
+    ON_HOPPER,
+    SSD_CHOSEN,
+    SUBJECTS,
+    Subject,
+    gdn_hopper_by,
+    ssd_hopper,
+    subjects,
+)
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -25,30 +37,45 @@ def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(batch, seqlen, *shape, dtype=BF16, device="cuda").normal_(generator=generator)
+        return torch.empty(batch, seqlen, *shape, dtype=BF16, device="cuda").normal_(
+            generator=generator
+        )
 
     return SSDInputs(
-        x=normal(80, 64), dt=normal(80), A=-torch.linspace(1, 16, 80, device="cuda"), B=normal(1, 128),
-        C=normal(1, 128), dt_bias=torch.full((80,), -4.0, device="cuda"), dt_softplus=True,
+        x=normal(80, 64),
+        dt=normal(80),
+        A=-torch.linspace(1, 16, 80, device="cuda"),
+        B=normal(1, 128),
+        C=normal(1, 128),
+        dt_bias=torch.full((80,), -4.0, device="cuda"),
+        dt_softplus=True,
         cu_seqlens=bounds(lengths, "cuda") if lengths else None,
-    )  # fmt: skip
+    )
 
 
 def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
-    """The same values, as columns of one matrix with a row stride of `row` elements and NaN between them."""
+    """The same values, as columns of one matrix with a row stride of `row` elements and NaN between
+    them.
+    """
     assert (inputs.x.shape[1] - 1) * row > 2**31
     room = row // len(names) // 64 * 64  # offset of the next tensor's columns, aligned for TMA
-    memory = torch.full(((inputs.x.shape[1] - 1) * row + row,), torch.nan, dtype=BF16, device="cuda")
+    memory = torch.full(
+        ((inputs.x.shape[1] - 1) * row + row,), torch.nan, dtype=BF16, device="cuda"
+    )
     far = {}
     for i, name in enumerate(names):
         tensor = getattr(inputs, name)
-        view = memory[i * room :].as_strided(tensor.shape, (memory.numel(), row, *tensor[0, 0].contiguous().stride()))
+        view = memory[i * room :].as_strided(
+            tensor.shape, (memory.numel(), row, *tensor[0, 0].contiguous().stride())
+        )
         far[name] = view.copy_(tensor)
     return replace(inputs, **far)
 
 
 @subjects(gpu=(*SSD_CHOSEN, "ssd unfused"))
-@pytest.mark.parametrize(("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"])
+@pytest.mark.parametrize(
+    ("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"]
+)
 def test_columns_of_a_wide_matrix(kernel: Subject, seqlen: int, row: int) -> None:
     inputs = SMALL.but(seqlen=seqlen).inputs()
     names = TOKENS if row < 1 << 25 else ("x", "B", "C")
@@ -57,8 +84,10 @@ def test_columns_of_a_wide_matrix(kernel: Subject, seqlen: int, row: int) -> Non
 
 @ON_HOPPER
 def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes() -> None:
-    """A turn goes back two chunks, by 2^32 - 8192 elements, which is -8192 in 32 bits.  With a row stride of 2^24 the
-    step would be 2^31, which equals its negative in 32 bits, so a wrong step would equal the right one."""
+    """A turn goes back two chunks, by 2^32 - 8192 elements, which is -8192 in 32 bits.  With a row
+    stride of 2^24 the step would be 2^31, which equals its negative in 32 bits, so a wrong step
+    would equal the right one.
+    """
     inputs = SMALL.but(seqlen=300).inputs()
     far = spread(inputs, (1 << 25) - 64, ("dt",))
     assert unsupported(far) == ""
@@ -71,7 +100,9 @@ HEADS_FIRST = (SMALL.but(batch=2, seqlen=70, heads=80, dstate=128), (64 * 128, 1
 HEADDIM_FIRST = (SMALL.but(seqlen=70), (2 * 64, 64, 1 << 26, 1))
 
 
-@pytest.mark.parametrize(("case", "strides"), [HEADS_FIRST, HEADDIM_FIRST], ids=["heads first", "headdim first"])
+@pytest.mark.parametrize(
+    ("case", "strides"), [HEADS_FIRST, HEADDIM_FIRST], ids=["heads first", "headdim first"]
+)
 @subjects(gpu=SSD_CHOSEN)
 def test_initial_states_that_are_a_slice_of_a_large_cache(
     kernel: Subject, case: SSDCase, strides: tuple[int, ...]
@@ -84,7 +115,9 @@ def test_initial_states_that_are_a_slice_of_a_large_cache(
     assert last > 2**31
     memory = torch.full((before + last + 1,), torch.nan, dtype=BF16, device="cuda")
     far = memory[before:].as_strided(states.shape, strides).copy_(states)
-    assert_bitwise(kernel(replace(inputs, initial_states=far)), kernel(replace(inputs, initial_states=states)))
+    assert_bitwise(
+        kernel(replace(inputs, initial_states=far)), kernel(replace(inputs, initial_states=states))
+    )
 
 
 @pytest.mark.parametrize("name", ["dt", "z"])
@@ -113,16 +146,23 @@ def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Subject) -> No
 
 @ON_HOPPER
 def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
-    """2^31 in x, out, initial and final states.  All pairs of heads of the last two sequences are divided."""
+    """2^31 in x, out, initial and final states.  All pairs of heads of the last two sequences are
+    divided.
+    """
     inputs = large(3301, 130)
     initial = torch.empty(inputs.states_shape, dtype=BF16, device="cuda")
-    inputs = replace(inputs, initial_states=initial.normal_(generator=torch.Generator("cuda").manual_seed(1)))
+    inputs = replace(
+        inputs, initial_states=initial.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    )
     assert min(inputs.x[:-2].numel(), initial[:-2].numel()) > 2**31
     assert inputs.sequences * program_count(inputs) % H200 == program_count(inputs)
     ours = SUBJECTS["ssd hopper, by default"](inputs)
     chosen = SSDHopperConfig.choose(inputs, H200, batch_invariant=True)
     config = replace(chosen, **vars(Cut(segment=3)))
-    assert_bitwise((ours.out[-2:], ours.final_states[-2:]), ssd_hopper(config)(rows(inputs, slice(-2, None)), EXACT))
+    assert_bitwise(
+        (ours.out[-2:], ours.final_states[-2:]),
+        ssd_hopper(config)(rows(inputs, slice(-2, None)), EXACT),
+    )
 
 
 # --- GDN
@@ -130,7 +170,9 @@ def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
 
 @ON_HOPPER
 def test_sequences_of_gdn_2_to_the_31_elements_apart() -> None:
-    inputs = GDNCase(**GDN_ON_HOPPER | dict(batch=2, seqlen=640, key_heads=2, gate=1e-4), device="cuda").inputs()
+    inputs = GDNCase(
+        **GDN_ON_HOPPER | dict(batch=2, seqlen=640, key_heads=2, gate=1e-4), device="cuda"
+    ).inputs()
     apart, far = 2**31 + 64, {}
     for name in ("q", "k", "v", "g", "beta"):
         tensor = getattr(inputs, name)
@@ -141,17 +183,26 @@ def test_sequences_of_gdn_2_to_the_31_elements_apart() -> None:
 
 
 def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements() -> None:
-    """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that it has alone."""
+    """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that
+    it has alone.
+    """
     heads, tokens, last = 8, (1 << 31) // (8 * 128) + 5000, 3000
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.empty(1, tokens, *shape, dtype=BF16, device="cuda").normal_(generator=generator)
+        return torch.empty(1, tokens, *shape, dtype=BF16, device="cuda").normal_(
+            generator=generator
+        )
 
     inputs = GDNInputs(
-        q=normal(1, 128), k=normal(1, 128), v=normal(heads, 128), g=-normal(heads).abs(), beta=normal(heads).sigmoid(),
-        cu_seqlens=bounds((tokens - last, last), "cuda"), use_qk_l2norm=True,
-    )  # fmt: skip
+        q=normal(1, 128),
+        k=normal(1, 128),
+        v=normal(heads, 128),
+        g=-normal(heads).abs(),
+        beta=normal(heads).sigmoid(),
+        cu_seqlens=bounds((tokens - last, last), "cuda"),
+        use_qk_l2norm=True,
+    )
     run = SUBJECTS["gdn unfused"]
     whole, alone = run(inputs), run(sequences(inputs)[1])
     assert torch.equal(whole.out[:, -last:], alone.out)

@@ -1,4 +1,6 @@
-"""What only the portable kernels of both operators have, in the interpreter: segments, their first passes, tiles."""
+"""What only the portable kernels of both operators have, in the interpreter: segments, their first
+passes, tiles.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ from ssdprof.kernels.ssd.reference import ssd_recurrence
 
 
 def test_the_first_pass_stops_where_nothing_is_felt() -> None:
-    """The segments hold 32 positions.  After 16 steps of 2^-16 each, the effect of the chunk before is negligible.
+    """The segments hold 32 positions.  After 16 steps of 2^-16 each, the effect of the chunk before
+    is negligible.
 
-    The first pass therefore never reads a NaN in that chunk, and the segments after it contain none.
+    The first pass therefore never reads a NaN in that chunk, and the segments after it contain
+    none.
     """
     inputs = SSDCase(seqlen=96, heads=1, dt_limit=(0.7, 0.7)).inputs()
     inputs = replace(inputs, A=torch.full((1,), -16.0), x=inputs.x.contiguous())
@@ -39,32 +43,47 @@ def test_the_first_pass_stops_where_nothing_is_felt() -> None:
     inputs.x[0, 5] = torch.nan
     output = SUBJECTS["ssd tiny"](inputs)
     assert not torch.isfinite(output.out[:, 5:16]).any()
-    assert_bitwise((output.out[:, 32:], output.final_states), (expected.out[:, 32:], expected.final_states))
+    assert_bitwise(
+        (output.out[:, 32:], output.final_states), (expected.out[:, 32:], expected.final_states)
+    )
 
 
 @pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows: bool) -> None:
-    """Rounding x times its weight would cost 0.4 of a unit roundoff.  A sequence of this length has no first pass."""
+    """Rounding x times its weight would cost 0.4 of a unit roundoff.  A sequence of this length has
+    no first pass.
+    """
     inputs = SSDCase(seqlen=256, initial_states=True, dtype=dtype, chunk_size=256, skip="").inputs()
-    states = ssd_portable(replace(SSDPortableConfig(), p_rows=p_rows))(inputs, EXACT).final_states.double()
+    states = ssd_portable(replace(SSDPortableConfig(), p_rows=p_rows))(
+        inputs, EXACT
+    ).final_states.double()
     exact = ssd_recurrence(inputs).final_states
     assert (states - exact).norm() < torch.finfo(dtype).eps / 32 * exact.norm()
 
 
 @given(
-    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=12).filter(any), max_segments=st.integers(1, 9),
-    min_chunks=st.integers(1, 8), more_chunks=st.integers(0, 8),
-)  # fmt: skip
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=12).filter(any),
+    max_segments=st.integers(1, 9),
+    min_chunks=st.integers(1, 8),
+    more_chunks=st.integers(0, 8),
+)
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_the_grid_is_large_enough(lengths: list[int], max_segments: int, min_chunks: int, more_chunks: int) -> None:
+def test_the_grid_is_large_enough(
+    lengths: list[int], max_segments: int, min_chunks: int, more_chunks: int
+) -> None:
     config = SSDPortableConfig(
-        chunk=16, max_segments=max_segments, min_chunks=min_chunks, max_chunks=min_chunks + more_chunks
+        chunk=16,
+        max_segments=max_segments,
+        min_chunks=min_chunks,
+        max_chunks=min_chunks + more_chunks,
     )
     chunks = [triton.cdiv(length, 16) for length in lengths]
     needed = sum(max(1, triton.cdiv(count, config.segment_chunks(count))) for count in chunks)
     x = torch.zeros(1, 1, 1, 1).expand(1, sum(lengths), 1, 1)
-    inputs = SSDInputs(x=x, dt=x[..., 0], A=torch.zeros(1), B=x, C=x, cu_seqlens=bounds(tuple(lengths)))
+    inputs = SSDInputs(
+        x=x, dt=x[..., 0], A=torch.zeros(1), B=x, C=x, cu_seqlens=bounds(tuple(lengths))
+    )
     assert needed <= config.segments(inputs)
     if any(count > config.segment_chunks(count) for count in chunks):
         assert config.handover(inputs)
@@ -72,10 +91,17 @@ def test_the_grid_is_large_enough(lengths: list[int], max_segments: int, min_chu
 
 @triton.jit
 def _segments_kernel(
-    cu_seqlens_ptr, table_ptr, sequences, EVERY: tl.constexpr, CHUNK: tl.constexpr, RULE: tl.constexpr
+    cu_seqlens_ptr,
+    table_ptr,
+    sequences,
+    EVERY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RULE: tl.constexpr,
 ):
     row = tl.program_id(0)
-    sequence, segment, begin, length = find_segment(row * EVERY, cu_seqlens_ptr, 1, sequences, CHUNK, RULE)
+    sequence, segment, begin, length = find_segment(
+        row * EVERY, cu_seqlens_ptr, 1, sequences, CHUNK, RULE
+    )
     tl.store(table_ptr + 4 * row, sequence)
     tl.store(table_ptr + 4 * row + 1, segment)
     tl.store(table_ptr + 4 * row + 2, begin.to(tl.int32))
@@ -103,10 +129,17 @@ def test_plan_says_what_is_allocated() -> None:
     inputs = SSDCase(seqlen=600, headdim=8).inputs()
     precision = Precision(state_dtype=FP16)
     plan = get("ssd", "fused").plan(inputs, precision)
-    gates, states, sync, scores = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4, 19 * 32 * 32 * 4
+    gates, states, sync, scores = (
+        (2 * 2 * 600 + 32) * 4,
+        2 * 8 * 16 * 2,
+        (32 + 8 * 2) * 4,
+        19 * 32 * 32 * 4,
+    )
     assert (plan.variant, plan.launches) == ("interpreter", 3)
     assert plan.workspace_bytes == gates + states + sync + scores
-    workspace = allocated(buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0))), inputs.device)
+    workspace = allocated(
+        buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0))), inputs.device
+    )
     assert sum(tensor.nbytes for tensor in workspace.values()) == plan.workspace_bytes
     short = get("ssd", "fused").plan(SSDCase(seqlen=200).inputs(), EXACT)
     assert (short.launches, short.workspace_bytes) == (2, (2 * 2 * 200 + 32 + 7 * 32 * 32) * 4)
@@ -117,7 +150,9 @@ def test_plan_says_what_is_allocated() -> None:
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])
 def test_the_inverse_of_collinear_keys(chunk: int) -> None:
-    """beta near 2 and nearly collinear keys: the powers of the system are huge, its inverse is not."""
+    """beta near 2 and nearly collinear keys: the powers of the system are huge, its inverse is
+    not.
+    """
     case = GDNCase(seqlen=256, key_dim=32, collinear=0.95, gate=0.001)
     inputs = case.inputs(beta=torch.full((1, 256, 1), 1.95))
     config = GDNPortableConfig(chunk=chunk, block_k=32, block_v=16, v_rows=False)
@@ -125,7 +160,9 @@ def test_the_inverse_of_collinear_keys(chunk: int) -> None:
 
 
 def test_keys_that_are_not_normalised() -> None:
-    """Longer keys enlarge a state.  A first pass must begin before a chunk whose bound is not negligible."""
+    """Longer keys enlarge a state.  A first pass must begin before a chunk whose bound is not
+    negligible.
+    """
     inputs = GDNCase(seqlen=96, gate=3.0, key_dim=16).inputs()
     inputs = replace(inputs, use_qk_l2norm=False, k=inputs.k * 0.6)
     assert_close(SUBJECTS["gdn tiny, cut"](inputs), gdn_recurrence(inputs), 1e-4)
@@ -134,23 +171,33 @@ def test_keys_that_are_not_normalised() -> None:
 def test_segments_forget_but_not_too_early() -> None:
     """A decay of 2^-3 per chunk: eight chunks to forget.  A segment is shorter than that."""
     inputs = GDNCase(seqlen=16 * 24).inputs(g=torch.full((1, 16 * 24, 1), -3 * 0.6931 / 16))
-    whole, cut = (gdn_portable(one)(inputs, EXACT) for one in (GDN_TINY, replace(GDN_TINY, segment=2)))
+    whole, cut = (
+        gdn_portable(one)(inputs, EXACT) for one in (GDN_TINY, replace(GDN_TINY, segment=2))
+    )
     assert_close(cut, whole, 1e-6)
-    assert not torch.equal(cut.out, whole.out)  # the first pass begins after the start of the sequence
+    # the first pass begins after the start of the sequence
+    assert not torch.equal(cut.out, whole.out)
 
 
 @pytest.mark.parametrize("l2norm", [False, True])
 @pytest.mark.parametrize("heads", [32, 160])
 def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2norm: bool) -> None:
-    """Otherwise segments or tiles would differ between a sequence in a pack and the sequence alone."""
+    """Otherwise segments or tiles would differ between a sequence in a pack and the sequence
+    alone.
+    """
     hopper, portable = [], []
     for sequences, seqlen in ((1, 64), (1, 4000), (2, 8000), (64, 160_000)):
         empty = torch.empty(1, seqlen, 1, 1, device="meta", dtype=BF16)
         q, v = (empty.expand(1, seqlen, count, 128) for count in (heads // 2, heads))
         inputs = GDNInputs.unchecked(
-            q=q, k=q, v=v, g=v[..., 0], beta=v[..., 0], use_qk_l2norm=l2norm,
+            q=q,
+            k=q,
+            v=v,
+            g=v[..., 0],
+            beta=v[..., 0],
+            use_qk_l2norm=l2norm,
             cu_seqlens=torch.empty(sequences + 1, device="meta", dtype=torch.int32),
-        )  # fmt: skip
+        )
         config = GDNHopperConfig.choose(inputs, 132, batch_invariant=True)
         assert 64 * config.segment >= seqlen
         hopper.append(replace(config, segment=0))
@@ -160,5 +207,10 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
 
 
 @pytest.mark.parametrize("lengths", [(10, 10), (1, 1, 30), (1,)])
-def test_short_packs_do_not_run_the_recurrent_kernel_if_batch_invariant(lengths: tuple[int, ...]) -> None:
-    assert gdn_fused.plan(GDNCase(lengths=lengths).inputs(), batch_invariant=True).variant != "recurrent"
+def test_short_packs_do_not_run_the_recurrent_kernel_if_batch_invariant(
+    lengths: tuple[int, ...],
+) -> None:
+    assert (
+        gdn_fused.plan(GDNCase(lengths=lengths).inputs(), batch_invariant=True).variant
+        != "recurrent"
+    )

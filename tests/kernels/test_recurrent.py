@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BF16, FP16, FP32, TOKENS, GDNCase, KDACase, SSDCase, assert_close, with_state
+from kernel_cases import (
+    BF16,
+    FP16,
+    FP32,
+    TOKENS,
+    GDNCase,
+    KDACase,
+    SSDCase,
+    assert_close,
+    with_state,
+)
 
 from ssdprof.kernels import Precision, gdn_recurrent, get, names, ssd_recurrent
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -22,10 +32,14 @@ RECURRENT: dict[str, Any] = dict(ssd=ssd_recurrent, gdn=gdn_recurrent)
 ORACLE: dict[str, Any] = dict(ssd=ssd_recurrence, gdn=gdn_recurrence)
 
 
-GATED = GDNCase(seqlen=100, values_per_key=4, largest_beta=0.1, gate=1.0, initial_states=True).inputs()
+GATED = GDNCase(
+    seqlen=100, values_per_key=4, largest_beta=0.1, gate=1.0, initial_states=True
+).inputs()
 GATES = torch.tensor([0.0, 1e-4, 3e-3, 3.0])  # a head of each; the last one forgets at once
 EXP2 = {
-    "ssd": SSDCase(seqlen=100, heads=3, initial_states=True).inputs(A=torch.tensor([-1e-3, -0.1, -100.0])),
+    "ssd": SSDCase(seqlen=100, heads=3, initial_states=True).inputs(
+        A=torch.tensor([-1e-3, -0.1, -100.0])
+    ),
     "gdn": replace(GATED, g=GATED.g * GATES),
 }
 
@@ -35,14 +49,20 @@ def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch: pytest.MonkeyP
     """As on a GPU, always in one direction: the error does not add up over 100 positions."""
     inputs = EXP2[operator]
     exp2 = np.exp2
-    monkeypatch.setattr(np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32))
+    monkeypatch.setattr(
+        np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32)
+    )
     assert_close(RECURRENT[operator](inputs), ORACLE[operator](inputs), 1e-6)
 
 
 @OPERATORS
 def test_what_is_left_of_a_state_that_mostly_decays(operator: str) -> None:
-    """A rounding error of the state before a position would be larger than the state after its decay."""
-    inputs: Any = SSDCase(seqlen=1, initial_states=True, dt_limit=(0.1, 0.1)).inputs(A=torch.tensor([-60.0, -90.0]))
+    """A rounding error of the state before a position would be larger than the state after its
+    decay.
+    """
+    inputs: Any = SSDCase(seqlen=1, initial_states=True, dt_limit=(0.1, 0.1)).inputs(
+        A=torch.tensor([-60.0, -90.0])
+    )
     if operator == "gdn":
         inputs = GDNCase(seqlen=1, initial_states=True).inputs(g=torch.full((1, 1, 1), -8.0))
     inputs = with_state(inputs, 1e4 * inputs.initial)
@@ -54,7 +74,9 @@ def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
     inputs = GDNCase(seqlen=4, dtype=dtype, initial_states=True).inputs()
     ours, expected = gdn_recurrent(inputs), gdn_recurrence(inputs)
     assert_close(ours._replace(out=expected.out), expected, 1e-6)
-    torch.testing.assert_close(ours.out.double(), expected.out, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(
+        ours.out.double(), expected.out, rtol=torch.finfo(dtype).eps, atol=1e-6
+    )
 
 
 @OPERATORS
@@ -64,7 +86,9 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
     """The state keeps its memory, dtype and layout."""
     inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
     if operator == "gdn":
-        inputs = GDNCase(seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True).inputs()
+        inputs = GDNCase(
+            seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True
+        ).inputs()
     run, state = RECURRENT[operator], inputs.initial.to(dtype)
     state = state.mT.contiguous().mT if turned else state
     expected = run(with_state(inputs, state))
@@ -85,9 +109,15 @@ def pooled(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 POOLED: dict[str, Any] = {
-    "ssd": SSDCase(batch=3, seqlen=1, heads=4, groups=2, headdim=16, dstate=16, initial_states=True),
-    "gdn": GDNCase(batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True),
-    "kda": KDACase(batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True),
+    "ssd": SSDCase(
+        batch=3, seqlen=1, heads=4, groups=2, headdim=16, dstate=16, initial_states=True
+    ),
+    "gdn": GDNCase(
+        batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
+    ),
+    "kda": KDACase(
+        batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
+    ),
 }
 
 
@@ -112,7 +142,9 @@ def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch
 
 @pytest.mark.parametrize("operator", POOLED)
 def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> None:
-    """Packed sequences too, and with the state after every token; new states have the pool's layout."""
+    """Packed sequences too, and with the state after every token; new states have the pool's
+    layout.
+    """
     for own in (dict(), dict(lengths=(0, 3, 0, 6))):
         inputs = POOLED[operator].but(**own).inputs()
         run, read = get(operator, "recurrent").run, pooled(inputs, FP32)
@@ -123,7 +155,9 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> No
             for ours, other in zip(found, expected, strict=True):
                 assert torch.equal(ours, other)
             assert operator == "ssd" or found.final_states.mT.is_contiguous()
-        torch.testing.assert_close(getattr(read, read.LINEAR[1]), before, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            getattr(read, read.LINEAR[1]), before, rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("operator", POOLED)
@@ -144,36 +178,57 @@ def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str) -
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (dict(state_indices=torch.zeros(2, dtype=torch.int32)), r"\(3,\), int32 or int64, not \(2,\)"),
+        (
+            dict(state_indices=torch.zeros(2, dtype=torch.int32)),
+            r"\(3,\), int32 or int64, not \(2,\)",
+        ),
         (dict(state_indices=torch.zeros(3)), "not .* torch.float32"),
-        *((dict(initial=states), "state_indices needs initial_state") for states in (None, torch.zeros(0, 4, 16, 16))),
+        *(
+            (dict(initial=states), "state_indices needs initial_state")
+            for states in (None, torch.zeros(0, 4, 16, 16))
+        ),
         (dict(initial=torch.zeros(6, 4, 16)), "must have shape"),
     ],
 )
 def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: str) -> None:
     inputs = pooled(POOLED[operator].inputs(), FP32)
-    changed = {inputs.LINEAR[1] if name == "initial" else name: value for name, value in given.items()}
+    changed = {
+        inputs.LINEAR[1] if name == "initial" else name: value for name, value in given.items()
+    }
     with pytest.raises(ValueError, match=complaint):
         replace(inputs, **changed)
 
 
 @pytest.mark.parametrize(("operator", "many"), [("gdn", 512), ("gdn", 1), ("kda", 1), ("ssd", 512)])
 def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its row for a token is the final state of a call that ends there; packed, each sequence's last is final."""
+    """Its row for a token is the final state of a call that ends there; packed, each sequence's
+    last is final.
+    """
     monkeypatch.setattr("ssdprof.kernels.gdn.recurrent.MANY_HEADS", many)
-    case: Any = dict(gdn=GDNCase(values_per_key=2, value_dim=20), kda=KDACase(value_dim=20), ssd=SSDCase(heads=4))[
-        operator
-    ]
-    inputs, packed = (case.but(initial_states=True, **own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6))))
+    case: Any = dict(
+        gdn=GDNCase(values_per_key=2, value_dim=20), kda=KDACase(value_dim=20), ssd=SSDCase(heads=4)
+    )[operator]
+    inputs, packed = (
+        case.but(initial_states=True, **own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6)))
+    )
     run = get(operator, "recurrent").run
     out, states = run(replace(inputs, state_every=1), Precision())
     assert torch.equal(out, run(inputs, Precision()).out)
     for end in range(1, 7):
-        cut = replace(inputs, **{name: getattr(inputs, name)[:, :end] for name in TOKENS[type(inputs)] if name != "z"})
+        cut = replace(
+            inputs,
+            **{
+                name: getattr(inputs, name)[:, :end] for name in TOKENS[type(inputs)] if name != "z"
+            },
+        )
         expected = get(operator, "reference").run(cut, Precision()).final_states
-        torch.testing.assert_close(states.unflatten(0, (2, 6))[:, end - 1], expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            states.unflatten(0, (2, 6))[:, end - 1], expected, rtol=1e-6, atol=1e-6
+        )
     final_states = run(packed, Precision()).final_states
-    assert torch.equal(run(replace(packed, state_every=1), Precision()).final_states[[2, 8]], final_states[[1, 3]])
+    assert torch.equal(
+        run(replace(packed, state_every=1), Precision()).final_states[[2, 8]], final_states[[1, 3]]
+    )
     if operator != "kda":
         with pytest.raises(ValueError, match="state_every"):
             RECURRENT[operator](replace(inputs, state_every=1), in_place=True)
@@ -184,5 +239,9 @@ def test_long_keys_under_strong_gates_stay_finite(name: str) -> None:
     """Without gates, the inverse of such a chunk overflows in fp16."""
     inputs = GDNCase(seqlen=64, key_dim=64, l2norm=False, gate=8.0, dtype=FP16).inputs()
     inputs = replace(inputs, k=8 * inputs.k)
-    for ours, expected in zip(get("gdn", name).run(inputs, Precision()), gdn_recurrence(inputs), strict=True):
-        torch.testing.assert_close(ours.double(), expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
+    for ours, expected in zip(
+        get("gdn", name).run(inputs, Precision()), gdn_recurrence(inputs), strict=True
+    ):
+        torch.testing.assert_close(
+            ours.double(), expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item()
+        )

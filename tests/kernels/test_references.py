@@ -20,7 +20,9 @@ FP64_ROUNDING = 1e-12
 
 
 def unrolled(inputs: SSDInputs) -> torch.Tensor:
-    """out[t] = sum_{s <= t} (C[t] . B[s]) exp(A sum_{s < k <= t} dt[k]) dt[s] x[s], head after head."""
+    """out[t] = sum_{s <= t} (C[t] . B[s]) exp(A sum_{s < k <= t} dt[k]) dt[s] x[s], head after
+    head.
+    """
     x, dt, B, C = (getattr(inputs, name).double() for name in ("x", "dt", "B", "C"))
     assert inputs.dt_bias is not None
     dt = torch.log1p(torch.exp(dt + inputs.dt_bias.double())).clamp(*inputs.dt_limit)
@@ -36,7 +38,9 @@ def unrolled(inputs: SSDInputs) -> torch.Tensor:
 
 
 def test_ssd_recurrence_is_the_sum_it_stands_for() -> None:
-    inputs = SSDCase(batch=2, seqlen=9, heads=4, headdim=3, dstate=5, groups=2, dt_limit=(0.05, 0.5), skip="").inputs()
+    inputs = SSDCase(
+        batch=2, seqlen=9, heads=4, headdim=3, dstate=5, groups=2, dt_limit=(0.05, 0.5), skip=""
+    ).inputs()
     torch.testing.assert_close(ssd_recurrence(inputs).out, unrolled(inputs), rtol=1e-12, atol=1e-12)
 
 
@@ -47,11 +51,16 @@ def test_skip_then_gate(skip: str) -> None:
     assert inputs.D is not None
     assert inputs.z is not None
     D, z = inputs.D.double(), inputs.z.double()
-    expected = (plain + (D if D.ndim == 2 else D[:, None]) * inputs.x.double()) * z / (1 + torch.exp(-z))
+    expected = (
+        (plain + (D if D.ndim == 2 else D[:, None]) * inputs.x.double()) * z / (1 + torch.exp(-z))
+    )
     torch.testing.assert_close(ssd_recurrence(inputs).out, expected, rtol=1e-12, atol=1e-12)
 
 
-@given(lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any), block=st.integers(1, 150))
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any),
+    block=st.integers(1, 150),
+)
 @settings(max_examples=15, deadline=None, derandomize=True)
 def test_blocks_tile_every_sequence(lengths: list[int], block: int) -> None:
     inputs = SSDCase(lengths=tuple(lengths), initial_states=True).inputs()
@@ -59,15 +68,21 @@ def test_blocks_tile_every_sequence(lengths: list[int], block: int) -> None:
     assert [span.stop - span.start for span, *_ in blocks] == [len(out) for _, out, _, _ in blocks]
     assert all(len(out) <= block for _, out, _, _ in blocks)
     final_states = torch.stack([state for _, _, state, row in blocks if row is not None])
-    assert [span.sequence for span, _, _, row in blocks if row is not None] == list(range(len(lengths)))
+    assert [span.sequence for span, _, _, row in blocks if row is not None] == list(
+        range(len(lengths))
+    )
     found = SSDOutput(torch.cat([out for _, out, _, _ in blocks])[None], final_states)
     assert_close(found, ssd_recurrence(inputs), FP64_ROUNDING)
 
 
-@pytest.mark.parametrize(("recurrence", "chunked", "case"), [
-    (ssd_recurrence, ssd_chunked, SSDCase(seqlen=200, heads=4, groups=2)),
-    (gdn_recurrence, gdn_chunked, GDNCase(seqlen=200, gate=0.8)),
-], ids=["ssd", "gdn"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recurrence", "chunked", "case"),
+    [
+        (ssd_recurrence, ssd_chunked, SSDCase(seqlen=200, heads=4, groups=2)),
+        (gdn_recurrence, gdn_chunked, GDNCase(seqlen=200, gate=0.8)),
+    ],
+    ids=["ssd", "gdn"],
+)
 def test_fp32_is_fp32_and_near(recurrence: Any, chunked: Any, case: Any) -> None:
     output = chunked(case.inputs(), FP32)
     assert output.out.dtype == output.final_states.dtype == FP32
@@ -82,8 +97,12 @@ def test_as_an_implementation_it_rounds_once() -> None:
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 3, 75], [1, 75], [0, 70]])
-@pytest.mark.parametrize(("chunked", "case"), [(ssd_chunked, SSDCase()), (gdn_chunked, GDNCase(seqlen=75))])
-def test_bounds_that_do_not_rise_to_the_end_are_refused(bounds: list[int], chunked: Any, case: Any) -> None:
+@pytest.mark.parametrize(
+    ("chunked", "case"), [(ssd_chunked, SSDCase()), (gdn_chunked, GDNCase(seqlen=75))]
+)
+def test_bounds_that_do_not_rise_to_the_end_are_refused(
+    bounds: list[int], chunked: Any, case: Any
+) -> None:
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 75"):
         chunked(case.inputs(cu_seqlens=torch.tensor(bounds)))
 
@@ -92,7 +111,9 @@ def test_without_decay_the_state_answers_a_key_with_its_last_value() -> None:
     """beta = 1 writes v exactly: the purpose of the rule."""
     k = torch.nn.functional.one_hot(torch.tensor([0, 1, 0, 2]), 8).float()[None, :, None]
     ones = torch.ones(1, 4, 1)
-    inputs = GDNCase(seqlen=4, key_dim=8, value_dim=6, l2norm=False).inputs(q=k, k=k, g=0 * ones, beta=ones, scale=1.0)
+    inputs = GDNCase(seqlen=4, key_dim=8, value_dim=6, l2norm=False).inputs(
+        q=k, k=k, g=0 * ones, beta=ones, scale=1.0
+    )
     output = gdn_recurrence(inputs)
     torch.testing.assert_close(output.out, inputs.v.double())
     torch.testing.assert_close(output.final_states[0, 0, :3], inputs.v[0, [2, 1, 3], 0].double())
@@ -108,7 +129,14 @@ def test_value_heads_share_the_key_head_before_them() -> None:
 @pytest.mark.parametrize("length", [1, 64, 65, 150])
 @pytest.mark.parametrize("values_per_key", [1, 3])
 def test_gdn_in_blocks_is_the_recurrence(length: int, values_per_key: int) -> None:
-    case = GDNCase(batch=2, seqlen=length, key_heads=2, values_per_key=values_per_key, gate=0.8, initial_states=True)
+    case = GDNCase(
+        batch=2,
+        seqlen=length,
+        key_heads=2,
+        values_per_key=values_per_key,
+        gate=0.8,
+        initial_states=True,
+    )
     inputs = case.inputs()
     for output in (gdn_chunked(inputs), gdn_chunked(inputs, block=64)):
         assert_close(output, gdn_recurrence(inputs), 1e-10)

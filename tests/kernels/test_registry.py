@@ -19,7 +19,10 @@ def test_the_oracle_comes_first_then_the_baseline() -> None:
 
 
 def test_the_order_is_not_that_of_imports() -> None:
-    code = "import ssdprof.kernels as k, ssdprof.kernels.ssd.unfused; assert k.names('ssd')[0] == 'reference'"
+    code = (
+        "import ssdprof.kernels as k, ssdprof.kernels.ssd.unfused; assert k.names('ssd')[0] "
+        "== 'reference'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -34,7 +37,9 @@ def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(_inputs: Any, _precision: Precision) -> Plan:
         return Plan(variant="none", launches=0)
 
-    mine = Implementation(operator="ssd", name="mine", run=lambda inputs, _precision: inputs, plan=plan)
+    mine = Implementation(
+        operator="ssd", name="mine", run=lambda inputs, _precision: inputs, plan=plan
+    )
     assert registry.register(mine) is mine
     assert registry.get("ssd", "mine") is mine
     with pytest.raises(ValueError, match="ssd/mine is registered already"):
@@ -56,7 +61,9 @@ def test_exported_names_are_there_and_no_other() -> None:
         (Precision(intermediates="relaxed"), torch.float32, torch.bfloat16),
     ],
 )
-def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expected: torch.dtype) -> None:
+def test_intermediate_dtype(
+    precision: Precision, input_dtype: torch.dtype, expected: torch.dtype
+) -> None:
     assert precision.intermediate_dtype(input_dtype) == expected
 
 
@@ -64,7 +71,10 @@ def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expe
     ("arguments", "message"),
     [
         (dict(intermediates="loose"), "intermediates must be 'exact' or 'relaxed', not 'loose'"),
-        (dict(state_dtype=torch.float64), "state_dtype must be float32, float16 or bfloat16, not torch.float64"),
+        (
+            dict(state_dtype=torch.float64),
+            "state_dtype must be float32, float16 or bfloat16, not torch.float64",
+        ),
     ],
 )
 def test_a_precision_that_is_none_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -19,10 +19,16 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 64, 2, 16), (2, 131, 3, 20), (1, 5, 1, 200), (3, 1, 2, 64), (1, 0, 2, 16)])
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 2, 16), (2, 131, 3, 20), (1, 5, 1, 200), (3, 1, 2, 64), (1, 0, 2, 16)]
+)
 def test_a_copy_is_contiguous_and_equal(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     rows = torch.randn(shape).to(dtype)
-    for tensor in (innermost(rows), rows[:, ::2], rows.transpose(1, 2).contiguous().transpose(1, 2)):
+    for tensor in (
+        innermost(rows),
+        rows[:, ::2],
+        rows.transpose(1, 2).contiguous().transpose(1, 2),
+    ):
         copy = contiguous_copy(tensor)
         assert copy.is_contiguous()
         assert torch.equal(copy, tensor)
@@ -33,19 +39,27 @@ def test_only_scattered_rows_are_copied() -> None:
     rows = wide[..., 128:384].unflatten(-1, (2, 128))
     assert not is_scattered(rows)
     assert is_scattered(innermost(rows))
-    assert is_scattered(wide.unflatten(-1, (4, 128))[:, :, ::2]), "heads that do not lie side by side"
+    assert is_scattered(wide.unflatten(-1, (4, 128))[:, :, ::2]), (
+        "heads that do not lie side by side"
+    )
 
 
 def fused(supports: str = "") -> Fused:
-    """Two variants that return the inputs: one that reads rows only, and one that takes everything."""
+    """Two variants that return the inputs: one that reads rows only, and one that takes
+    everything.
+    """
 
     def unsupported(call: Any) -> str:
-        return supports or ("its rows" if any(map(is_scattered, (call.inputs.x, call.inputs.B))) else "")
+        return supports or (
+            "its rows" if any(map(is_scattered, (call.inputs.x, call.inputs.B))) else ""
+        )
 
     common: dict[str, Any] = dict(configure=lambda _: {}, prepare=lambda *_: lambda inputs: inputs)
     common["work"] = lambda *_: (1, 100, "why")
     return Fused(
-        "f", (Variant(name="tiles", unsupported=unsupported, **common), Variant(name="any", **common)), ("x", "B", "C")
+        "f",
+        (Variant(name="tiles", unsupported=unsupported, **common), Variant(name="any", **common)),
+        ("x", "B", "C"),
     )
 
 
@@ -54,7 +68,11 @@ def test_the_better_kernel_gets_copies_which_its_plan_counts() -> None:
     turned = replace(given, x=innermost(given.x), C=innermost(given.C))
     run: Any = fused().run(turned)
     plan = fused().plan(turned)
-    assert (plan.variant, plan.launches, plan.reason) == ("tiles", 3, "contiguous copies of x, C, then why")
+    assert (plan.variant, plan.launches, plan.reason) == (
+        "tiles",
+        3,
+        "contiguous copies of x, C, then why",
+    )
     assert plan.workspace_bytes == 100 + given.x.nbytes + given.C.nbytes
     assert run.x.is_contiguous()
     assert torch.equal(run.x, given.x)

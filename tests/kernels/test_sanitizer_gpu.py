@@ -2,8 +2,9 @@
 
     python test_sanitizer_gpu.py "ssd hopper, shared" batch "n 256"
 
-runs small calls of one kernel, all if no case is named, and compares each with the oracle.  Inputs are made and outputs
-are judged on the CPU, so that the sanitizer watches few other kernels.  Prints "right" last.
+runs small calls of one kernel, all if no case is named, and compares each with the oracle.  Inputs
+are made and outputs are judged on the CPU, so that the sanitizer watches few other kernels.  Prints
+"right" last.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL_SSD = SSDCase(**SSD_ON_HOPPER | dict(dstate=64))
-# several segments; whole and partial chunks, one position, empty sequences; with N = 256 halves that exchange parts
+# several segments; whole and partial chunks, one position, empty sequences; with N = 256 halves
+# that exchange parts
 SSD_CASES = {
     "batch": (SMALL_SSD.but(batch=3, seqlen=192), RELAXED),
     "ragged": (SMALL_SSD.but(seqlen=300, initial_states=True), EXACT),
-    "packed": (SMALL_SSD.but(lengths=(1, 0, 170, 64, 0), skip="(h, p)", initial_states=True), EXACT),
+    "packed": (
+        SMALL_SSD.but(lengths=(1, 0, 170, 64, 0), skip="(h, p)", initial_states=True),
+        EXACT,
+    ),
     "n 128": (SMALL_SSD.but(batch=3, seqlen=130, dstate=128), EXACT),
     "n 256": (SMALL_SSD.but(batch=3, seqlen=130, heads=1, dstate=256, initial_states=True), EXACT),
 }
 SMALL_GDN = GDNCase(**GDN_ON_HOPPER | dict(gate=1e-3))
-# whole and partial chunks, one position, empty sequences; no sequence forgets its past before its last chunks
+# whole and partial chunks, one position, empty sequences; no sequence forgets its past before its
+# last chunks
 GDN_CASES = {
     "batch": (SMALL_GDN.but(batch=3, seqlen=320), EXACT),
     "ragged": (SMALL_GDN.but(seqlen=437, initial_states=True), EXACT),
@@ -46,15 +52,17 @@ KERNELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ssd tiny", "ssd unfused"), EVERY),
     **{f"ssd hopper, {name}": EVERY for name in ("short", "uneven", "shared", "alone")},
     **dict.fromkeys(("gdn cut", "gdn unfused", "gdn recurrent"), tuple(GDN_CASES)),
-    **dict.fromkeys(("gdn first passes", "gdn parts", "gdn one launch"), LIKE_128), "gdn slices": ("olmo",),
+    **dict.fromkeys(("gdn first passes", "gdn parts", "gdn one launch"), LIKE_128),
+    "gdn slices": ("olmo",),
     "gdn leading": ("batch", "ragged"),  # packed sequences exclude a longer first segment
-}  # fmt: skip
+}
 
 
 # --- the tests
 
 EVERY_KERNEL = pytest.mark.parametrize(
-    "kernel", [pytest.param(name, marks=[ON_HOPPER] * SUBJECTS[name].only_hopper) for name in KERNELS]
+    "kernel",
+    [pytest.param(name, marks=[ON_HOPPER] * SUBJECTS[name].only_hopper) for name in KERNELS],
 )
 MOST = 100_000  # reports
 
@@ -62,12 +70,17 @@ pytestmark = pytest.mark.gpu
 
 
 def run(*command: str, **environment: str) -> str:
-    """The output of a command.  Torch's memory cache is off, so that a tensor's memory ends where the tensor ends."""
+    """The output of a command.  Torch's memory cache is off, so that a tensor's memory ends where
+    the tensor ends.
+    """
     path = os.pathsep.join(entry for entry in sys.path if entry)
     result = subprocess.run(
-        command, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path} | environment,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        command,
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     said = result.stdout + result.stderr
     if "Device not supported" in said:
         pytest.skip("compute-sanitizer does not take this GPU or machine")
@@ -76,11 +89,22 @@ def run(*command: str, **environment: str) -> str:
 
 
 def sanitized(tool: str, kernel: str, *arguments: str, cases: tuple[str, ...] = ()) -> str:
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    options = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", str(MOST))
-    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, __file__, kernel, *cases)
+    options = (
+        "--target-processes",
+        "application-only",
+        "--show-backtrace",
+        "no",
+        "--print-limit",
+        str(MOST),
+    )
+    return run(
+        sanitizer, "--tool", tool, *options, *arguments, sys.executable, __file__, kernel, *cases
+    )
 
 
 @EVERY_KERNEL
@@ -95,7 +119,8 @@ def test_races(kernel: str) -> None:
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
 
-ROLE_ENDS = (256, 384, 448, 512)  # end of each role's threads: states of both units, scores, gates, loads and stores
+# end of each role's threads: states of both units, scores, gates, loads and stores
+ROLE_ENDS = (256, 384, 448, 512)
 
 
 def role(thread: int) -> int:
@@ -103,17 +128,24 @@ def role(thread: int) -> int:
 
 
 @ON_HOPPER
-@pytest.mark.parametrize(("kernel", "case"), [("short", "ragged"), ("short", "n 256"), ("shared", "batch")])
+@pytest.mark.parametrize(
+    ("kernel", "case"), [("short", "ragged"), ("short", "n 256"), ("shared", "batch")]
+)
 def test_races_within_a_role(kernel: str, case: str) -> None:
     """With N = 256 this includes the exchange of the halves.
 
-    Between roles the tool reports false races.  Roles synchronise at mbarriers.  There a thread may arrive for other
-    threads, after a barrier with them, and TMA arrives too.  racecheck does not know all such chains: according to
-    NVIDIA's release notes, versions 2025.4, 2026.1 and 2026.3 fixed false reports about mbarriers.
-    `test_ssd_hopper.py` tests the synchronisation between roles, with the roles in random order.
+    Between roles the tool reports false races.  Roles synchronise at mbarriers.  There a thread may
+    arrive for other threads, after a barrier with them, and TMA arrives too.  racecheck does not
+    know all such chains: according to NVIDIA's release notes, versions 2025.4, 2026.1 and 2026.3
+    fixed false reports about mbarriers.  `test_ssd_hopper.py` tests the synchronisation between
+    roles, with the roles in random order.
     """
-    said = sanitized("racecheck", f"ssd hopper, {kernel}", "--racecheck-report", "hazard", cases=(case,))
-    pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)
+    said = sanitized(
+        "racecheck", f"ssd hopper, {kernel}", "--racecheck-report", "hazard", cases=(case,)
+    )
+    pairs = re.findall(
+        r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said
+    )
     assert "RACECHECK SUMMARY" in said, said
     assert len(pairs) == len(re.findall("hazard detected", said)) < MOST
     within = [pair for pair in pairs if role(int(pair[0])) == role(int(pair[1]))]

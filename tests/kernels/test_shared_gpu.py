@@ -1,4 +1,5 @@
-"""Processes that share a GPU: the GPU switches contexts in the middle of launches, at any instruction.
+"""Processes that share a GPU: the GPU switches contexts in the middle of launches, at any
+instruction.
 
     python test_shared_gpu.py
 
@@ -29,7 +30,11 @@ def test_every_process_has_the_bits_of_its_first_calls() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, __file__],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for _ in range(PROCESSES)
     ]
@@ -38,18 +43,27 @@ def test_every_process_has_the_bits_of_its_first_calls() -> None:
     finally:
         for process in processes:
             process.kill()
-    assert [words.strip().splitlines()[-1:] for words in said] == PROCESSES * [["right"]], "\n\n".join(said)
+    assert [words.strip().splitlines()[-1:] for words in said] == PROCESSES * [["right"]], (
+        "\n\n".join(said)
+    )
 
 
 def main() -> None:
-    slow = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, seqlen=8192, gate=1e-4), device="cuda").inputs()
-    short = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, seqlen=500, gate=1e-4), batch=8, device="cuda").inputs()
+    slow = GDNCase(
+        **GDN_ON_HOPPER | dict(key_heads=16, seqlen=8192, gate=1e-4), device="cuda"
+    ).inputs()
+    short = GDNCase(
+        **GDN_ON_HOPPER | dict(key_heads=16, seqlen=500, gate=1e-4), batch=8, device="cuda"
+    ).inputs()
     ssd = SSDCase(heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda", seqlen=8192).inputs()
     configs = [
-        GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31), GDNHopperConfig(segment=32),
+        GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31),
+        GDNHopperConfig(segment=32),
         GDNHopperConfig(segment=32, first_segment_extra=True),
-    ]  # fmt: skip
-    calls: list[Callable[[], tuple[torch.Tensor, ...]]] = [lambda: SUBJECTS["ssd hopper, fine"](ssd)]
+    ]
+    calls: list[Callable[[], tuple[torch.Tensor, ...]]] = [
+        lambda: SUBJECTS["ssd hopper, fine"](ssd)
+    ]
     for inputs, config in [*((slow, one) for one in configs), (short, GDN_ONE)]:
         run = gdn_hopper_by(config)
         calls.append(lambda run=run, inputs=inputs: run(inputs, Precision()))  # type: ignore[misc]

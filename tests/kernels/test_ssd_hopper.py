@@ -1,4 +1,6 @@
-"""What only SSD's Hopper kernel has: first passes, rings, shares.  In the emulator, and the same on a GPU."""
+"""What only SSD's Hopper kernel has: first passes, rings, shares.  In the emulator, and the same on
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ SLOW = pytest.mark.slow
 GPU = [pytest.mark.gpu, ON_HOPPER]
 
 
-def passes(inputs: SSDInputs, cut: Cut, precision: Precision = EXACT, *, ring: int = 0) -> SSDOutput:
+def passes(
+    inputs: SSDInputs, cut: Cut, precision: Precision = EXACT, *, ring: int = 0
+) -> SSDOutput:
     config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **vars(cut))
-    output: SSDOutput = ssd_hopper(replace(config, ring=ring) if ring else config)(inputs, precision)
+    output: SSDOutput = ssd_hopper(replace(config, ring=ring) if ring else config)(
+        inputs, precision
+    )
     assert_passes(output, inputs, precision)
     return output
 
@@ -53,12 +59,17 @@ def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resid
         passes(RAGGED.inputs(), CUTS[cut])
 
 
-MANY = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)  # more packed sequences than are looked at side by side
+# more packed sequences than are looked at side by side
+MANY = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
 STATEFUL: dict[str, Any] = dict(seqlen=520, initial_states=True)
 # sizes, the cut, the factor of the decays, and slots of the ring that tuning may find
 FIRST_PASSES: list[Any] = [
     # over any number of chunks; with N = 256 two at once
-    *((dict(dstate=n, seqlen=64 * k + 50), recompute(k), 0.01, 0) for n in (64, 256) for k in range(1, 6)),
+    *(
+        (dict(dstate=n, seqlen=64 * k + 50), recompute(k), 0.01, 0)
+        for n in (64, 256)
+        for k in range(1, 6)
+    ),
     *(
         (STATEFUL | dict(seqlen=300, dstate=256, heads=1), CUTS[cut], 0.1, 0)
         for cut in ("long ones first", "none waits")
@@ -72,7 +83,9 @@ FIRST_PASSES: list[Any] = [
 
 
 @pytest.mark.parametrize(("sizes", "cut", "factor", "ring"), FIRST_PASSES)
-def test_first_passes(device: str, sizes: dict[str, Any], cut: Cut, factor: float, ring: int) -> None:
+def test_first_passes(
+    device: str, sizes: dict[str, Any], cut: Cut, factor: float, ring: int
+) -> None:
     assert len(MANY) > SEQUENCE_BLOCK.value
     passes(slowly(SMALL.but(**sizes, device=device).inputs(), factor), cut, ring=ring)
 
@@ -92,7 +105,9 @@ def test_weights_that_nobody_has_read_are_not_overwritten(
 
 @pytest.mark.parametrize("before", [2, 3, 4])
 @pytest.mark.parametrize("rates", [(-4.0, -0.01), (-0.01, -4.0)], ids=["the second", "the first"])
-def test_a_first_pass_ends_when_both_heads_have_forgotten(device: str, rates: tuple[float, float], before: int) -> None:
+def test_a_first_pass_ends_when_both_heads_have_forgotten(
+    device: str, rates: tuple[float, float], before: int
+) -> None:
     """One of a program's two heads forgets within a chunk, and the other forgets very slowly."""
     inputs = SMALL.but(seqlen=64 * before + 50, device=device).inputs()
     inputs.A.copy_(torch.tensor(rates))
@@ -101,7 +116,10 @@ def test_a_first_pass_ends_when_both_heads_have_forgotten(device: str, rates: tu
 
 
 SHARED = [
-    *(pytest.param(dict(dstate=n, heads=4, batch=3, seqlen=300, initial_states=True), marks=SLOW) for n in (64, 256)),
+    *(
+        pytest.param(dict(dstate=n, heads=4, batch=3, seqlen=300, initial_states=True), marks=SLOW)
+        for n in (64, 256)
+    ),
     *(
         pytest.param(dict(device="cuda") | sizes, marks=GPU)
         for sizes in (
@@ -118,10 +136,14 @@ SHARED = [
 def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
 ) -> None:
-    """States pass between shares in fp32, with exact and relaxed intermediates.  On all multiprocessors and on few."""
+    """States pass between shares in fp32, with exact and relaxed intermediates.  On all
+    multiprocessors and on few.
+    """
     case = SMALL.but(**sizes)
     inputs, nchunks, gpu = case.inputs(), -(-case.seqlen // 64), case.device == "cuda"
-    for precision, shares in product((EXACT, RELAXED) if gpu else (EXACT,), (H200, 131, 7, 1) if gpu else range(1, 12)):
+    for precision, shares in product(
+        (EXACT, RELAXED) if gpu else (EXACT,), (H200, 131, 7, 1) if gpu else range(1, 12)
+    ):
         if not gpu:
             emulate(monkeypatch, seed=shares)
         whole = passes(inputs, Cut(segment=nchunks), precision)
@@ -129,7 +151,9 @@ def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
 
 
 def test_states_lose_less_than_their_operands_do(device: str) -> None:
-    """Rounding x times its weight to bf16 would cost 1.6e-3; the kernel adds the rounding error back."""
+    """Rounding x times its weight to bf16 would cost 1.6e-3; the kernel adds the rounding error
+    back.
+    """
     inputs = SMALL.but(seqlen=384, device=device).inputs()
     states = passes(inputs, CUTS["one segment"]).final_states.double()
     exact = ssd_chunked(inputs, torch.float64).final_states
@@ -144,19 +168,31 @@ def test_states_lose_less_than_their_operands_do(device: str) -> None:
 def test_what_it_takes_and_what_it_leaves_to_the_portable_kernel() -> None:
     plan, gpu = get("ssd", "fused").plan, SMALL.but(heads=4, device="cuda")
     for heads, headdim, dstate, groups in (
-        (80, 64, 128, 1), (128, 64, 128, 1), (64, 64, 128, 8), (48, 64, 128, 1), (128, 80, 128, 8), (80, 64, 64, 1),
-        (32, 128, 256, 1), (24, 64, 256, 1),
-    ):  # fmt: skip
+        (80, 64, 128, 1),
+        (128, 64, 128, 1),
+        (64, 64, 128, 8),
+        (48, 64, 128, 1),
+        (128, 80, 128, 8),
+        (80, 64, 64, 1),
+        (32, 128, 256, 1),
+        (24, 64, 256, 1),
+    ):
         case = gpu.but(seqlen=300, heads=heads, headdim=headdim, dstate=dstate, groups=groups)
         assert plan(case.inputs(), EXACT).variant == "hopper"
     inputs = gpu.but(seqlen=200).inputs()
     for left, why in (
-        (gpu.but(dtype=torch.float32).inputs(), "fp32"), (gpu.but(gate=True).inputs(), "gate"),
-        (gpu.but(dstate=32).inputs(), "dstate 32"), (gpu.but(groups=4).inputs(), "heads per group"),
+        (gpu.but(dtype=torch.float32).inputs(), "fp32"),
+        (gpu.but(gate=True).inputs(), "gate"),
+        (gpu.but(dstate=32).inputs(), "dstate 32"),
+        (gpu.but(groups=4).inputs(), "heads per group"),
         (replace(inputs, dt=inputs.dt.double()), "dt"),
-    ):  # fmt: skip
+    ):
         assert plan(left, EXACT).variant == "portable"
         assert why in plan(left, EXACT).reason
         assert_passes(get("ssd", "fused").run(left, EXACT), left, EXACT)
-    shifted = torch.empty(200 * 4 * 64 + 1, dtype=BF16, device="cuda")[1:].view(1, 200, 4, 64).copy_(inputs.x)
+    shifted = (
+        torch.empty(200 * 4 * 64 + 1, dtype=BF16, device="cuda")[1:]
+        .view(1, 200, 4, 64)
+        .copy_(inputs.x)
+    )
     assert "alignment of x" in unsupported(replace(inputs, x=shifted))

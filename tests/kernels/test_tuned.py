@@ -34,8 +34,12 @@ def key_of(case: SSDCase) -> CallKey:
     return call_key(case.inputs(), EXACT, "hopper")
 
 
-def hopper(case: SSDCase, precision: Precision = EXACT, *, batch_invariant: bool = False) -> SSDHopperConfig:
-    return fused.hopper_cut(FusedCall(inputs=case.inputs(), precision=precision, batch_invariant=batch_invariant))
+def hopper(
+    case: SSDCase, precision: Precision = EXACT, *, batch_invariant: bool = False
+) -> SSDHopperConfig:
+    return fused.hopper_cut(
+        FusedCall(inputs=case.inputs(), precision=precision, batch_invariant=batch_invariant)
+    )
 
 
 def test_a_find_is_for_its_own_calls_and_gpu_only() -> None:
@@ -44,9 +48,16 @@ def test_a_find_is_for_its_own_calls_and_gpu_only() -> None:
     use_overrides("ssd", {key_of(CASE): FOUND})
     assert hopper(CASE) == hopper(CASE.but(seqlen=1000)) == FOUND  # the same number of chunks
     for other in (
-        dict(seqlen=1025), dict(batch=2), dict(heads=4), dict(headdim=128), dict(dstate=64), dict(groups=2),
-        dict(dtype=FP16), dict(gate=True), dict(lengths=(512, 512)),
-    ):  # fmt: skip
+        dict(seqlen=1025),
+        dict(batch=2),
+        dict(heads=4),
+        dict(headdim=128),
+        dict(dstate=64),
+        dict(groups=2),
+        dict(dtype=FP16),
+        dict(gate=True),
+        dict(lengths=(512, 512)),
+    ):
         assert hopper(CASE.but(**other)) != FOUND, other
     assert hopper(CASE, RELAXED) != FOUND
     assert hopper(CASE, Precision(state_dtype=FP16)) == FOUND
@@ -60,7 +71,9 @@ def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
 
 
 def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
-    """Even if the number of sequences and the total number of chunks match a call that was tuned."""
+    """Even if the number of sequences and the total number of chunks match a call that was
+    tuned.
+    """
     packed, pair = CASE.but(lengths=(600, 424)), CASE.but(batch=2)
     use_overrides("ssd", {key_of(pair): FOUND, key_of(CASE): FOUND})
     assert hopper(pair) == FOUND
@@ -79,7 +92,9 @@ def test_overrides_are_replaced_and_leave_another_operators_alone() -> None:
 
 
 def use_portable(inputs: SSDInputs, **fields: Any) -> None:
-    config = replace(SSDPortableConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields)
+    config = replace(
+        SSDPortableConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields
+    )
     use_overrides("ssd", {call_key(inputs, EXACT, "portable"): config})
 
 

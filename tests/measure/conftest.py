@@ -6,10 +6,21 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 
 
 def random_inputs(
-    *, dtype: torch.dtype = torch.bfloat16, batch: int = 1, seqlen: int = 100, heads: int = 4, headdim: int = 32,
-    dstate: int = 16, groups: int = 2, device: str = "cpu", seed: int = 0, **overrides: Any,
-) -> SSDInputs:  # fmt: skip
-    """Drawn as a layer is initialised: normal x, B and C, steps 1e-3..1e-1 before the token's part, A in -16..-1."""
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    seqlen: int = 100,
+    heads: int = 4,
+    headdim: int = 32,
+    dstate: int = 16,
+    groups: int = 2,
+    device: str = "cpu",
+    seed: int = 0,
+    **overrides: Any,
+) -> SSDInputs:
+    """Drawn as a layer is initialised: normal x, B and C, steps 1e-3..1e-1 before the token's part,
+    A in -16..-1.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -17,10 +28,17 @@ def random_inputs(
 
     step = torch.exp(torch.empty(heads).uniform_(-6.9, -2.3, generator=generator))
     tokens: dict[str, Any] = dict(
-        x=normal(batch, seqlen, heads, headdim), dt=normal(batch, seqlen, heads),
-        B=normal(batch, seqlen, groups, dstate), C=normal(batch, seqlen, groups, dstate),
-    )  # fmt: skip
-    tensors = {name: tensor.to(dtype) for name, tensor in tokens.items()} | {"A": -torch.linspace(1, 16, heads)}
+        x=normal(batch, seqlen, heads, headdim),
+        dt=normal(batch, seqlen, heads),
+        B=normal(batch, seqlen, groups, dstate),
+        C=normal(batch, seqlen, groups, dstate),
+    )
+    tensors = {name: tensor.to(dtype) for name, tensor in tokens.items()} | {
+        "A": -torch.linspace(1, 16, heads)
+    }
     tensors |= dict(D=normal(heads), dt_bias=step + torch.log(-torch.expm1(-step))) | overrides
-    on_device = {name: value.to(device) if torch.is_tensor(value) else value for name, value in tensors.items()}
+    on_device = {
+        name: value.to(device) if torch.is_tensor(value) else value
+        for name, value in tensors.items()
+    }
     return SSDInputs(**{"chunk_size": 32, "dt_softplus": True} | on_device)

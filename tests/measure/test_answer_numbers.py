@@ -1,5 +1,6 @@
-"""Divergences, agreement and perplexities against a plain dense computation, and the interval for autocorrelated
-series."""
+"""Divergences, agreement and perplexities against a plain dense computation, and the interval for
+autocorrelated series.
+"""
 
 import math
 
@@ -8,7 +9,14 @@ import pytest
 import torch
 
 from ssdprof.measure import answers
-from ssdprof.measure.answers import Divergence, bands, compare_logits, first_nonfinite, joined, mean_interval
+from ssdprof.measure.answers import (
+    Divergence,
+    bands,
+    compare_logits,
+    first_nonfinite,
+    joined,
+    mean_interval,
+)
 
 COUNT, VOCABULARY = 60, 17
 
@@ -21,7 +29,9 @@ def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return reference, other, torch.randint(VOCABULARY, (COUNT,), generator=generator)
 
 
-def compared(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7) -> Divergence:
+def compared(
+    reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7
+) -> Divergence:
     """Compares in blocks of `rows` positions, as for a prompt's logits."""
     cuts = [slice(start, start + rows) for start in range(0, len(reference), rows)]
     return joined([compare_logits(reference[cut], other[cut], tokens[1:][cut]) for cut in cuts])
@@ -47,9 +57,15 @@ def test_the_numbers_are_those_of_a_dense_computation() -> None:
     losses = [-table[:-1].gather(-1, tokens[1:, None])[:, 0].log().mean() for table in (p, q)]
     assert band.reference_perplexity == pytest.approx(math.exp(losses[0]))
     assert band.perplexity == pytest.approx(math.exp(losses[1]))
-    assert band.perplexity_increase_pct == pytest.approx(100 * (math.exp(losses[1] - losses[0]) - 1))
+    assert band.perplexity_increase_pct == pytest.approx(
+        100 * (math.exp(losses[1] - losses[0]) - 1)
+    )
     assert band.perplexity_interval_pct is not None
-    assert band.perplexity_interval_pct[0] < band.perplexity_increase_pct < band.perplexity_interval_pct[1]
+    assert (
+        band.perplexity_interval_pct[0]
+        < band.perplexity_increase_pct
+        < band.perplexity_interval_pct[1]
+    )
 
 
 def test_a_divergence_below_the_rounding_of_fp32_is_a_number() -> None:
@@ -63,7 +79,12 @@ def test_bands_are_of_their_own_positions(monkeypatch: pytest.MonkeyPatch) -> No
     reference, other, tokens = draw()
     other[:40] = reference[:40]
     whole, *parts = bands(compared(reference, other, tokens))
-    assert [(band.start, band.stop) for band in (whole, *parts)] == [(0, 60), (0, 10), (10, 40), (40, 60)]
+    assert [(band.start, band.stop) for band in (whole, *parts)] == [
+        (0, 60),
+        (0, 10),
+        (10, 40),
+        (40, 60),
+    ]
     assert [band.kl_mean > 0 for band in parts] == [False, False, True]
     assert parts[2].kl_max_position == whole.kl_max_position >= 40
 
@@ -90,7 +111,9 @@ def test_the_interval_is_that_of_independent_values() -> None:
 
 
 def test_the_interval_knows_that_neighbours_resemble_each_other() -> None:
-    """AR(1) with coefficient 0.8: the mean's standard error is sqrt(1.8 / 0.2) = 3 times that of independent values."""
+    """AR(1) with coefficient 0.8: the mean's standard error is sqrt(1.8 / 0.2) = 3 times that of
+    independent values.
+    """
     noise = np.random.default_rng(2).normal(size=8000)
     values = np.zeros(8000)
     for i in range(1, 8000):

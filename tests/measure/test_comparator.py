@@ -25,7 +25,9 @@ PRECISIONS = [
 EXACT = Precision()
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-precisions = pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: f"{p.intermediates}-{p.state_dtype}")
+precisions = pytest.mark.parametrize(
+    "precision", PRECISIONS, ids=lambda p: f"{p.intermediates}-{p.state_dtype}"
+)
 
 
 def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: torch.Tensor) -> None:
@@ -57,9 +59,13 @@ def state_not_carried(inputs: SSDInputs, out: torch.Tensor) -> None:
 
 
 WRONG = (
-    one_value_off_by_a_twentieth_of_its_head, two_heads_swapped, a_chunk_shifted_by_one, last_partial_chunk_missing,
-    skip_dropped, state_not_carried,
-)  # fmt: skip
+    one_value_off_by_a_twentieth_of_its_head,
+    two_heads_swapped,
+    a_chunk_shifted_by_one,
+    last_partial_chunk_missing,
+    skip_dropped,
+    state_not_carried,
+)
 
 
 def right_answer(inputs: SSDInputs) -> SSDOutput:
@@ -73,7 +79,9 @@ def rounded_answer(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return SSDOutput(out[None], state[None])
 
 
-def judge(output: SSDOutput, inputs: SSDInputs, precision: Precision = EXACT) -> tuple[Accuracy, ...]:
+def judge(
+    output: SSDOutput, inputs: SSDInputs, precision: Precision = EXACT
+) -> tuple[Accuracy, ...]:
     return compare(inputs, {"ours": Candidate(output=output, precision=precision)})["ours"]
 
 
@@ -107,7 +115,9 @@ def test_a_wrong_output_fails(
 def test_a_wrong_final_state_fails_alone(dtype: torch.dtype) -> None:
     inputs = random_inputs(dtype=dtype)
     out = right_answer(inputs).out
-    stale = ssd_chunked(replace(inputs, **{name: getattr(inputs, name)[:, :96] for name in ("x", "dt", "B", "C")}))
+    stale = ssd_chunked(
+        replace(inputs, **{name: getattr(inputs, name)[:, :96] for name in ("x", "dt", "B", "C")})
+    )
     comparison = judge(SSDOutput(out, stale.final_states.float()), inputs)
     assert [not tensor.reason for tensor in comparison] == [True, False]
     with pytest.raises(AssertionError, match="final_states, head"):
@@ -135,9 +145,10 @@ def test_nan_weights_are_told_from_a_nan_of_the_kernel() -> None:
     comparison = judge(right_answer(inputs), inputs)
     assert comparison[0].vs_oracle.nonfinite
     assert comparison[0].floor.first_nonfinite == (0, 0, 2, 0)
-    assert "the exact answer, rounded to bf16, is itself not finite in 3200 elements, the first at (0, 0, 2, 0)" in (
-        reason(comparison)
-    )
+    assert (
+        "the exact answer, rounded to bf16, is itself not finite in 3200 elements, the first at "
+        "(0, 0, 2, 0)"
+    ) in (reason(comparison))
     assert not comparison[1].reason
 
 
@@ -172,7 +183,9 @@ def test_relaxed_does_not_pass_as_exact_for_fp32_inputs() -> None:
 
 
 def test_one_huge_activation_does_not_blind_the_rule() -> None:
-    """Trained models have a few activations far above the rest; only these need the budget of the maximum norm."""
+    """Trained models have a few activations far above the rest; only these need the budget of the
+    maximum norm.
+    """
     x = torch.randn(1, 100, 4, 32, generator=torch.Generator().manual_seed(1))
     x[0, 99, :, 5] = 300
     inputs = random_inputs(x=x.bfloat16(), D=torch.ones(4))
@@ -184,7 +197,9 @@ def test_one_huge_activation_does_not_blind_the_rule() -> None:
 
 def test_packed_sequences_are_compared_one_by_one() -> None:
     initial_states = torch.randn(4, 4, 32, 16)
-    inputs = random_inputs(cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states)
+    inputs = random_inputs(
+        cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states
+    )
     output = right_answer(inputs)
     assert_passes(output, inputs, EXACT)
     assert torch.equal(output.final_states[1], initial_states[1])
@@ -197,7 +212,9 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1
     whole = judge(output, inputs)
-    monkeypatch.setattr(accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size)
+    monkeypatch.setattr(
+        accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size
+    )
     steps: list[int] = []
     candidate = Candidate(output=output, precision=EXACT)
     pieces = compare(inputs, {"ours": candidate}, on_progress=steps.append)["ours"]
@@ -239,12 +256,16 @@ def test_an_output_of_the_wrong_shape_or_dtype_is_named() -> None:
 
 
 def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -> None:
-    """With 16-bit inputs.  The error of a single one may be small by chance where a head has few large errors."""
+    """With 16-bit inputs.  The error of a single one may be small by chance where a head has few
+    large errors.
+    """
     inputs, precision = random_inputs(seqlen=64, heads=2, seed=3), Precision()
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
         drawn = ssd.ORACLE.rounded(inputs, precision).drawn(seed)
         out, state = drawn.advance(inputs, span, ssd.gate(inputs, span))
         output = (out[None].to(inputs.x.dtype), state[None])
-        for found in compare(inputs, {"drawn": Candidate(output=output, precision=precision)})["drawn"]:
+        for found in compare(inputs, {"drawn": Candidate(output=output, precision=precision)})[
+            "drawn"
+        ]:
             assert all(use.error <= 0.5 * use.budget for use in found.budget)

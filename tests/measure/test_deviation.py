@@ -27,7 +27,8 @@ def test_tolerance_is_absolute_plus_relative() -> None:
     other = torch.full(SHAPE, 2.0)
     other[1, 0, 0, 0] = -9
     ours = other.clone()
-    ours[0, 0, 0] += torch.tensor([0.0, 2.9e-3, 3.1e-3, 3.1e-2])  # 1e-3 (1 + 2) and 1e-2 (1 + 2) are the limits
+    # 1e-3 (1 + 2) and 1e-2 (1 + 2) are the limits
+    ours[0, 0, 0] += torch.tensor([0.0, 2.9e-3, 3.1e-3, 3.1e-2])
     percent = 100 / other.numel()
     expected = [100 - 3 * percent, 100 - 2 * percent, 100 - percent]
     result = deviation_of(ours, other)
@@ -46,7 +47,9 @@ def test_a_match_relative_to_the_rms_depends_on_no_unit() -> None:
     percent = 100 / other.numel()
     result = deviation_of(ours, other, scale=torch.tensor(0.002))
     assert result.match_pct(1e-3) == 100
-    assert [result.match_rms_pct(one) for one in (1e-3, 1e-2)] == pytest.approx([100 - 2 * percent, 100 - percent])
+    assert [result.match_rms_pct(one) for one in (1e-3, 1e-2)] == pytest.approx(
+        [100 - 2 * percent, 100 - percent]
+    )
 
 
 def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
@@ -114,7 +117,9 @@ def test_sums_are_the_same_bits_each_time() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_an_error_is_found_in_its_slice_of_the_positions(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_found_in_its_slice_of_the_positions(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two slices of 5 positions: 0 to 2, and 3 and 4."""
     monkeypatch.setattr(accuracy, "SLICES", 2)
     other = torch.full(SHAPE, 2.0)

@@ -1,4 +1,6 @@
-"""Faults as small as a rounding are found in the errors of 16-bit outputs; the reason names their kind and place."""
+"""Faults as small as a rounding are found in the errors of 16-bit outputs; the reason names their
+kind and place.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,19 +35,24 @@ def gain(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return out * 1.005, state
 
 
-def gain_of_a_head_of_states(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gain_of_a_head_of_states(
+    out: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.ones(len(state), 1, 1).index_fill(0, torch.tensor(2), 1.008)
     return out, state * scale
 
 
 def truncated(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return (out.float().view(torch.int32) & -(1 << 16)).view(torch.float32).double(), state  # toward zero
+    # toward zero
+    return (out.float().view(torch.int32) & -(1 << 16)).view(torch.float32).double(), state
 
 
 def border(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     at_border = (torch.arange(LENGTH) % 64 == 0)[:, None, None]
     sign = 1 - 2.0 * (torch.arange(out.shape[2]) % 2)
-    return torch.where(at_border, out + 0.004 * sign * out.square().mean(2, keepdim=True).sqrt(), out), state
+    return torch.where(
+        at_border, out + 0.004 * sign * out.square().mean(2, keepdim=True).sqrt(), out
+    ), state
 
 
 def column(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,6 +101,9 @@ def test_a_cut_of_operands_must_be_declared() -> None:
 def test_fp32_inputs_are_judged_by_the_budget_alone() -> None:
     inputs = random_inputs(seqlen=LENGTH, dtype=torch.float32)
     out, state = exact(inputs)
-    found = compare(inputs, {"ours": Candidate(output=(out[None].float(), state[None].float()), precision=Precision())})
+    found = compare(
+        inputs,
+        {"ours": Candidate(output=(out[None].float(), state[None].float()), precision=Precision())},
+    )
     assert [one.checks for one in found["ours"]] == [(), ()]
     assert "budget" in reasons(inputs, out * 1.0001, state)

@@ -16,7 +16,9 @@ from ssdprof.measure.accuracy import Candidate, assert_passes, compare
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = {
-    f"{intermediates}, {state_dtype} states": Precision(intermediates=intermediates, state_dtype=state_dtype)
+    f"{intermediates}, {state_dtype} states": Precision(
+        intermediates=intermediates, state_dtype=state_dtype
+    )
     for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
 }
 SHAPES = {
@@ -29,10 +31,11 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    """Another valid evaluation of the chunked form, for one sequence, chunk after chunk and head after head.
+    """Another valid evaluation of the chunked form, for one sequence, chunk after chunk and head
+    after head.
 
-    Exponents are summed as a tree.  Weights are rounded once, and multiply B instead of x.  The state is rounded only
-    when it is read.
+    Exponents are summed as a tree.  Weights are rounded once, and multiply B instead of x.  The
+    state is rounded only when it is read.
     """
     (_, length, h, p), (g, n), q = inputs.x.shape, inputs.B.shape[2:], inputs.chunk_size
     dtype = precision.intermediate_dtype(inputs.x.dtype)
@@ -73,18 +76,24 @@ def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
 def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]) -> dict[str, str]:
     """Precision -> reason, for precisions that do not pass."""
     candidates = {
-        name: Candidate(output=run(inputs, precision), precision=precision) for name, precision in PRECISIONS.items()
+        name: Candidate(output=run(inputs, precision), precision=precision)
+        for name, precision in PRECISIONS.items()
     }
     comparisons = compare(inputs, candidates)
     reasons = {
-        name: "; ".join(tensor.reason for tensor in found if tensor.reason) for name, found in comparisons.items()
+        name: "; ".join(tensor.reason for tensor in found if tensor.reason)
+        for name, found in comparisons.items()
     }
     return {name: why for name, why in reasons.items() if why}
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [pytest.param(name, marks=[pytest.mark.slow] * ("256" in name)) for name in SHAPES])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "shape", [pytest.param(name, marks=[pytest.mark.slow] * ("256" in name)) for name in SHAPES]
+)
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int) -> None:
     inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}
@@ -97,7 +106,8 @@ def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float) -> None:
     """The tolerance for exponents covers only their rounding in fp32."""
     shape = SHAPES["a chunk of 256"]
     inputs, wrong = (
-        random_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape) for factor in (1, 1 + off)
+        random_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape)
+        for factor in (1, 1 + off)
     )
     output = other_evaluation(wrong, Precision())
     found = compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"]
@@ -111,4 +121,6 @@ def test_a_single_fp32_position_whose_sum_over_n_cancels() -> None:
         dt = torch.nn.functional.softplus(inputs.dt.float() + inputs.dt_bias)[:, 0]
         x, B, C = (one[:, 0].float() for one in (inputs.x, inputs.B, inputs.C))
         states = (dt[..., None] * x)[..., None] * B[:, :, None]
-        assert_passes(SSDOutput((states * C[:, :, None]).sum(-1)[:, None], states), inputs, Precision())
+        assert_passes(
+            SSDOutput((states * C[:, :, None]).sum(-1)[:, None], states), inputs, Precision()
+        )

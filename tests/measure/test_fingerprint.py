@@ -16,7 +16,11 @@ def test_one_changed_bit_changes_it(dtype: torch.dtype) -> None:
     tensor = torch.randn(3, 50).to(dtype)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
-    tensor[2, 7] = torch.nextafter(tensor[2, 7].float(), torch.tensor(math.inf)) if dtype == torch.float32 else 1.5
+    tensor[2, 7] = (
+        torch.nextafter(tensor[2, 7].float(), torch.tensor(math.inf))
+        if dtype == torch.float32
+        else 1.5
+    )
     assert fingerprint(tensor) != before
 
 
@@ -26,7 +30,8 @@ LINE = torch.arange(40.0)
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (LINE, torch.cat([LINE[:3], LINE[[9]], LINE[4:9], LINE[[3]], LINE[10:]])),  # two elements swapped
+        # two elements swapped
+        (LINE, torch.cat([LINE[:3], LINE[[9]], LINE[4:9], LINE[[3]], LINE[10:]])),
         (LINE, torch.cat([LINE[16:32], LINE[:16], LINE[32:]])),  # two blocks swapped
         (LINE, torch.cat([LINE[:39], torch.tensor([7.0])])),  # in the last block
         (torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, -0.0])),

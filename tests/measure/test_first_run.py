@@ -1,4 +1,6 @@
-"""The first run of a call: its status, the culprit of a fault, peaks, and the number of outputs in memory."""
+"""The first run of a call: its status, the culprit of a fault, peaks, and the number of outputs in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ def call_of(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> Call:
 def test_an_error_becomes_a_status_and_a_reason() -> None:
     output, fields = call_of(random_inputs()).first_run()
     assert (fields["status"], output, fields["variant"]) == ("failed", None, "portable")
-    where = "test_first_run.py:28 in <lambda>, test_first_run.py:23 in faulty"
-    assert fields["reason"] == f"RuntimeError: CUDA error: an illegal memory access was encountered ({where})"
+    within = call_of.__code__.co_firstlineno + 2
+    raised = faulty.__code__.co_firstlineno + 1
+    where = f"test_first_run.py:{within} in <lambda>, test_first_run.py:{raised} in faulty"
+    message = "CUDA error: an illegal memory access was encountered"
+    assert fields["reason"] == f"RuntimeError: {message} ({where})"
 
 
 def test_an_interrupt_that_c_code_made_another_error_of_is_still_one() -> None:
@@ -45,7 +50,9 @@ def test_an_interrupt_that_c_code_made_another_error_of_is_still_one() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+def test_a_gpu_that_cannot_be_waited_for_is_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
     """Its culprit is named; an error that leaves the GPU is not touched."""
 
     def synchronize(_: torch.device) -> None:
@@ -55,7 +62,9 @@ def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert module._answers(torch.device("cpu"))
     assert module.blaming(GPU, "fused", lambda: 3) == 3
-    with pytest.raises(MissingCapabilityError if lost else RuntimeError, match="illegal memory access") as caught:
+    with pytest.raises(
+        MissingCapabilityError if lost else RuntimeError, match="illegal memory access"
+    ) as caught:
         module.blaming(GPU, "fused", faulty)
     assert str(caught.value).startswith("fused left the GPU unusable") == lost
 

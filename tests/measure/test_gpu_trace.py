@@ -12,7 +12,14 @@ from ssdprof.measure.trace import Trace, busy_us, marked, traced, work
 
 def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:
     name = f"ssdprof:{part}"
-    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": begin, "dur": end - begin, "tid": tid}
+    return {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": name,
+        "ts": begin,
+        "dur": end - begin,
+        "tid": tid,
+    }
 
 
 def kernel(
@@ -51,10 +58,19 @@ MIXER, OTHERS = mark("mixer", 0, 100), mark("x", 0, 100) | {"name": "Optimizer.s
 @pytest.mark.parametrize(
     ("trace", "expected"),
     [
-        ([MIXER, mark("operator", 10, 20), *kernel(1, 15, 1.0), *kernel(2, 25, 2.0)], {"operator": 1.0, "mixer": 2.0}),
+        (
+            [MIXER, mark("operator", 10, 20), *kernel(1, 15, 1.0), *kernel(2, 25, 2.0)],
+            {"operator": 1.0, "mixer": 2.0},
+        ),
         # of two that begin at once, the inner one ends sooner
-        ([mark("operator", 0, 20), MIXER, *kernel(1, 12, 1.0), *kernel(2, 30, 2.0)], {"operator": 1.0, "mixer": 2.0}),
-        ([OTHERS, MIXER | {"tid": 2}, *kernel(1, 15, 1.0), *kernel(2, 15, 2.0, tid=2)], {None: 1.0, "mixer": 2.0}),
+        (
+            [mark("operator", 0, 20), MIXER, *kernel(1, 12, 1.0), *kernel(2, 30, 2.0)],
+            {"operator": 1.0, "mixer": 2.0},
+        ),
+        (
+            [OTHERS, MIXER | {"tid": 2}, *kernel(1, 15, 1.0), *kernel(2, 15, 2.0, tid=2)],
+            {None: 1.0, "mixer": 2.0},
+        ),
         ([MIXER], {}),
     ],
 )
@@ -64,7 +80,15 @@ def test_the_order_of_events_means_nothing(trace: Trace, expected: dict[str | No
 
 def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
     memory = [
-        {"ph": "X", "cat": cat, "name": cat, "ts": 5.0, "dur": 1.0, "tid": 7, "args": {"correlation": 99}}
+        {
+            "ph": "X",
+            "cat": cat,
+            "name": cat,
+            "ts": 5.0,
+            "dur": 1.0,
+            "tid": 7,
+            "args": {"correlation": 99},
+        }
         for cat in ("gpu_memcpy", "gpu_memset")
     ]
     bare = {"ph": "X", "cat": "kernel", "name": "bare", "ts": 5.0, "dur": 4.0, "tid": 7}
@@ -88,7 +112,10 @@ def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
 
     run()
     found = work(traced(run, device))
-    by_part = {part: [name for where, name, _ in found if where == part] for part in ("mixer", "convolution", None)}
+    by_part = {
+        part: [name for where, name, _ in found if where == part]
+        for part in ("mixer", "convolution", None)
+    }
     assert by_part["convolution"] == ["_causal_conv1d_kernel"]
     assert len(by_part["mixer"]) >= 1
     assert any("reduce" in name for name in by_part[None])

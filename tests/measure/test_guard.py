@@ -16,7 +16,9 @@ from ssdprof.operators import tensors
 
 
 def ssd() -> SSDInputs:
-    """x, B and C are views of one wide tensor, as in a model; dt is a view without its neighbours."""
+    """x, B and C are views of one wide tensor, as in a model; dt is a view without its
+    neighbours.
+    """
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(1, 12, 2 * 16 + 2 * 16, generator=generator).bfloat16()
     x, B, C = wide.split([32, 16, 16], dim=-1)
@@ -34,7 +36,9 @@ def ssd() -> SSDInputs:
 def gdn() -> GDNInputs:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 12, 2, 16, generator=generator) for _ in range(3))
-    return GDNInputs(q=q, k=k, v=v, g=-torch.rand(1, 12, 2), beta=torch.rand(1, 12, 2), use_qk_l2norm=True)
+    return GDNInputs(
+        q=q, k=k, v=v, g=-torch.rand(1, 12, 2), beta=torch.rand(1, 12, 2), use_qk_l2norm=True
+    )
 
 
 def beside(tensor: torch.Tensor, elements: int) -> torch.Tensor:
@@ -48,7 +52,11 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
     guarded = GuardedInputs(given)
     for name, tensor in tensors.tensors(given).items():
         copy = getattr(guarded.inputs, name)
-        assert (copy.shape, copy.stride(), copy.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert (copy.shape, copy.stride(), copy.dtype) == (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         assert copy.data_ptr() % 64 == tensor.data_ptr() % 64
         assert torch.equal(copy, tensor)
         assert copy.data_ptr() != tensor.data_ptr()
@@ -62,10 +70,13 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     ("elements", "where"),
     [
-        (-1, "before"), (-GUARD // 4, "before"), (11 * 6 + 2, "behind"), (GUARD // 4, "behind"),
+        (-1, "before"),
+        (-GUARD // 4, "before"),
+        (11 * 6 + 2, "behind"),
+        (GUARD // 4, "behind"),
         (2, "between the elements of"),
     ],
-)  # fmt: skip
+)
 def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -> None:
     guarded = GuardedInputs(ssd())
     beside(guarded.inputs.dt, elements).view(torch.int32).fill_(bits)
@@ -87,12 +98,16 @@ def test_what_torch_allocates_is_guarded() -> None:
             assert memory.out_of_bounds() == ""
             beside(tensor, 15).fill_(1)
             assert (
-                memory.out_of_bounds() == "it writes out of bounds, behind a tensor of shape (3, 5) that it allocates"
+                memory.out_of_bounds()
+                == "it writes out of bounds, behind a tensor of shape (3, 5) that it allocates"
             )
     with GuardedAllocations() as memory:
         tensor = torch.empty(3, 5)
         beside(tensor, -1).fill_(1)
-        assert memory.out_of_bounds() == "it writes out of bounds, before a tensor of shape (3, 5) that it allocates"
+        assert (
+            memory.out_of_bounds()
+            == "it writes out of bounds, before a tensor of shape (3, 5) that it allocates"
+        )
 
 
 def test_guarded_tensors_hold_what_they_would_hold() -> None:

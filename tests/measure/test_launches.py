@@ -30,7 +30,12 @@ def compiled(block: int, handle: int) -> Any:
     """A compiled kernel as after loading, when Triton has set three attributes from the driver."""
     source = ASTSource(
         fn=triton.JITFunction(_copy_kernel),
-        signature={"source_ptr": "*fp32", "target_ptr": "*fp32", "BLOCK": "constexpr", "DTYPE": "constexpr"},
+        signature={
+            "source_ptr": "*fp32",
+            "target_ptr": "*fp32",
+            "BLOCK": "constexpr",
+            "DTYPE": "constexpr",
+        },
         constexprs={"BLOCK": block, "DTYPE": tl.float32},
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 2})
@@ -40,17 +45,22 @@ def compiled(block: int, handle: int) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache filled by another process, because this one cannot compile after a test has interpreted a kernel."""
+    """A cache filled by another process, because this one cannot compile after a test has
+    interpreted a kernel.
+    """
     folder = str(tmp_path_factory.mktemp("triton"))
     environment = os.environ | {"TRITON_CACHE_DIR": folder, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, __file__], env=environment, check=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", folder)  # monkeypatching an attribute of knobs would leave it assigned
+        # monkeypatching an attribute of knobs would leave it assigned
+        patch.setenv("TRITON_CACHE_DIR", folder)
         yield
 
 
 def launch(handle: int) -> None:
-    triton.knobs.runtime.launch_enter_hook(LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0}))
+    triton.knobs.runtime.launch_enter_hook(
+        LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0})
+    )
 
 
 def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
@@ -63,7 +73,9 @@ def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:
 
 
 def test_kernels_are_listed_once_in_the_order_of_their_first_launch() -> None:
-    kernels = [compiled(block, handle) for block, handle in zip(BLOCKS, (0xA1, 0xA2, 0xA3), strict=True)]
+    kernels = [
+        compiled(block, handle) for block, handle in zip(BLOCKS, (0xA1, 0xA2, 0xA3), strict=True)
+    ]
     with recorded_launches() as launches:
         for handle in (0xA2, 0xA1, 0xA2):
             launch(handle)

@@ -12,7 +12,9 @@ from ssdprof.measure.roofline import with_occupancy
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"max_threads_per_multi_processor": 2048, "shared_memory_per_multiprocessor": 233_472}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0, **sizes))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0, **sizes)
+    )
 
 
 def launch(warps: int, registers: int, shared: int) -> Launch:
@@ -33,7 +35,9 @@ def launch(warps: int, registers: int, shared: int) -> Launch:
         (8, 255, 0, 1, "registers: 255 x 32 rounded up to 8,192, 8 warps"),
     ],
 )
-def test_blocks_per_sm(warps: int, registers: int, shared: int, blocks: int, limited_by: str) -> None:
+def test_blocks_per_sm(
+    warps: int, registers: int, shared: int, blocks: int, limited_by: str
+) -> None:
     found = with_occupancy(launch(warps, registers, shared), torch.device("cuda"))
     assert found.blocks_per_sm == blocks, limited_by
     assert found.warps_pct == pytest.approx(100 * blocks * warps / 64)
@@ -41,6 +45,10 @@ def test_blocks_per_sm(warps: int, registers: int, shared: int, blocks: int, lim
 
 def test_a_kernel_that_does_not_tell_what_it_takes() -> None:
     whole = launch(4, 32, 0)
-    for silent in (whole.changed(registers=None), whole.changed(shared_bytes=None), whole.changed(config={})):
+    for silent in (
+        whole.changed(registers=None),
+        whole.changed(shared_bytes=None),
+        whole.changed(config={}),
+    ):
         assert with_occupancy(silent, torch.device("cuda")) == silent
     assert with_occupancy(whole, torch.device("cpu")) == whole

@@ -26,9 +26,12 @@ from ssdprof.operators.implementations import own_implementation
 pytestmark = pytest.mark.usefixtures("small_guards")
 Kernel = Callable[[Any], Any]
 TOKENS = [
-    Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700), Tokens(sequences=4, seqlen=900, shortest=20),
+    Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700),
+    Tokens(sequences=4, seqlen=900, shortest=20),
 ]  # fmt: skip
-RELAXED_BF16, RELAXED_FP16 = (PrecisionRecord(intermediates="relaxed", state_dtype=one) for one in ("bf16", "fp16"))
+RELAXED_BF16, RELAXED_FP16 = (
+    PrecisionRecord(intermediates="relaxed", state_dtype=one) for one in ("bf16", "fp16")
+)
 
 
 class Here(IsolatedFirstCall):
@@ -40,7 +43,9 @@ class Here(IsolatedFirstCall):
     def prepare(self, *_: Any) -> None: ...
 
 
-def probed(kernel: Kernel, inputs: Any, prober: Prober | None = None, neglects: float = 0.0) -> dict[str, Probe]:
+def probed(
+    kernel: Kernel, inputs: Any, prober: Prober | None = None, neglects: float = 0.0
+) -> dict[str, Probe]:
     prober = prober or Prober(Here())
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
     implementation = replace(implementation, neglects=neglects)
@@ -119,7 +124,9 @@ def forgetting_the_start(inputs: Any) -> Any:
 
 
 def without_the_states_of_packs(inputs: Any) -> Any:
-    return oracle_output(inputs if inputs.cu_seqlens is None else replace(inputs, initial_states=None))
+    return oracle_output(
+        inputs if inputs.cu_seqlens is None else replace(inputs, initial_states=None)
+    )
 
 
 def without_bias_in_a_step(inputs: Any) -> Any:
@@ -131,7 +138,9 @@ def with_two_factors_of_a_decay(inputs: Any) -> Any:
     out, states = oracle_output(inputs)
     dt = inputs.dt.float() if inputs.dt_bias is None else inputs.dt.float() + inputs.dt_bias
     sums = torch.nn.functional.softplus(dt).mul(-inputs.A).cumsum(1)
-    return out.masked_fill((sums > 88)[..., None] & (torch.arange(out.shape[1]) < 64)[:, None, None], torch.nan), states
+    return out.masked_fill(
+        (sums > 88)[..., None] & (torch.arange(out.shape[1]) < 64)[:, None, None], torch.nan
+    ), states
 
 
 def with_the_states_of_a_length_that_chunks_divide(inputs: Any) -> Any:
@@ -148,7 +157,9 @@ class WithTheFirstBounds:
     def __call__(self, inputs: Any) -> Any:
         if inputs.cu_seqlens is not None:
             key = inputs.cu_seqlens.shape, inputs.x.shape
-            inputs = replace(inputs, cu_seqlens=self.bounds.setdefault(key, inputs.cu_seqlens.clone()))
+            inputs = replace(
+                inputs, cu_seqlens=self.bounds.setdefault(key, inputs.cu_seqlens.clone())
+            )
         return oracle_output(inputs)
 
 
@@ -207,7 +218,9 @@ def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, law: str) -> No
 
 
 def test_bits_that_rounding_alone_changes_break_no_law() -> None:
-    """Of a kernel that rarely sums in another order, and of one whose rounding depends on later tokens."""
+    """Of a kernel that rarely sums in another order, and of one whose rounding depends on later
+    tokens.
+    """
     calls = iter([0, 0, 1] * 100)
 
     def rarely_in_another_order(inputs: Any) -> Any:
@@ -216,7 +229,9 @@ def test_bits_that_rounding_alone_changes_break_no_law() -> None:
 
     def with_roundings_by_the_last_token(inputs: Any) -> Any:
         out, states = oracle_output(inputs)
-        by_column = inputs.x[:, -1:].abs().float().frexp().mantissa * torch.tensor([1, -1]).repeat(out.shape[3] // 2)
+        by_column = inputs.x[:, -1:].abs().float().frexp().mantissa * torch.tensor([1, -1]).repeat(
+            out.shape[3] // 2
+        )
         return (out * (1 + torch.finfo(out.dtype).eps / 16 * by_column)).to(out.dtype), states
 
     for kernel in (rarely_in_another_order, with_roundings_by_the_last_token):
@@ -263,7 +278,12 @@ def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_
 
 def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
     def in_another_order(inputs: Any) -> Any:
-        walk = 1.5 * 2.0**-24 * inputs.x.shape[1] ** 0.5 * torch.tensor([1, -1]).repeat(inputs.x.shape[3] // 2)
+        walk = (
+            1.5
+            * 2.0**-24
+            * inputs.x.shape[1] ** 0.5
+            * torch.tensor([1, -1]).repeat(inputs.x.shape[3] // 2)
+        )
         out, states = oracle_output(inputs)
         return out * (1 + walk), states
 
@@ -275,7 +295,11 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
     given = ssd(seqlen=20)
     every = len(probed(oracle_output, given, once))
     assert not probed(oracle_output, given, once), "another precision of the same layer"
-    assert len(probed(oracle_output, given, thorough)) == len(probed(oracle_output, given, thorough)) == every
+    assert (
+        len(probed(oracle_output, given, thorough))
+        == len(probed(oracle_output, given, thorough))
+        == every
+    )
     assert len(probed(oracle_output, ssd(seqlen=20, heads=4), once)) == every
 
 
@@ -288,43 +312,64 @@ def test_the_history_of_each_layer_is_probed() -> None:
 
 
 @pytest.mark.parametrize(("decay", "holds"), [(-30.0, "yes"), (-14.0, "no")])
-def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay: float, holds: str) -> None:
+def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
+    decay: float, holds: str
+) -> None:
     """2^decay: of the first positions' state where the kernel drops it."""
     given = ssd(dt_softplus=False, dt_bias=None)
     given.dt.fill_(0.1)
     given.A.fill_(decay * log(2) / (62 * 0.1))
-    found = {neglects: probed(forgetting_the_start, given, neglects=neglects)["loud past"] for neglects in (0, 2**-24)}
+    found = {
+        neglects: probed(forgetting_the_start, given, neglects=neglects)["loud past"]
+        for neglects in (0, 2**-24)
+    }
     assert found[0].holds == "no"
     assert found[2**-24].holds == holds
     if holds == "yes":
         assert found[2**-24].detail == "times 2^10: it neglects 2^-24 of a state"
         assert (
-            probed(oracle_output, ssd(dtype=torch.float32), neglects=2**-24)["loud past"].holds == "not applicable"
+            probed(oracle_output, ssd(dtype=torch.float32), neglects=2**-24)["loud past"].holds
+            == "not applicable"
         ), "of fp32 inputs"
 
 
 def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
-    implementation, given = own_implementation(operators.get("ssd"), "mine:slow", oracle_output), ssd(seqlen=20)
+    implementation, given = (
+        own_implementation(operators.get("ssd"), "mine:slow", oracle_output),
+        ssd(seqlen=20),
+    )
     found = Prober(Here()).probe(implementation, given, EXACT_FP32, interpreted=True)
     assert {one.detail for one in found} == {"Triton's interpreter runs it; --thorough tests it"}
     assert {one.holds for one in found} == {"not applicable"}
-    thorough = Prober(Here(), thorough=True).probe(implementation, given, EXACT_FP32, interpreted=True)
+    thorough = Prober(Here(), thorough=True).probe(
+        implementation, given, EXACT_FP32, interpreted=True
+    )
     assert "yes" in {one.holds for one in thorough}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "precision"), [("bf16", EXACT_FP32), ("bf16", RELAXED_BF16), ("fp16", RELAXED_FP16)])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bf16", EXACT_FP32), ("bf16", RELAXED_BF16), ("fp16", RELAXED_FP16)]
+)
 @pytest.mark.parametrize("tokens", TOKENS, ids=str)
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str, sizes: str, implementation: str, tokens: Tokens, dtype: str, precision: PrecisionRecord
+    operator: str,
+    sizes: str,
+    implementation: str,
+    tokens: Tokens,
+    dtype: str,
+    precision: PrecisionRecord,
 ) -> None:
     generated = operators.get(operator).generated
     shape: Any = generated.parse(sizes)
-    cell = generate.Cell(shape=shape, dtype=dtype, layout="views", tokens=tokens)  # type: ignore[arg-type]
+    kind: Any = dtype
+    cell = generate.Cell(shape=shape, dtype=kind, layout="views", tokens=tokens)
     given = generated.draw(cell, torch.device("cuda"))
-    found = Prober(IsolatedFirstCall()).probe(kernels.get(operator, implementation), given, precision)
+    found = Prober(IsolatedFirstCall()).probe(
+        kernels.get(operator, implementation), given, precision
+    )
     assert found
     assert [one for one in found if one.holds == "no" and one.name != REPEATS] == []
 
@@ -346,14 +391,20 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
 def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -> None:
-    one = replace(own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind)
+    one = replace(
+        own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind
+    )
     found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), EXACT_FP32)}
     assert found["edge inputs"] == holds
 
 
-def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(probes, "INTERPRETED", True)
-    bundled = replace(own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled")
+    bundled = replace(
+        own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled"
+    )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
     every = Prober(Here(), thorough=True).probe(bundled, given, EXACT_FP32)

@@ -22,7 +22,7 @@ from ssdprof.operators.implementations import resolve
 
 
 @pytest.fixture(autouse=True)
-def kernels(users_folder: Path, small_guards: None) -> None:  # noqa: ARG001
+def kernels(users_folder: Path, small_guards: None) -> None:
     copy(Path(__file__).with_name("bad_kernels.py"), users_folder)
 
 
@@ -57,11 +57,22 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
         (
             "misshapen",
             "ssd",
-            "out must be torch.bfloat16 of shape (1, 12, 2, 16) on cpu, not torch.bfloat16 of shape (1, 2,",
+            (
+                "out must be torch.bfloat16 of shape (1, 12, 2, 16) on cpu, not torch.bfloat16 of "
+                "shape (1, 2,"
+            ),
         ),
         ("too_wide", "ssd", "not torch.float64 of shape (1, 12, 2, 16) on cpu"),
-        ("half_states", "ssd", "must be torch.float32 of shape (1, 2, 16, 16) on cpu, not torch.float16"),
-        ("alone", "ssd", "TypeError: bad_kernels:alone must return (out, final_states), not Tensor"),
+        (
+            "half_states",
+            "ssd",
+            "must be torch.float32 of shape (1, 2, 16, 16) on cpu, not torch.float16",
+        ),
+        (
+            "alone",
+            "ssd",
+            "TypeError: bad_kernels:alone must return (out, final_states), not Tensor",
+        ),
         ("not_a_tensor", "ssd", "must return tensors, and final_states is NoneType"),
     ],
 )
@@ -75,7 +86,11 @@ def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: st
     ("function", "reason"),
     [
         ("crashing", "its first call ended its process by SIGSEGV"),
-        pytest.param("leaving", "RuntimeError: bad_kernels:leaving raised SystemExit: 5", marks=pytest.mark.slow),
+        pytest.param(
+            "leaving",
+            "RuntimeError: bad_kernels:leaving raised SystemExit: 5",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
     ],
 )
@@ -93,7 +108,9 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_process_finds_the_memory_that_torch_only_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[str] = []
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
@@ -108,10 +125,14 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: 
     assert done == ["released", "run"]
 
 
-def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_precision_and_form_of_inputs_has_one_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[tuple[str, str]] = []
 
-    def tried(one: Implementation, _several: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
+    def tried(
+        one: Implementation, _several: Any, precision: PrecisionRecord, _limit_s: float
+    ) -> Any:
         made.append((one.name, str(precision)))
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
@@ -134,7 +155,8 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     (tmp_path / "telling.py").write_text(
         "import os\n"
         "def kernel(inputs):\n"
-        "    told = inputs.B.stride(), inputs.dt_limit, inputs.x.double().sum().item(), os.getenv('HF_TOKEN')\n"
+        "    told = inputs.B.stride(), inputs.dt_limit, inputs.x.double().sum().item(), "
+        "os.getenv('HF_TOKEN')\n"
         "    raise ValueError(str(told))\n"
     )
     given = ssd()
@@ -142,4 +164,6 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     telling = resolve(operators.get("ssd"), "telling:kernel")
     told = IsolatedFirstCall().verdict(telling, given, EXACT_FP32)
     expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
-    assert told == ("failed", f"ValueError: {expected} (telling.py:4 in kernel)"), "from the user's own file on"
+    assert told == ("failed", f"ValueError: {expected} (telling.py:4 in kernel)"), (
+        "from the user's own file on"
+    )

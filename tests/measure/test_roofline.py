@@ -11,14 +11,22 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.operators.ssd import ORACLE, flops
 
 MAMBA2_2_7B = Dims(
-    operator="ssd", batch=1, seqlen=131072, chunk_size=256, dtype="bf16",
-    sizes={"nheads": 80, "headdim": 64, "dstate": 128, "ngroups": 1}, words="80 heads x 64, state 128, 1 group",
-)  # fmt: skip
+    operator="ssd",
+    batch=1,
+    seqlen=131072,
+    chunk_size=256,
+    dtype="bf16",
+    sizes={"nheads": 80, "headdim": 64, "dstate": 128, "ngroups": 1},
+    words="80 heads x 64, state 128, 1 group",
+)
 
 
 def expanded(d: Dims) -> SSDInputs:
     """Tensors of these shapes, expanded from almost no memory."""
-    zero, (nheads, headdim, dstate, ngroups) = torch.zeros((), dtype=torch.bfloat16), d.sizes.values()
+    zero, (nheads, headdim, dstate, ngroups) = (
+        torch.zeros((), dtype=torch.bfloat16),
+        d.sizes.values(),
+    )
     tokens = d.batch, d.seqlen
     x, dt, B = (
         zero.expand(*tokens, nheads, headdim),
@@ -32,7 +40,9 @@ def test_mamba2_at_128k_moves_2_77_gb_and_does_0_43_tflop() -> None:
     assert ORACLE.dims(expanded(MAMBA2_2_7B)) == MAMBA2_2_7B
     x, dt, B = 131072 * 80 * 64 * 2, 131072 * 80 * 2, 131072 * 128 * 2
     moved = ORACLE.cost(expanded(MAMBA2_2_7B))[1]["bytes_moved"]
-    assert moved == 2 * x + dt + 2 * B + 80 * 4 + 80 * 64 * 128 * 4 == pytest.approx(2.77e9, rel=2e-3)
+    assert (
+        moved == 2 * x + dt + 2 * B + 80 * 4 + 80 * 64 * 128 * 4 == pytest.approx(2.77e9, rel=2e-3)
+    )
     assert flops(MAMBA2_2_7B.sizes, MAMBA2_2_7B.seqlen, 128) == pytest.approx(0.43e12, rel=0.01)
 
 
@@ -53,7 +63,9 @@ def test_flops_count_every_multiplication_and_addition_of_the_causal_half() -> N
     assert flops(sizes, 6) == flops(sizes, 6, 16) < flops(sizes, 6, 64)
 
 
-@pytest.mark.parametrize(("tflops", "floor_us"), [(780.0, 644.3), (200.0, 1774.0)], ids=["memory", "compute"])
+@pytest.mark.parametrize(
+    ("tflops", "floor_us"), [(780.0, 644.3), (200.0, 1774.0)], ids=["memory", "compute"]
+)
 def test_the_floor_is_the_higher_of_the_two(tflops: float, floor_us: float) -> None:
     ceilings = Ceilings(copy_gb_per_s=4300, matmul_tflops=tflops)
     case = cases.case(**ORACLE.cost(expanded(MAMBA2_2_7B))[1], samples=cases.timed(2 * floor_us))

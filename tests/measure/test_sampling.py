@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -25,7 +26,9 @@ class Clock:
     def now(self) -> float:
         return self.seconds
 
-    def set_up(self, **microseconds: list[float]) -> Callable[[np.random.Generator], dict[Name, Sampler]]:
+    def set_up(
+        self, **microseconds: list[float]
+    ) -> Callable[[np.random.Generator], dict[Name, Sampler]]:
         """A sampler per name that returns the given times in a cycle."""
         values = {name: cycle(times) for name, times in microseconds.items()}
 
@@ -37,7 +40,7 @@ class Clock:
 
         def record(_generator: np.random.Generator) -> dict[Name, Sampler]:
             self.recordings += 1
-            return {("device", name): lambda name=name: sample(name) for name in values}  # type: ignore[misc]
+            return {("device", name): partial(sample, name) for name in values}
 
         return record
 
@@ -53,7 +56,9 @@ def shape(samples: Samples) -> list[int]:
 
 def test_every_round_has_every_sampler_once_and_the_warm_up_is_thrown_away() -> None:
     clock = Clock()
-    samples = sample_in_turns(clock.set_up(a=[9, 1, 1, 1, 1], b=[10]), plan(warmup_rounds=1), now=clock.now)
+    samples = sample_in_turns(
+        clock.set_up(a=[9, 1, 1, 1, 1], b=[10]), plan(warmup_rounds=1), now=clock.now
+    )
     rounds = [set(clock.calls[first : first + 2]) for first in range(0, len(clock.calls), 2)]
     assert rounds == [{A, B}] * 15
     assert [rounds.tolist() for rounds in samples[A]] == [[1] * 4] * 3
@@ -83,13 +88,17 @@ def test_recordings_that_disagree_are_followed_by_more(
     a: list[float], b: list[float], given: SamplingPlan, recordings: int
 ) -> None:
     clock = Clock()
-    assert shape(sample_in_turns(clock.set_up(a=a, b=b), given, now=clock.now)[A]) == [4] * recordings
+    assert (
+        shape(sample_in_turns(clock.set_up(a=a, b=b), given, now=clock.now)[A]) == [4] * recordings
+    )
 
 
 def test_noisy_rounds_make_recordings_longer_and_not_more() -> None:
     clock = Clock()
     times = (100 * (1 + 0.06 * np.random.default_rng(0).standard_normal(10_000))).tolist()
-    samples = sample_in_turns(clock.set_up(a=times, b=[50.0]), plan(max_recordings=20), now=clock.now)
+    samples = sample_in_turns(
+        clock.set_up(a=times, b=[50.0]), plan(max_recordings=20), now=clock.now
+    )
     assert len(samples[A]) < 10
     assert 32 <= max(shape(samples[A])) <= 128
     assert shape(samples[A]) == shape(samples[B]) == sorted(shape(samples[A]))
@@ -99,7 +108,10 @@ def test_noisy_calls_do_not_make_more_replays() -> None:
     draw = np.random.default_rng(0)
 
     def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
-        return {("call", key): lambda: float(draw.normal(100, 6)) for key in "ab"} | {A: lambda: 50.0, B: lambda: 50.0}
+        return {("call", key): lambda: float(draw.normal(100, 6)) for key in "ab"} | {
+            A: lambda: 50.0,
+            B: lambda: 50.0,
+        }
 
     samples = sample_in_turns(set_up, plan(seconds=float("inf")))
     assert max(shape(samples["call", "a"])) >= 32
@@ -123,7 +135,9 @@ def test_call_times_are_not_compared_with_device_times() -> None:
 
     def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
         clock["now"] = float(next(drift))
-        return {("call", key): lambda: clock["now"] for key in "ab"} | {("device", key): lambda: 1.0 for key in "ab"}
+        return {("call", key): lambda: clock["now"] for key in "ab"} | {
+            ("device", key): lambda: 1.0 for key in "ab"
+        }
 
     samples = sample_in_turns(set_up, plan())
     assert shape(samples["call", "a"]) == [4, 4, 4]

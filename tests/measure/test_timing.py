@@ -71,7 +71,9 @@ def fine(_key: str, run: Run) -> str:
 
 def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None:
     timer = FakeTimer()
-    found = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine, process="one")
+    found = time_in_turns(
+        {"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine, process="one"
+    )
     rounds = 2 * (PLAN.warmup_rounds + PLAN.max_rounds)
     first, again = timer.events[: 3 + 2 * rounds], timer.events[3 + 2 * rounds : -2]
     for recording in (first, again):
@@ -83,10 +85,15 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
 
 
 def test_samples_have_the_resolution_of_the_clocks() -> None:
-    assert record("one", "call", [np.array([123.45678]), np.array([0.0123456])]).us == ((123.46,), (0.012346,))
+    assert record("one", "call", [np.array([123.45678]), np.array([0.0123456])]).us == (
+        (123.46,),
+        (0.012346,),
+    )
 
 
-def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_recording_is_alive_when_the_next_place_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise memory would have to hold both the old and the new one."""
     recorded: list[weakref.ref[Any]] = []
     record, relocate = FakeTimer.record, FakeTimer.reallocate
@@ -121,7 +128,9 @@ LATER = "a later call raised ValueError: no more calls (test_timing.py:"
         (2 + PLAN.max_rounds, torch.OutOfMemoryError("2 GiB"), "b is not timed: no memory is left"),
     ],
 )
-def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int, error: Exception, why: str) -> None:
+def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
+    calls: int, error: Exception, why: str
+) -> None:
     class Fails(FakeRun):
         calls = 0
 
@@ -134,19 +143,27 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int, 
     found = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
     assert found["b"].get("status") == ("failed" if why is LATER else None)
     assert found["b"]["reason"].startswith(why)
-    assert [len(one) for one in found["a"]["samples"][1].us] == [PLAN.max_rounds] * PLAN.max_recordings
+    assert [len(one) for one in found["a"]["samples"][1].us] == [
+        PLAN.max_rounds
+    ] * PLAN.max_recordings
 
 
-@pytest.mark.parametrize("error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")])
+@pytest.mark.parametrize(
+    "error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")]
+)
 def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception) -> None:
-    found = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine)
+    found = time_in_turns(
+        {"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine
+    )
     assert (list(found["a"]), list(found["b"])) == (["samples"], ["reason"])
     assert found["b"]["reason"].startswith("b is not timed")
     assert str(error) in found["b"]["reason"]
 
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us", "check"])
-def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
+    monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
     """A fault may depend on other contents of memory, and show when the output is looked at."""
     timed = getattr(FakeTimer, event, None)
 
@@ -188,7 +205,9 @@ def timer() -> CudaTimer:
 
 
 def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
-    """Work of a known duration: a kernel that spins for a number of cycles, first timed separately."""
+    """Work of a known duration: a kernel that spins for a number of cycles, first timed
+    separately.
+    """
 
     def run() -> SSDOutput:
         torch.cuda._sleep(int(milliseconds * 1e6))
@@ -260,7 +279,9 @@ def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
 
 @pytest.mark.gpu
 def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory() -> None:
-    """In a separate process, because gaps between tensors of other tests may hold every recording."""
+    """In a separate process, because gaps between tensors of other tests may hold every
+    recording.
+    """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         places, reserved = pool.submit(places_and_reserved_bytes).result()
     assert len(places) > 1

@@ -1,7 +1,8 @@
 """How often a verdict is wrong, and how often a real difference is found, on a simulated GPU.
 
-The simulated times have the effects observed on a real GPU: an error from a recording's place in memory, common to all
-of its rounds; an advantage for the first sample of a round; noise of rounds with interruptions; and a common drift.
+The simulated times have the effects observed on a real GPU: an error from a recording's place in
+memory, common to all of its rounds; an advantage for the first sample of a round; noise of rounds
+with interruptions; and a common drift.
 """
 
 from __future__ import annotations
@@ -72,12 +73,17 @@ class SimulatedGpu:
 
 @cache
 def compared(seed: int, ratio: float) -> dict[str, str]:
-    """The verdict by each clock on a call of 100 us and one of 100 / ratio us, as `ssdprof run` does."""
+    """The verdict by each clock on a call of 100 us and one of 100 / ratio us, as `ssdprof run`
+    does.
+    """
     plan = SamplingPlan(seconds=math.inf)
     runs = {"slow": Work(100), "fast": Work(100 / ratio)}
     found = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _run: "")
     pairs = zip(found["slow"]["samples"], found["fast"]["samples"], strict=True)
-    return {slow.clock: ratio_of(slow.us, fast.us).verdict(plan.smallest_difference) for slow, fast in pairs}
+    return {
+        slow.clock: ratio_of(slow.us, fast.us).verdict(plan.smallest_difference)
+        for slow, fast in pairs
+    }
 
 
 @pytest.mark.slow
@@ -98,13 +104,17 @@ def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [0.01, 0.02, 0.04])
 def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: float) -> None:
-    """If recordings of equal times differ much, the interval is likely to lie beyond the limit after some recording."""
+    """If recordings of equal times differ much, the interval is likely to lie beyond the limit
+    after some recording.
+    """
     draw = np.random.default_rng(0)
     verdicts = []
 
     def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
         places = 100 * np.exp(draw.normal(0, placement, 2))
-        return {("device", str(number)): partial(float, place) for number, place in enumerate(places)}
+        return {
+            ("device", str(number)): partial(float, place) for number, place in enumerate(places)
+        }
 
     for _ in range(300):
         one, other = sample_in_turns(set_up, SamplingPlan(seconds=math.inf)).values()
@@ -113,7 +123,9 @@ def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: flo
 
 
 def test_one_recording_would_be_wrong_often() -> None:
-    """The simulated GPU is hard enough: intervals from the rounds of a single place in memory are too narrow."""
+    """The simulated GPU is hard enough: intervals from the rounds of a single place in memory are
+    too narrow.
+    """
     wrong = 0
     for seed in range(100):
         gpu = SimulatedGpu(seed)

@@ -1,7 +1,7 @@
 """Adapters of libraries that are not installed here.
 
-Stand-ins replace them.  Most compute the operator by the recurrence, with the library's conventions: an adapter that
-follows these conventions agrees with the oracle.
+Stand-ins replace them.  Most compute the operator by the recurrence, with the library's
+conventions: an adapter that follows these conventions agrees with the oracle.
 """
 
 from __future__ import annotations
@@ -58,10 +58,15 @@ def test_a_view_spans_what_its_strides_skip() -> None:
     assert span(torch.empty(2, 3, 5)[:, :, :4], axes=slice(1, None)) == 14
 
 
-def of_ssd(dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any) -> SSDInputs:
+def of_ssd(
+    dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any
+) -> SSDInputs:
     """size: batch, length, and heads and groups if they are not 2 and 1."""
     batch, length, heads, groups = (*size, 2, 1)[:4]
-    x, B = torch.zeros(batch, length, heads, 16, dtype=dtype), torch.zeros(batch, length, groups, 16, dtype=dtype)
+    x, B = (
+        torch.zeros(batch, length, heads, 16, dtype=dtype),
+        torch.zeros(batch, length, groups, 16, dtype=dtype),
+    )
     made: dict[str, Any] = dict(x=x, dt=x[..., 0], A=-torch.ones(heads), B=B, C=B, chunk_size=128)
     return SSDInputs(**made | fields)
 
@@ -77,15 +82,29 @@ def a_step(length: int = 1, **fields: Any) -> SSDInputs:
     torch.manual_seed(0)
     B, C = torch.randn(2, 2, length, 2, 16)
     made: dict[str, Any] = dict(
-        x=torch.randn(2, length, 4, 8), dt=torch.randn(2, length, 4), A=-torch.rand(4), B=B, C=C, D=torch.randn(4),
-        dt_bias=torch.randn(4), dt_softplus=True, initial_states=torch.randn(2, 4, 8, 16), chunk_size=16,
-    )  # fmt: skip
+        x=torch.randn(2, length, 4, 8),
+        dt=torch.randn(2, length, 4),
+        A=-torch.rand(4),
+        B=B,
+        C=C,
+        D=torch.randn(4),
+        dt_bias=torch.randn(4),
+        dt_softplus=True,
+        initial_states=torch.randn(2, 4, 8, 16),
+        chunk_size=16,
+    )
     return SSDInputs(**made | fields)
 
 
-def of_gdn(*, dim: int = 128, dtype: torch.dtype = FP16, packed: bool = False, length: int = 6) -> GDNInputs:
-    sizes: dict[str, Any] = dict(values_per_key=2, key_dim=dim, value_dim=dim, dtype=dtype, initial_states=True)
-    lengths: dict[str, Any] = dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
+def of_gdn(
+    *, dim: int = 128, dtype: torch.dtype = FP16, packed: bool = False, length: int = 6
+) -> GDNInputs:
+    sizes: dict[str, Any] = dict(
+        values_per_key=2, key_dim=dim, value_dim=dim, dtype=dtype, initial_states=True
+    )
+    lengths: dict[str, Any] = (
+        dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
+    )
     return GDNCase(**sizes | lengths).inputs()
 
 
@@ -94,7 +113,13 @@ def of_gdn(*, dim: int = 128, dtype: torch.dtype = FP16, packed: bool = False, l
 
 def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
     def forward(
-        *arguments: Any, D: Any, z: Any, dt_bias: Any, initial_states: Any, dt_softplus: bool, dt_limit: Any
+        *arguments: Any,
+        D: Any,
+        z: Any,
+        dt_bias: Any,
+        initial_states: Any,
+        dt_softplus: bool,
+        dt_limit: Any,
     ) -> Any:
         given = dict(zip(("x", "dt", "A", "B", "C", "chunk_size"), arguments, strict=True))
         given |= {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
@@ -105,12 +130,21 @@ def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
 
 
 def step(
-    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None,
+    state: Any,
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    z: Any = None,
+    dt_bias: Any = None,
     dt_softplus: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """mamba_ssm's decoding kernel.
 
-    state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h, p).
+    state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h,
+    p).
     """
     assert A.stride()[1:] == (0, 0), "one number a head, which the kernel's fast path wants to see"
     dt = F.softplus(dt + dt_bias) if dt_softplus else dt + dt_bias
@@ -134,16 +168,32 @@ def as_flashinfer(calls: Calls) -> Callable[..., Any]:
     """The chunked kernels: packed tokens, decays, V-first states."""
 
     def function(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
-        cu_seqlens: Any, use_qk_l2norm_in_kernel: bool, backend: str,
-    ) -> Any:  # fmt: skip
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        scale: float,
+        initial_state: Any,
+        output_final_state: bool,
+        cu_seqlens: Any,
+        use_qk_l2norm_in_kernel: bool,
+        backend: str,
+    ) -> Any:
         calls.append({"q": q, "beta": beta, "cu_seqlens": cu_seqlens, "backend": backend})
         assert output_final_state
         assert all(one.is_contiguous() for one in (q, k, v, g, beta, initial_state))
         inputs = GDNInputs(
-            q=q[None], k=k[None], v=v[None], g=g[None].log(), beta=beta[None], scale=scale,
-            initial_state=initial_state.mT, cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
+            q=q[None],
+            k=k[None],
+            v=v[None],
+            g=g[None].log(),
+            beta=beta[None],
+            scale=scale,
+            initial_state=initial_state.mT,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+        )
         out, states = gdn_recurrence(inputs)
         return out[0], states.mT.contiguous()
 
@@ -154,16 +204,36 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
     """The kernel for a few tokens: raw gates, a pool of V-first states."""
 
     def function(
-        q: Any, k: Any, v: Any, pool: Any, read: Any, A_log: Any, a: Any, dt_bias: Any, b: Any, *, scale: float,
-        disable_state_update: bool, use_qk_l2norm: bool, output_state_indices: Any, output: Any,
-    ) -> Any:  # fmt: skip
+        q: Any,
+        k: Any,
+        v: Any,
+        pool: Any,
+        read: Any,
+        A_log: Any,
+        a: Any,
+        dt_bias: Any,
+        b: Any,
+        *,
+        scale: float,
+        disable_state_update: bool,
+        use_qk_l2norm: bool,
+        output_state_indices: Any,
+        output: Any,
+    ) -> Any:
         calls.append({"q": q})
         assert not disable_state_update
         assert pool.is_contiguous()
         g, states = -A_log.exp() * F.softplus(a + dt_bias), pool[read].mT
         result = gdn_recurrence(
             GDNInputs(
-                q=q, k=k, v=v, g=g, beta=b.sigmoid(), scale=scale, initial_state=states, use_qk_l2norm=use_qk_l2norm
+                q=q,
+                k=k,
+                v=v,
+                g=g,
+                beta=b.sigmoid(),
+                scale=scale,
+                initial_state=states,
+                use_qk_l2norm=use_qk_l2norm,
             )
         )
         pool[output_state_indices] = result.final_states.mT.float()
@@ -222,18 +292,24 @@ def calls() -> Calls:
 
 @pytest.fixture
 def load(calls: Calls, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """A library's implementation by its name.  The adapter must set fla's variable before it imports its operator."""
-    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")  # undoes the adapter's change after the test
+    """A library's implementation by its name.  The adapter must set fla's variable before it
+    imports its operator.
+    """
+    # undoes the adapter's change after the test
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
     monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")
     monkeypatch.delitem(sys.modules, FLA, raising=False)
     for name, members in {
-        "mamba_ssm": dict(__version__="9.9"), "fla": dict(__version__="9.9"), "flashinfer": {},
+        "mamba_ssm": dict(__version__="9.9"),
+        "fla": dict(__version__="9.9"),
+        "flashinfer": {},
         f"{TRITON}.ssd_combined": dict(_mamba_chunk_scan_combined_fwd=as_mamba_ssm(calls)),
         f"{TRITON}.selective_state_update": dict(selective_state_update=step),
-        "flash_qla": dict(chunk_gated_delta_rule=as_fla(calls)), "flashinfer.gdn_kernels.qk_l2norm": {},
+        "flash_qla": dict(chunk_gated_delta_rule=as_fla(calls)),
+        "flashinfer.gdn_kernels.qk_l2norm": {},
         "flashinfer.gdn_prefill": dict(chunk_gated_delta_rule=as_flashinfer(calls)),
         "flashinfer.gdn_decode": dict(gated_delta_rule_mtp=as_flashinfer_mtp(calls)),
-    }.items():  # fmt: skip
+    }.items():
         put(monkeypatch, name, **members)
 
     def import_module(module: str) -> ModuleType:
@@ -254,15 +330,25 @@ def load(calls: Calls, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 # --- laws of all
 
 EXACT, OF_BF16, OF_FP16 = Precision(), Precision(state_dtype=BF16), Precision(state_dtype=FP16)
-RELAXED, RELAXED_FP16 = Precision(intermediates="relaxed"), Precision(intermediates="relaxed", state_dtype=FP16)
+RELAXED, RELAXED_FP16 = (
+    Precision(intermediates="relaxed"),
+    Precision(intermediates="relaxed", state_dtype=FP16),
+)
 Z = torch.randn(2, 1, 4, 8)
-TERMS: list[tuple[str, Any]] = [(name, packed) for name in GDN_LIBRARIES for packed in (False, True)][:-1]
-TERMS += [("selective_state_update", a_step(z=Z)), ("selective_state_update", a_step(initial_states=None))]
+TERMS: list[tuple[str, Any]] = [
+    (name, packed) for name in GDN_LIBRARIES for packed in (False, True)
+][:-1]
+TERMS += [
+    ("selective_state_update", a_step(z=Z)),
+    ("selective_state_update", a_step(initial_states=None)),
+]
 
 
 @pytest.mark.parametrize(("name", "given"), TERMS)
 def test_a_librarys_terms_are_met(name: str, given: Any, load: Load, calls: Calls) -> None:
-    """Twice: a call leaves its inputs as they were.  Only FlashInfer gets other inputs than ours."""
+    """Twice: a call leaves its inputs as they were.  Only FlashInfer gets other inputs than
+    ours.
+    """
     ssd, precision = name not in GDN_LIBRARIES, OF_FP16 if name == "fla" else EXACT
     inputs: Any = given if ssd else of_gdn(packed=given)
     before = None if inputs.initial is None else inputs.initial.clone()
@@ -271,8 +357,12 @@ def test_a_librarys_terms_are_met(name: str, given: Any, load: Load, calls: Call
     for _ in range(2):
         out, states = implementation.run(inputs, precision)
         assert out.shape == inputs.values.shape
-        torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-5, atol=1e-5 if ssd else 1e-3)
-        torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            out.double(), expected.out.double(), rtol=1e-5, atol=1e-5 if ssd else 1e-3
+        )
+        torch.testing.assert_close(
+            states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-4
+        )
     assert before is None or torch.equal(inputs.initial, before)
     assert len(calls) == (0 if ssd else 2)
     if name in GDN_LIBRARIES[:3]:
@@ -282,12 +372,16 @@ def test_a_librarys_terms_are_met(name: str, given: Any, load: Load, calls: Call
 
 PACK, ODD = dict(cu_seqlens=torch.tensor([0, 8])), dict(chunk_size=24)
 REFUSED: list[tuple[str, Any, Precision, str]] = [
-    ("mamba_ssm", {}, RELAXED, "exact intermediates only"), ("mamba_ssm", {}, EXACT, "this version"),
+    ("mamba_ssm", {}, RELAXED, "exact intermediates only"),
+    ("mamba_ssm", {}, EXACT, "this version"),
     ("mamba_ssm", dict(dtype=FP32), EXACT, "fp32 inputs are multiplied in tf32, which is relaxed"),
-    ("mamba_ssm", PACK, OF_BF16, "packed sequence"), ("mamba_ssm", far(8, 2**29), OF_FP16, "32-bit offsets"),
+    ("mamba_ssm", PACK, OF_BF16, "packed sequence"),
+    ("mamba_ssm", far(8, 2**29), OF_FP16, "32-bit offsets"),
     ("mamba_ssm", ODD, OF_BF16, "chunk_size must be a power of two, not 24"),
-    ("published", {}, OF_BF16, "fp32 and fp16 states only"), ("published", {}, OF_FP16, "go with fp16 inputs"),
-    ("published", {}, RELAXED_FP16, "go with fp16 inputs"), ("published", PACK, EXACT, "no packed sequences"),
+    ("published", {}, OF_BF16, "fp32 and fp16 states only"),
+    ("published", {}, OF_FP16, "go with fp16 inputs"),
+    ("published", {}, RELAXED_FP16, "go with fp16 inputs"),
+    ("published", PACK, EXACT, "no packed sequences"),
     ("published", ODD, EXACT, "chunk_size must be a power of two, not 24"),
     ("published", far(2**27, 32), EXACT, "32-bit offsets"),
     ("selective_state_update", a_step(2), EXACT, "one token of each sequence"),
@@ -303,11 +397,13 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("flashinfer_mtp", of_gdn(packed=True), EXACT, "2 to 64 tokens of each sequence"),
     ("flashinfer_mtp", of_gdn(length=1), EXACT, "2 to 64 tokens of each sequence"),
     ("flashinfer_mtp", replace(of_gdn(), initial_state=None), EXACT, "with initial states"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "given", "precision", "words"), REFUSED)
-def test_what_they_do_not_do(name: str, given: Any, precision: Precision, words: str, load: Load, calls: Calls) -> None:
+def test_what_they_do_not_do(
+    name: str, given: Any, precision: Precision, words: str, load: Load, calls: Calls
+) -> None:
     implementation = load(name)
     for call in (implementation.run, implementation.plan):
         with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
@@ -339,8 +435,12 @@ def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls) -> N
     assert all(getattr(given, name) is value for name, value in calls[0].items())
     assert out is given.x
     assert bool((states == 1).all())
-    assert [str(precision) for precision in own_precisions(peer, "bf16", ())] == ["exact, bf16 states"]
-    assert [str(one) for one in own_precisions(load("selective_state_update"), "bf16", ())] == ["exact, fp32 states"]
+    assert [str(precision) for precision in own_precisions(peer, "bf16", ())] == [
+        "exact, bf16 states"
+    ]
+    assert [str(one) for one in own_precisions(load("selective_state_update"), "bf16", ())] == [
+        "exact, fp32 states"
+    ]
 
 
 def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
@@ -352,10 +452,17 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
         asked.append(state_dtype)
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
 
-    monkeypatch.setattr(sys.modules[f"{TRITON}.ssd_combined"], "_mamba_chunk_scan_combined_fwd", forward)
+    monkeypatch.setattr(
+        sys.modules[f"{TRITON}.ssd_combined"], "_mamba_chunk_scan_combined_fwd", forward
+    )
     peer = load("mamba_ssm")
-    found = {dtype: [str(one) for one in own_precisions(peer, dtype, ())] for dtype in ("fp16", "fp32")}
-    assert found == {"fp16": ["exact, fp16 states", "exact, fp32 states"], "fp32": ["relaxed, fp32 states"]}
+    found = {
+        dtype: [str(one) for one in own_precisions(peer, dtype, ())] for dtype in ("fp16", "fp32")
+    }
+    assert found == {
+        "fp16": ["exact, fp16 states", "exact, fp32 states"],
+        "fp32": ["relaxed, fp32 states"],
+    }
     for states in (FP16, FP32):
         peer.run(of_ssd(FP16), Precision(state_dtype=states))
     assert asked == [None, FP32]
@@ -384,10 +491,15 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
     load: Load, intermediates: Literal["exact", "relaxed"], states: torch.dtype
 ) -> None:
-    precision, implementation = Precision(intermediates=intermediates, state_dtype=states), load("published")
+    precision, implementation = (
+        Precision(intermediates=intermediates, state_dtype=states),
+        load("published"),
+    )
     _, options = implementation.run(of_ssd(FP16), precision).final_states
     assert options["states_in_fp32"] is (states == FP32)
-    assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {intermediates == "exact"}
+    assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {
+        intermediates == "exact"
+    }
     assert options["cb_comp_fp32"] is True
     plan = implementation.plan(of_ssd(FP16), precision)
     assert plan.variant == {"exact": "high", "relaxed": "medium"}[intermediates]
@@ -411,10 +523,16 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load) -> No
         return [(one.name, str(precision)) for one, precision in bench.compared(request, SSD, cell)]
 
     assert compared(replace(CELL, dtype="fp16")) == [
-        ("published", "exact, fp32 states"), ("published", "exact, fp16 states"), ("published", "relaxed, fp32 states"),
-        ("published", "relaxed, fp16 states"), ("unfused", "exact, fp32 states"),
-    ]  # fmt: skip
-    assert compared(CELL) == [("published", "exact, fp32 states"), ("unfused", "exact, fp32 states")]
+        ("published", "exact, fp32 states"),
+        ("published", "exact, fp16 states"),
+        ("published", "relaxed, fp32 states"),
+        ("published", "relaxed, fp16 states"),
+        ("unfused", "exact, fp32 states"),
+    ]
+    assert compared(CELL) == [
+        ("published", "exact, fp32 states"),
+        ("unfused", "exact, fp32 states"),
+    ]
 
 
 # --- GDN's libraries
@@ -456,7 +574,9 @@ def test_copies_of_the_inputs_are_named(name: str, load: Load) -> None:
     torch.testing.assert_close(after.out, before.out * 2, rtol=0, atol=1e-6)
 
 
-def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fla_that_may_call_other_libraries_is_not_taken(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(monkeypatch, FLA, chunk_gated_delta_rule=as_fla([]))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
         load("fla")
@@ -466,27 +586,55 @@ def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch:
 
 
 def of_kda(**fields: Any) -> KDAInputs:
-    """With gates and beta that are functions of bf16 numbers, so that nothing is rounded on the way back."""
-    sizes: dict[str, Any] = dict(batch=2, seqlen=6, key_dim=128, value_dim=128, dtype=BF16, initial_states=True)
+    """With gates and beta that are functions of bf16 numbers, so that nothing is rounded on the way
+    back.
+    """
+    sizes: dict[str, Any] = dict(
+        batch=2, seqlen=6, key_dim=128, value_dim=128, dtype=BF16, initial_states=True
+    )
     given = KDACase(**sizes | fields).inputs()
-    beta, g = given.beta.float().logit().to(BF16).float().sigmoid(), -5 * (20 * given.g).to(BF16).float().sigmoid()
+    beta, g = (
+        given.beta.float().logit().to(BF16).float().sigmoid(),
+        -5 * (20 * given.g).to(BF16).float().sigmoid(),
+    )
     return replace(given, g=g, beta=beta)
 
 
 @pytest.fixture
 def flash_kda(monkeypatch: pytest.MonkeyPatch) -> Implementation:
     def fwd(
-        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, *, out: Any, A_log: Any, dt_bias: Any,
-        lower_bound: float, initial_state: Any, final_state: Any, cu_seqlens: Any,
-    ) -> None:  # fmt: skip
-        assert all(one.is_contiguous() for one in (q, k, v, g, beta, out, A_log, dt_bias, final_state))
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        scale: float,
+        *,
+        out: Any,
+        A_log: Any,
+        dt_bias: Any,
+        lower_bound: float,
+        initial_state: Any,
+        final_state: Any,
+        cu_seqlens: Any,
+    ) -> None:
+        assert all(
+            one.is_contiguous() for one in (q, k, v, g, beta, out, A_log, dt_bias, final_state)
+        )
         assert {one.dtype for one in (q, k, v, g, beta, out)} == {BF16}
         assert (A_log.shape, dt_bias.shape) == (q.shape[2:3], q.shape[2:])
         g = lower_bound * (A_log.exp()[:, None] * (g + dt_bias)).sigmoid()
         inputs = KDAInputs(
-            q=q, k=k, v=v, g=g, beta=beta.float().sigmoid(), scale=scale, initial_state=initial_state.mT,
-            cu_seqlens=cu_seqlens, use_qk_l2norm=True,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta.float().sigmoid(),
+            scale=scale,
+            initial_state=initial_state.mT,
+            cu_seqlens=cu_seqlens,
+            use_qk_l2norm=True,
+        )
         result = kda_recurrence(inputs)
         out.copy_(result.out)
         final_state.copy_(result.final_states.mT)
@@ -496,22 +644,28 @@ def flash_kda(monkeypatch: pytest.MonkeyPatch) -> Implementation:
 
 
 @pytest.mark.parametrize("sequences", [{}, {"lengths": (3, 0, 4)}])
-def test_flash_kda_gets_what_is_before_the_activations(sequences: Any, flash_kda: Implementation) -> None:
+def test_flash_kda_gets_what_is_before_the_activations(
+    sequences: Any, flash_kda: Implementation
+) -> None:
     inputs = of_kda(**sequences)
     expected, (out, states) = kda_recurrence(inputs), flash_kda.run(inputs, OF_BF16)
     torch.testing.assert_close(out.double(), expected.out.double(), rtol=2**-8, atol=1e-5)
-    torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("inputs", "precision", "words"),
     [
-        (of_kda(), EXACT, "states that enter chunks are bf16"), (of_kda(key_dim=64), OF_BF16, "K and V are 128"),
-        (of_kda(dtype=FP16), OF_BF16, "bf16 inputs"), (of_kda(values_per_key=2), OF_BF16, "as many key heads"),
+        (of_kda(), EXACT, "states that enter chunks are bf16"),
+        (of_kda(key_dim=64), OF_BF16, "K and V are 128"),
+        (of_kda(dtype=FP16), OF_BF16, "bf16 inputs"),
+        (of_kda(values_per_key=2), OF_BF16, "as many key heads"),
         (replace(of_kda(), g=of_kda().g - 5), OF_BF16, "g is at least -5"),
         (replace(of_kda(), beta=2 * of_kda().beta), OF_BF16, "beta at most 1"),
     ],
-)  # fmt: skip
+)
 def test_what_flash_kda_does_not_do(
     inputs: KDAInputs, precision: Precision, words: str, flash_kda: Implementation
 ) -> None:
@@ -523,7 +677,9 @@ def test_what_flash_kda_does_not_do(
 
 
 class Kernel:
-    """A stand-in for a kernel that is compiled on demand.  Records its arguments and the mode of every call."""
+    """A stand-in for a kernel that is compiled on demand.  Records its arguments and the mode of
+    every call.
+    """
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -551,8 +707,12 @@ def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
 OPTIONS = {"grid": (1,), "warmup": False}
 
 
-def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted tuner can go on later.  None takes the choice of another process from the disk."""
+def test_what_a_tuner_will_try_is_compiled_before_side_by_side(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupted tuner can go on later.  None takes the choice of another process from the
+    disk.
+    """
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -566,13 +726,18 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pyte
     assert _async_compile.active_mode.get() is None
     assert not tuner.cache_results
     assert tuner.prune_configs(OPTIONS) == tuner.configs
-    assert [(asked["x"], asked["BLOCK"], asked["num_warps"]) for asked in kernel.asked] == 2 * [(7, 32, 8), (7, 64, 8)]
+    assert [(asked["x"], asked["BLOCK"], asked["num_warps"]) for asked in kernel.asked] == 2 * [
+        (7, 32, 8),
+        (7, 64, 8),
+    ]
     assert all(asked["warmup"] for asked in kernel.asked)  # compiles, and launches nothing
     assert kernel.modes == [True] * 4
     assert _async_compile.active_mode.get() is None
 
 
-def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(load: Load, checkout: Path) -> None:
+def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(
+    load: Load, checkout: Path
+) -> None:
     kernel_file(checkout).write_text(TUNED)
     call: Any = load("published").run.args[1].args[0]  # type: ignore[attr-defined]
     kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
@@ -581,9 +746,14 @@ def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(load:
     assert not flags.any()
 
 
-def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(load: Load, checkout: Path) -> None:
+def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(
+    load: Load, checkout: Path
+) -> None:
     kernel_file(checkout).write_text(TUNED)
-    run, sizes = load("published").run, [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4, 1), (1, 1024, 4, 2)]
+    run, sizes = (
+        load("published").run,
+        [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4, 1), (1, 1024, 4, 2)],
+    )
     for size in sizes:
         assert run(of_ssd(FP16, size=size), EXACT).final_states == []
     for size in sizes:
@@ -606,6 +776,10 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
 def test_fla_calls_no_other_library_also_where_a_model_imports_it_first() -> None:
     """transformers imports fla with a model's code, before this package asks for fla's kernels."""
     code = "import ssdprof.operators, os; print(os.environ['FLA_DISABLE_BACKEND_DISPATCH'])"
-    environment = {name: value for name, value in os.environ.items() if name != "FLA_DISABLE_BACKEND_DISPATCH"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "FLA_DISABLE_BACKEND_DISPATCH"
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert ran.stdout == "1\n"

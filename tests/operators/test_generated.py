@@ -1,5 +1,6 @@
-"""Random inputs of a bench and their ways (`--draw`); sizes as a user writes them; cost and form of a call; forms of
-kernels that run only when they are named (`--also`)."""
+"""Random inputs of a bench and their ways (`--draw`); sizes as a user writes them; cost and form of
+a call; forms of kernels that run only when they are named (`--also`).
+"""
 
 from __future__ import annotations
 
@@ -26,18 +27,26 @@ from ssdprof.operators.implementations import resolve
 
 GDN, SSD = operators.get("gdn"), operators.get("ssd")
 SIZES = {"gdn": (2, 8, 16, 16), "ssd": (2, 16, 16, 1)}
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
+)
 
 
 def drawn(
-    operator: str, *ways: str, seqlen: int = 40, sequences: int = 2, shortest: int | None = None,
-    sizes: tuple[int, ...] = (), layout: Layout = "contiguous",
-) -> Any:  # fmt: skip
+    operator: str,
+    *ways: str,
+    seqlen: int = 40,
+    sequences: int = 2,
+    shortest: int | None = None,
+    sizes: tuple[int, ...] = (),
+    layout: Layout = "contiguous",
+) -> Any:
     tokens = Tokens(sequences=sequences, seqlen=seqlen, shortest=shortest)
     generated = operators.get(operator).generated
     shape = generated.shape("small", *(sizes or SIZES[operator]))
     return generated.draw(
-        Cell(shape=shape, dtype="bf16", layout=layout, tokens=tokens, drawn=ways), torch.device("cpu")
+        Cell(shape=shape, dtype="bf16", layout=layout, tokens=tokens, drawn=ways),
+        torch.device("cpu"),
     )
 
 
@@ -90,7 +99,9 @@ def test_dims_and_cost() -> None:
     inputs, positions = drawn("gdn", **SMALL), 2 * 40
     dims = GDN.judged.dims(inputs)
     assert dims.words == "2/4 heads, K 16, V 24"
-    assert GDN.judged.flops(dims.sizes, positions) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
+    assert GDN.judged.flops(dims.sizes, positions) == positions * (
+        2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24
+    )
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
     written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24
@@ -101,7 +112,9 @@ def test_dims_and_cost() -> None:
 
 
 def test_the_largest_sizes_are_those_of_the_kernels() -> None:
-    """A config is judged by them before a download.  Kernels take these sizes and refuse larger ones by name."""
+    """A config is judged by them before a download.  Kernels take these sizes and refuse larger
+    ones by name.
+    """
     assert SSD.generated.largest == {"dstate": fused.MAX_DSTATE}
     assert fused.MAX_DSTATE == recurrent.MAX_DSTATE == unfused.MAX_DSTATE
     assert GDN.generated.largest == {"key_dim": MAX_DIM, "value_dim": MAX_DIM}
@@ -131,9 +144,15 @@ def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again() -> None
         norms = getattr(normalised, name).float().norm(dim=-1)
         torch.testing.assert_close(norms, torch.ones_like(norms), rtol=0, atol=1e-2)
         assert getattr(usual, name).float().norm(dim=-1).min() > 1.5
-    assert all(torch.equal(getattr(usual, name), getattr(normalised, name)) for name in ("v", "g", "beta"))
-    for ours, theirs in zip(gdn_chunked(usual, torch.float64), gdn_chunked(normalised, torch.float64), strict=True):
-        assert (ours - theirs).norm() / theirs.norm() < 1e-2, "the same problem but for the rounding of q and k"
+    assert all(
+        torch.equal(getattr(usual, name), getattr(normalised, name)) for name in ("v", "g", "beta")
+    )
+    for ours, theirs in zip(
+        gdn_chunked(usual, torch.float64), gdn_chunked(normalised, torch.float64), strict=True
+    ):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-2, (
+            "the same problem but for the rounding of q and k"
+        )
 
 
 def test_a_quarter_of_the_heads_has_no_gate() -> None:
@@ -144,7 +163,9 @@ def test_a_quarter_of_the_heads_has_no_gate() -> None:
     assert (usual.g < 0).all()
 
 
-@pytest.mark.parametrize(("way", "expected"), [("slow", [True] * 8), ("quarter-slow", [True, False, False, False] * 2)])
+@pytest.mark.parametrize(
+    ("way", "expected"), [("slow", [True] * 8), ("quarter-slow", [True, False, False, False] * 2)]
+)
 def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]) -> None:
     g = drawn("gdn", way).g
     assert (g.mean((0, 1)) > -1.5e-4).tolist() == expected
@@ -152,7 +173,10 @@ def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]) -> 
 
 
 def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused() -> None:
-    assert parse_ways(GDN, "quarter-ungated, normalised,normalised") == ("normalised", "quarter-ungated")
+    assert parse_ways(GDN, "quarter-ungated, normalised,normalised") == (
+        "normalised",
+        "quarter-ungated",
+    )
     assert parse_ways(GDN, "") == parse_ways(SSD, "") == ()
     with pytest.raises(BadInputError, match="--draw does not know 'half-ungated'") as refused:
         parse_ways(GDN, "half-ungated")

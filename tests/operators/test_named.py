@@ -1,4 +1,6 @@
-"""The implementation of a name, and the error for an unknown name; which of ours computes the operator in a model."""
+"""The implementation of a name, and the error for an unknown name; which of ours computes the
+operator in a model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.operators import get
-from ssdprof.operators.implementations import kind_of, known, own_precisions, refuse_two_checkouts, resolve, resolver
+from ssdprof.operators.implementations import (
+    kind_of,
+    known,
+    own_precisions,
+    refuse_two_checkouts,
+    resolve,
+    resolver,
+)
 from ssdprof.operators.operator import computed
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -60,7 +69,9 @@ def here(users_folder: Path) -> Path:
     (users_folder / "kernels_of_a_user.py").write_text(MODULE)
     (users_folder / "broken_module.py").write_text("import no_such_library\n")
     (users_folder / "leaving_module.py").write_text("raise SystemExit('gone')\n")
-    (users_folder / "skipping_module.py").write_text("import pytest\npytest.importorskip('no_such_library')\n")
+    (users_folder / "skipping_module.py").write_text(
+        "import pytest\npytest.importorskip('no_such_library')\n"
+    )
     return users_folder
 
 
@@ -78,7 +89,10 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
         resolve(SSD, "published")
     assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba: published=DIRECTORY."
     absent = resolve(SSD, f"published={here}").absent
-    assert "cannot be imported from its checkout: there is no mamba_ssm/ops/triton/softplus.py" in absent
+    assert (
+        "cannot be imported from its checkout: there is no mamba_ssm/ops/triton/softplus.py"
+        in absent
+    )
     with pytest.raises(BadInputError, match=r"There is no folder .*nowhere") as told:
         resolve(SSD, f"published={here / 'nowhere'}")
     assert told.value.hint == "Give a checkout of github.com/RishiAstra/mamba."
@@ -101,7 +115,9 @@ def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(BadInputError, match=r"There is no implementation 'fussed' of ssd\.") as told:
+    with pytest.raises(
+        BadInputError, match=r"There is no implementation 'fussed' of ssd\."
+    ) as told:
         resolve(SSD, "fussed")
     assert told.value.hint.startswith("Did you mean fused?")
     assert "flash_qla" in known(GDN)
@@ -116,7 +132,9 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
     x = torch.ones(1)
     assert found.run(Inputs(x, x.device), Precision()) == (x, x)
     assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
-    assert sys.path[-1] == str(here), "what is imported later is found too, and hides no installed module"
+    assert sys.path[-1] == str(here), (
+        "what is imported later is found too, and hides no installed module"
+    )
     assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
 
 
@@ -131,7 +149,9 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
 def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
     monkeypatch: pytest.MonkeyPatch, device: str, index: int
 ) -> None:
-    """Triton launches on the current GPU, which can be another one in a rank of torchrun or a placed model."""
+    """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
+    placed model.
+    """
     current: list[int] = []
 
     @contextmanager
@@ -140,22 +160,35 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
         yield
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    resolve(SSD, "kernels_of_a_user:plain").run(Inputs(torch.ones(1), torch.device(device)), Precision())
+    resolve(SSD, "kernels_of_a_user:plain").run(
+        Inputs(torch.ones(1), torch.device(device)), Precision()
+    )
     assert current == [index]
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("broken_module:f", "The module of broken_module:f cannot be imported: No module named 'no_such_library'"),
+        (
+            "broken_module:f",
+            "The module of broken_module:f cannot be imported: No module named 'no_such_library'",
+        ),
         ("leaving_module:f", "The module of leaving_module:f cannot be imported: SystemExit: gone"),
-        ("skipping_module:f", "The module of skipping_module:f cannot be imported: could not import 'no_such_library'"),
+        (
+            "skipping_module:f",
+            (
+                "The module of skipping_module:f cannot be imported: could not import "
+                "'no_such_library'"
+            ),
+        ),
         ("nowhere:f", "The module of nowhere:f cannot be imported: No module named 'nowhere'"),
-        ("kernels_of_a_user:g", "has no 'g'"), ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
-        (":g", "':g' names no module."), ("kernels_of_a_user:number", "is not a function, but of type int"),
+        ("kernels_of_a_user:g", "has no 'g'"),
+        ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
+        (":g", "':g' names no module."),
+        ("kernels_of_a_user:number", "is not a function, but of type int"),
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
-)  # fmt: skip
+)
 def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
@@ -164,18 +197,26 @@ def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
 
 
 def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told")
+    install(
+        here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told"
+    )
     monkeypatch.syspath_prepend(here / "site")
     found = resolve(SSD, "mine")
     assert (found.name, found.kind, found.version) == ("mine", "own", "kernels_of_a_user:plain")
-    assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
+    assert resolve(SSD, "fused").kind == "bundled", (
+        "an installed package takes no name of ssdprof's"
+    )
     assert "mine" in known(GDN)
 
 
-def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_that_cannot_be_loaded_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(here / "site", "a-kernel", mine="broken_module:f")
     monkeypatch.syspath_prepend(here / "site")
-    with pytest.raises(BadInputError, match=r"The entry point 'mine' cannot be loaded\.  The module of broken_mod"):
+    with pytest.raises(
+        BadInputError, match=r"The entry point 'mine' cannot be loaded\.  The module of broken_mod"
+    ):
         resolve(SSD, "mine")
 
 
@@ -203,7 +244,9 @@ def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Implementations by name that replace the bundled ones: an exception is raised, another value is the output."""
+    """Implementations by name that replace the bundled ones: an exception is raised, another value
+    is the output.
+    """
     found: dict[str, Any] = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:
@@ -238,7 +281,9 @@ def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
     assert computed(ON_GPU, print) == (expected, None)
 
 
-def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(registered: dict[str, Any]) -> None:
+def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(
+    registered: dict[str, Any],
+) -> None:
     registered.update(reference="reference", fused=REFUSED)
     with pytest.raises(BadInputError, match=r"No GDN .*\(fused: K of 7\)"):
         computed(ON_GPU, print)

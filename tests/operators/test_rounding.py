@@ -26,8 +26,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Make = Callable[..., Any]
 
 
-def make_gdn(seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any) -> Any:
-    sizes: dict[str, Any] = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate)
+def make_gdn(
+    seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any
+) -> Any:
+    sizes: dict[str, Any] = dict(
+        key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate
+    )
     return GDNCase(seqlen=seqlen, batch=batch, **sizes).inputs(**fields)
 
 
@@ -43,7 +47,9 @@ def begun(inputs: Any, precision: Precision) -> Any:
 
 def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
-    found: Output = lo.advance(inputs, span, operators.get(inputs.operator).judged.gate(inputs, span))
+    found: Output = lo.advance(
+        inputs, span, operators.get(inputs.operator).judged.gate(inputs, span)
+    )
     return found
 
 
@@ -68,7 +74,8 @@ def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
 
 def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
     """RMS ratio of out and of final_states against the oracle."""
-    exact: Any = (gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked)(inputs)  # type: ignore[operator]
+    chunked: Any = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
+    exact = chunked(inputs)
     out, states = (
         float((ours.double() - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
         for ours, theirs in zip(rounded(inputs, precision), exact, strict=True)
@@ -76,25 +83,34 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
     return out, states
 
 
-@pytest.mark.parametrize("variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"]
+)
 def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
-        "plain": {}, "gated": {"z": torch.randn(2, 100, 4, 32)},
+        "plain": {},
+        "gated": {"z": torch.randn(2, 100, 4, 32)},
         "initial states": {"initial_states": torch.randn(2, 4, 32, 16)},
-        "no skip, no bias": {"D": None, "dt_bias": None}, "D per channel": {"D": torch.randn(4, 32)},
+        "no skip, no bias": {"D": None, "dt_bias": None},
+        "D per channel": {"D": torch.randn(4, 32)},
         "limit": {"dt_limit": (1e-3, 1e-2)},
-    }[variant]  # fmt: skip
+    }[variant]
     assert max(errors(random_inputs(dtype=FP32, batch=2, **changes), Precision())) < 2e-6
 
 
-@pytest.mark.parametrize("variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"]
+)
 def test_in_fp32_it_is_gdn(variant: str) -> None:
     changes: dict[str, Any] = {
-        "plain": {}, "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
-        "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False}, "scale": {"scale": 3.0},
-        "no gate": {"gate": 0.0}, "all forgotten": {"g": torch.full((2, 150, 4), -torch.inf)},
-    }[variant]  # fmt: skip
+        "plain": {},
+        "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
+        "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False},
+        "scale": {"scale": 3.0},
+        "no gate": {"gate": 0.0},
+        "all forgotten": {"g": torch.full((2, 150, 4), -torch.inf)},
+    }[variant]
     assert max(errors(make_gdn(batch=2, **changes), Precision())) < 2e-6
 
 
@@ -106,7 +122,11 @@ def test_spans_carry_the_state(make: Make) -> None:
 
 def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
     gdn = make is make_gdn
-    states = {"initial_state": torch.randn(2, 4, 32, 24)} if gdn else {"initial_states": torch.randn(2, 4, 32, 16)}
+    states = (
+        {"initial_state": torch.randn(2, 4, 32, 24)}
+        if gdn
+        else {"initial_states": torch.randn(2, 4, 32, 16)}
+    )
     inputs = make(batch=2, **states)
     apart, together = rounded(inputs, Precision()), begun(inputs, Precision())
     for batch in range(2):
@@ -117,10 +137,17 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
 @pytest.mark.parametrize("length", [0, 150])
 def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> None:
     states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
-    inputs, span = make(seqlen=150, batch=2, **states), Span(sequence=1, batch=1, start=0, stop=length)
+    inputs, span = (
+        make(seqlen=150, batch=2, **states),
+        Span(sequence=1, batch=1, start=0, stop=length),
+    )
     wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)
-    found = begun(inputs, Precision()).advance(wide, whole, operators.get(inputs.operator).judged.gate(wide, whole))
-    for dim, three, one in zip((1, 0), found, advanced(begun(inputs, Precision()), inputs, 1, 0, length), strict=True):
+    found = begun(inputs, Precision()).advance(
+        wide, whole, operators.get(inputs.operator).judged.gate(wide, whole)
+    )
+    for dim, three, one in zip(
+        (1, 0), found, advanced(begun(inputs, Precision()), inputs, 1, 0, length), strict=True
+    ):
         torch.testing.assert_close(three, torch.cat([one] * 3, dim))
 
 
@@ -140,7 +167,9 @@ def test_the_states_are_numbers_of_their_dtype(make: Make, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize(("dtype", "unit_roundoff"), [(FP16, 2**-11), (BF16, 2**-8)], ids=str)
-def test_the_error_is_that_of_a_few_roundings(make: Make, dtype: torch.dtype, unit_roundoff: float) -> None:
+def test_the_error_is_that_of_a_few_roundings(
+    make: Make, dtype: torch.dtype, unit_roundoff: float
+) -> None:
     exact_out, exact_states = errors(make(dtype=dtype), Precision())
     relaxed_out, relaxed_states = errors(make(dtype=dtype), Precision(intermediates="relaxed"))
     # one rounding: uniform within half a spacing, rms between 0.29 and 0.58 of the unit roundoff
@@ -152,7 +181,9 @@ def test_the_error_is_that_of_a_few_roundings(make: Make, dtype: torch.dtype, un
 def test_coarser_states_lose_more(make: Make) -> None:
     gdn = make is make_gdn
     inputs = make(dtype=FP32, **({"gate": 0.01} if gdn else {}))
-    fp32, fp16, bf16 = (errors(inputs, Precision(state_dtype=dtype)) for dtype in (FP32, FP16, BF16))
+    fp32, fp16, bf16 = (
+        errors(inputs, Precision(state_dtype=dtype)) for dtype in (FP32, FP16, BF16)
+    )
     for tensor in range(2):
         assert (50 if gdn else 100) * fp32[tensor] < fp16[tensor] < bf16[tensor] / 4
 
@@ -168,7 +199,10 @@ def test_the_products_stay_fp32_when_the_process_allows_tf32() -> None:
 
 def test_wide_states_are_judged_in_shorter_blocks() -> None:
     def length(n: int) -> int:
-        x, B, dt = (torch.empty(1, 1, *of, device="meta").expand(1, 4096, *of) for of in ((8, 64), (1, n), (8,)))
+        x, B, dt = (
+            torch.empty(1, 1, *of, device="meta").expand(1, 4096, *of)
+            for of in ((8, 64), (1, n), (8,))
+        )
         inputs = SSDInputs.unchecked(x=x, dt=dt, A=dt[0, 0], B=B, C=B, chunk_size=64)
         return block_length(operators.get("ssd").judged, inputs, torch.device("cpu"))
 

@@ -28,7 +28,7 @@ LAYERS = (layer(0, "toy"), layer(3, "toy"))
 
 
 @pytest.fixture(autouse=True)
-def registered(registries_of_its_own: None, in_empty_folder: None) -> None:  # noqa: ARG001
+def registered(registries_of_its_own: None, in_empty_folder: None) -> None:
     operators.register(toy.OPERATOR)
     toy.register_implementations()
 
@@ -41,7 +41,9 @@ def drawn(seqlen: int = SEQLEN) -> toy.ToyInputs:
 
 @pytest.fixture
 def captures() -> Path:
-    return store(Path("captures"), [(layer, drawn(), None) for layer in LAYERS], prompt(SEQLEN, batch=2))
+    return store(
+        Path("captures"), [(layer, drawn(), None) for layer in LAYERS], prompt(SEQLEN, batch=2)
+    )
 
 
 def ssdprof(*words: str) -> str:
@@ -67,11 +69,16 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     shown = ssdprof("accuracy", "run")
     assert "out" in shown
     assert "states" in shown
-    assert json.loads(ssdprof("export", "run", "--format", "json"))["cases"][0]["dims"]["operator"] == "toy"
+    assert (
+        json.loads(ssdprof("export", "run", "--format", "json"))["cases"][0]["dims"]["operator"]
+        == "toy"
+    )
     assert "2 heads x 8" in ssdprof("export", "run")
 
 
-def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_implementation_of_it_is_found(
+    captures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wrong(inputs: toy.ToyInputs, precision: Precision) -> toy.Output:
         out, state = toy.running_sum(inputs, precision)
         out[1, 20, 1, 3] += 1
@@ -90,7 +97,9 @@ def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pyte
 def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
 
-        def noted(inputs: toy.ToyInputs, precision: Precision, name: str = name, cost: float = cost) -> toy.Output:
+        def noted(
+            inputs: toy.ToyInputs, precision: Precision, name: str = name, cost: float = cost
+        ) -> toy.Output:
             RAN.append((name, cost))
             return toy.running_sum(inputs, precision)
 
@@ -100,10 +109,15 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
     ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--out", "cells")
     report = load("cells")[1]
     assert (report.kind, report.subject) == ("bench", "toy")
-    assert [(case.drawn and (case.drawn.shape, case.drawn.shape_words), case.result) for case in report.cases] == [
-        (("toy-1b", "2x8"), "passed"), (("toy-1b", "2x8"), "passed"),
-        (("3x16", "3x16"), "passed"), (("3x16", "3x16"), "passed"),
-    ]  # fmt: skip
+    assert [
+        (case.drawn and (case.drawn.shape, case.drawn.shape_words), case.result)
+        for case in report.cases
+    ] == [
+        (("toy-1b", "2x8"), "passed"),
+        (("toy-1b", "2x8"), "passed"),
+        (("3x16", "3x16"), "passed"),
+        (("3x16", "3x16"), "passed"),
+    ]
     for fused in report.cases[1::2]:
         assert value(report.speedup(fused)) == pytest.approx(3.0)
 
@@ -115,7 +129,9 @@ def test_the_comparator_knows_it_by_its_inputs() -> None:
         assert_passes((output[0], output[1] * 1.01), drawn(), Precision())
 
 
-def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_yet_is_refused_in_a_sentence(
+    captures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
     assert "There is no implementation 'unfused' of toy" in ending(2, "run", str(captures)).err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):

@@ -46,7 +46,9 @@ class ToyInputs(Inputs):
 
 
 def running_sum(inputs: ToyInputs, precision: Precision) -> Output:
-    """Position after position, in fp32; the state is stored in the precision's dtype after every chunk."""
+    """Position after position, in fp32; the state is stored in the precision's dtype after every
+    chunk.
+    """
     state = torch.zeros_like(inputs.x[:, 0], dtype=torch.float32)
     out = torch.empty_like(inputs.x)
     for t in range(inputs.x.shape[1]):
@@ -60,7 +62,11 @@ def running_sum(inputs: ToyInputs, precision: Precision) -> Output:
 def register_implementations() -> None:
     for name in ("unfused", "fused"):
         plan = Plan(variant="torch", launches=0, reason="a loop")
-        register(Implementation(operator="toy", name=name, run=running_sum, plan=lambda *_, plan=plan: plan))
+        register(
+            Implementation(
+                operator="toy", name=name, run=running_sum, plan=lambda *_, plan=plan: plan
+            )
+        )
 
 
 # --- the oracle
@@ -82,10 +88,15 @@ def blocks(inputs: ToyInputs, length: int) -> Iterator[Block]:
 
 
 def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Tensor:
-    """The recurrence in fp32, with the state rounded after every chunk and the output to the inputs' dtype."""
+    """The recurrence in fp32, with the state rounded after every chunk and the output to the
+    inputs' dtype.
+    """
     out = []
     for t in range(span.start, span.stop):
-        low.state = low.state * inputs.a[span.batch, t, :, None].float().exp() + inputs.x[span.batch, t].float()
+        low.state = (
+            low.state * inputs.a[span.batch, t, :, None].float().exp()
+            + inputs.x[span.batch, t].float()
+        )
         out.append(low.state.to(inputs.x.dtype))
         if (t + 1) % CHUNK == 0:
             low.state = low.stored(low.state)
@@ -94,12 +105,16 @@ def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Te
 
 ORACLE = OracleSpec(
     blocks=blocks,
-    gate=lambda inputs, span: Gate(exponents=inputs.a[span.batch, span.start : span.stop].float().T[None]),
-    chunks=chunks, bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
-    chunk_size=lambda _: CHUNK, sizes=lambda inputs: dict(zip(("heads", "width"), inputs.x.shape[2:], strict=True)),
+    gate=lambda inputs, span: Gate(
+        exponents=inputs.a[span.batch, span.start : span.stop].float().T[None]
+    ),
+    chunks=chunks,
+    bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
+    chunk_size=lambda _: CHUNK,
+    sizes=lambda inputs: dict(zip(("heads", "width"), inputs.x.shape[2:], strict=True)),
     words="{heads} heads x {width}".format_map,
     flops=lambda sizes, positions: 2 * positions * sizes["heads"] * sizes["width"],
-)  # fmt: skip
+)
 
 
 # --- a mixer would call `toy_scan(x, a)`
@@ -110,9 +125,13 @@ def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -
 
 
 BINDING = CallBinding(
-    function="toy_scan", bind=bind, views=("x",), per_position=("a",), gate_bytes=lambda item, _sizes: item,
+    function="toy_scan",
+    bind=bind,
+    views=("x",),
+    per_position=("a",),
+    gate_bytes=lambda item, _sizes: item,
     replacement=lambda inputs: running_sum(inputs, Precision()),
-)  # fmt: skip
+)
 
 
 # --- bench
@@ -122,15 +141,26 @@ def draw(cell: Cell, device: torch.device) -> ToyInputs:
     sizes = (cell.tokens.sequences, cell.tokens.seqlen, cell.shape.sizes["heads"])
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(*sizes, cell.shape.sizes["width"], device=device, generator=generator)
-    return ToyInputs(x=x.to(dtype_named(cell.dtype)), a=-torch.rand(*sizes, device=device, generator=generator))
+    return ToyInputs(
+        x=x.to(dtype_named(cell.dtype)), a=-torch.rand(*sizes, device=device, generator=generator)
+    )
 
 
 GENERATOR = InputGenerator(
-    form="{heads}x{width}", order="heads x width", words="{heads}x{width}", models={"toy-1b": (2, 8)}, draw=draw
+    form="{heads}x{width}",
+    order="heads x width",
+    words="{heads}x{width}",
+    models={"toy-1b": (2, 8)},
+    draw=draw,
 )
 
 
 OPERATOR = Operator(
-    name="toy", title="A gated running sum", layers="toy", load_inputs=lambda: ToyInputs, binding=BINDING,
-    judged=ORACLE, generated=GENERATOR,
-)  # fmt: skip
+    name="toy",
+    title="A gated running sum",
+    layers="toy",
+    load_inputs=lambda: ToyInputs,
+    binding=BINDING,
+    judged=ORACLE,
+    generated=GENERATOR,
+)

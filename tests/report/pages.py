@@ -10,7 +10,9 @@ _ASKING = {"src", "href", "xlink:href", "action", "data", "poster", "srcset", "f
 
 
 class Page(HTMLParser):
-    """ids, anchors: "#..." links.  asked: other addresses.  unclosed: tags not closed, or closed in another order."""
+    """ids, anchors: "#..." links.  asked: other addresses.  unclosed: tags not closed, or closed in
+    another order.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -24,7 +26,11 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         self.unclosed += self._open
-        self.asked += [address for address in re.findall(r"url\(([^)]*)\)", text) if not address.startswith("#")]
+        self.asked += [
+            address
+            for address in re.findall(r"url\(([^)]*)\)", text)
+            if not address.startswith("#")
+        ]
         self.asked += re.findall(r"@import[^;]*", text)
         self.anchors += re.findall(r"url\(#([^)]*)\)", text)
 
@@ -50,7 +56,9 @@ class Page(HTMLParser):
             if name == "id":
                 self.ids.append(value or "")
             elif name in _ASKING:
-                (self.anchors if (value or "").startswith("#") else self.asked).append((value or "").removeprefix("#"))
+                (self.anchors if (value or "").startswith("#") else self.asked).append(
+                    (value or "").removeprefix("#")
+                )
 
     @property
     def words(self) -> str:

@@ -25,4 +25,6 @@ def row(table: Table | None, *keys: str) -> dict[str, str]:
     """Header on one line -> cell, of the row that begins with the keys."""
     found = there(table)
     (cells,) = [cells for cells in found.rows if cells[: len(keys)] == keys]
-    return {header.replace("\n", " "): cell for header, cell in zip(found.headers, cells, strict=True)}
+    return {
+        header.replace("\n", " "): cell for header, cell in zip(found.headers, cells, strict=True)
+    }

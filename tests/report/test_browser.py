@@ -1,4 +1,5 @@
-"""The page in a real browser: no console messages, no network requests, nothing wider than a telephone.
+"""The page in a real browser: no console messages, no network requests, nothing wider than a
+telephone.
 
 Skipped without Chromium; tests/report/test_html.py reads the same pages with a parser.
 """
@@ -18,7 +19,9 @@ from report.test_html import STALLS, broken
 from ssdprof.core import pairs
 from ssdprof.report import comparison, html, stalls
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
@@ -31,23 +34,39 @@ PAGES = {
     "prefill": lambda: html.render(prefill()),
     "answers": lambda: html.render(answers()),
     "compare": lambda: html.of_document(
-        comparison.compose(pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01), every=True)
+        comparison.compose(
+            pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01), every=True
+        )
     ),
     "stalls alone": lambda: html.of_document(stalls.compose(STALLS), STALLS),
 }
 
 
 class Visit:
-    """dom: after the page's scripts ran.  console: lines of errors.  asked: network addresses that it requested."""
+    """dom: after the page's scripts ran.  console: lines of errors.  asked: network addresses that
+    it requested.
+    """
 
     def __init__(self, folder, text, script=""):
         page, log = folder / "page.html", folder / "net.json"
-        page.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+        page.write_text(
+            text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8"
+        )
         command = [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-extensions",
-            "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr", "--dump-dom",
-            f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}", page.as_uri(),
-        ]  # fmt: skip
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-extensions",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            f"--user-data-dir={folder / 'profile'}",
+            f"--log-net-log={log}",
+            page.as_uri(),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         self.dom = done.stdout
         self.console = re.findall(r"CONSOLE[^\n]*", done.stderr)
@@ -78,10 +97,13 @@ MEASURE = """
     const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1);
     const scrolls = all.filter(
       (one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "auto");
-    const sizes = [...document.querySelectorAll("svg text")].filter((one) => one.textContent.trim()).map(
-      (one) => parseFloat(getComputedStyle(one).fontSize) * Math.hypot(one.getScreenCTM().a, one.getScreenCTM().b));
+    const shown = [...document.querySelectorAll("svg text")].filter(
+      (text) => text.textContent.trim());
+    const sizes = shown.map((text) => parseFloat(getComputedStyle(text).fontSize)
+      * Math.hypot(text.getScreenCTM().a, text.getScreenCTM().b));
     found[width] = {
-      beyond: [...wide, ...scrolls].map((one) => one.outerHTML.slice(0, 90)).slice(0, 3), text: Math.min(99, ...sizes),
+      beyond: [...wide, ...scrolls].map((one) => one.outerHTML.slice(0, 90)).slice(0, 3),
+      text: Math.min(99, ...sizes),
     };
   }
   document.body.dataset.found = JSON.stringify(found);
@@ -93,7 +115,11 @@ MEASURE = """
     [
         "stalls",
         "broken",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in PAGES if name not in ("stalls", "broken")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in PAGES
+            if name not in ("stalls", "broken")
+        ),
     ],
 )
 def test_a_page_opens_quietly_and_nothing_scrolls_sideways_or_is_too_small_to_read(name, tmp_path):
@@ -116,11 +142,20 @@ def screenshots(page, folder, name):
     for width in WIDTHS:
         frame = page.with_name("frame.html")
         frame.write_text(
-            f'<body style="margin:0"><iframe src="plain.html" style="width:{width}px;height:3000px;border:0">'
+            '<body style="margin:0"><iframe src="plain.html" '
+            f'style="width:{width}px;height:3000px;border:0">'
         )
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={max(width, 500)},3000"]
+        command = [
+            CHROMIUM,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--window-size={max(width, 500)},3000",
+        ]
         subprocess.run(
-            [*command, f"--screenshot={folder / f'{name}-{width}.png'}", frame.as_uri()], check=True, timeout=120
+            [*command, f"--screenshot={folder / f'{name}-{width}.png'}", frame.as_uri()],
+            check=True,
+            timeout=120,
         )
 
 
@@ -128,9 +163,11 @@ def test_a_click_sorts_by_number_and_a_second_one_the_other_way(tmp_path):
     script = """
       const tables = [...document.querySelectorAll("table.sortable")];
       const table = tables.find((one) => one.textContent.includes("device time"));
-      const button = [...table.querySelectorAll("button")].find((one) => one.textContent === "device time");
+      const button = [...table.querySelectorAll("button")].find(
+        (one) => one.textContent === "device time");
       const column = button.closest("th").cellIndex;
-      const read = () => [...table.tBodies[0].rows].map((row) => row.cells[column].textContent).join("|");
+      const read = () => [...table.tBodies[0].rows].map(
+        (row) => row.cells[column].textContent).join("|");
       button.click();
       document.body.dataset.up = read();
       button.click();
@@ -138,7 +175,9 @@ def test_a_click_sorts_by_number_and_a_second_one_the_other_way(tmp_path):
     """
     visit = Visit(tmp_path, html.render(report(seqlens=(256,), layers=(9,))), script)
     assert visit.console == []
-    up, down = (re.search(rf'data-{way}="([^"]*)"', visit.dom)[1].split("|") for way in ("up", "down"))
+    up, down = (
+        re.search(rf'data-{way}="([^"]*)"', visit.dom)[1].split("|") for way in ("up", "down")
+    )
     microseconds = [float(text.split()[0]) * {"µs": 1, "ms": 1000}[text.split()[1]] for text in up]
     assert len(set(up)) > 2
     assert microseconds == sorted(microseconds)
@@ -154,7 +193,10 @@ def test_a_link_to_a_folded_section_opens_it(tmp_path):
 
 def test_the_browser_would_say_what_is_wrong(tmp_path):
     """The checks above detect a page that breaks these rules."""
-    bad = "<!DOCTYPE html><body><img src='http://127.0.0.1:9/x.png'><script>nothing.there</script></body>"
+    bad = (
+        "<!DOCTYPE html><body><img "
+        "src='http://127.0.0.1:9/x.png'><script>nothing.there</script></body>"
+    )
     visit = Visit(tmp_path, bad)
     assert any("nothing is not defined" in line for line in visit.console)
     assert visit.asked == {"http://127.0.0.1:9/x.png"}

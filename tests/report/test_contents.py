@@ -1,4 +1,6 @@
-"""The contents of a report, for all renderers: verdict, advice, caveats, facts, and tables of calls."""
+"""The contents of a report, for all renderers: verdict, advice, caveats, facts, and tables of
+calls.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,20 @@ Change = Callable[[Case], Case]
 
 
 def changed(
-    how: Change, implementation: str = "fused", precision: PrecisionRecord | None = None, layers: Collection[int] = ()
+    how: Change,
+    implementation: str = "fused",
+    precision: PrecisionRecord | None = None,
+    layers: Collection[int] = (),
 ) -> Change:
     """`how` for the selected cases; the others stay."""
 
     def change(case: Case) -> Case:
         mine = case.implementation == implementation and precision in (None, case.precision)
-        return how(case) if mine and (not layers or (case.layer and case.layer.index in layers)) else case
+        return (
+            how(case)
+            if mine and (not layers or (case.layer and case.layer.index in layers))
+            else case
+        )
 
     return change
 
@@ -68,14 +77,20 @@ def steps(found: Report) -> Report:
     for one in found.cases:
         call = CallRef(kind="decode", number=1, count=1, prompt_seqlen=one.seqlen, sequences=1)
         name, baseline = names[one.implementation], "unfused_step" if one.baseline else ""
-        made.append(one.changed(implementation=name, baseline=baseline, variant=name, call=call, seqlen=1))
+        made.append(
+            one.changed(implementation=name, baseline=baseline, variant=name, call=call, seqlen=1)
+        )
     return found.changed(cases=(*found.cases, *made))
 
 
 def packed(*lengths: int) -> Report:
-    call = CallRef(kind="packed", number=1, count=1, prompt_seqlen=sum(lengths), sequences=len(lengths))
+    call = CallRef(
+        kind="packed", number=1, count=1, prompt_seqlen=sum(lengths), sequences=len(lengths)
+    )
     prompts = (prompt(sum(lengths), serving=Serving(packed=lengths)),)
-    return report(seqlens=(sum(lengths),), prompts=prompts, change=lambda case: case.changed(call=call))
+    return report(
+        seqlens=(sum(lengths),), prompts=prompts, change=lambda case: case.changed(call=call)
+    )
 
 
 # --- the verdict
@@ -102,52 +117,102 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     ),
     "the inputs' fault": (
         report(precisions=(EXACT_FP32,), change=in_two_layers),
-        ["FAILED: the model's inputs, not the kernels.  In layer 9 the exact answer itself is not finite: weights or "
-         "activations hold NaN or infinity, or overflow the output's dtype.",
-         "FAILED: 1 of 8 cases: fused (exact, fp32 states) not finite in layer 18."],
+        [
+            "FAILED: the model's inputs, not the kernels.  In layer 9 the exact answer itself is "
+            "not finite: weights or "
+            "activations hold NaN or infinity, or overflow the output's dtype.",
+            "FAILED: 1 of 8 cases: fused (exact, fp32 states) not finite in layer 18.",
+        ],
     ),
     "partial": (
         report(complete=False),
-        ["PARTIAL: this run did not reach its end.  The results here are valid; the rest is missing.",
-         f"So far all 32 cases are {WITHIN}"],
+        [
+            (
+                "PARTIAL: this run did not reach its end.  The results here are valid; the rest is "
+                "missing."
+            ),
+            f"So far all 32 cases are {WITHIN}",
+        ],
     ),
     "nothing": (report(complete=False, cases=()), ["PARTIAL: ", "Nothing was compared."]),
-    "of a part": (report(capture_complete=False), ["PARTIAL: the replayed capture was interrupted", "So far all"]),
+    "of a part": (
+        report(capture_complete=False),
+        ["PARTIAL: the replayed capture was interrupted", "So far all"],
+    ),
     "missing": (
-        WHOLE.changed(cases=WHOLE.cases[:3]), ["MISSING: 1 requested case.", f"The other 3 cases are {WITHIN}"]
+        WHOLE.changed(cases=WHOLE.cases[:3]),
+        ["MISSING: 1 requested case.", f"The other 3 cases are {WITHIN}"],
     ),
     "left out": (
-        report(layers=(0,), precisions=(EXACT_FP32,), requested=tuple(map(cases.requested, WHOLE.cases)),
-               left_out=(LeftOut(place="layer 9", reason="no time"),)),
+        report(
+            layers=(0,),
+            precisions=(EXACT_FP32,),
+            requested=tuple(map(cases.requested, WHOLE.cases)),
+            left_out=(LeftOut(place="layer 9", reason="no time"),),
+        ),
         ["PASSED", "At 131,072"],
     ),
     "refused": (
         report(change=result("refused", precision=RELAXED_FP32)),
-        ["REFUSED: fused (relaxed, fp32 states) in layers 0, 9, 18, 27: headdim 80 is not supported.",
-         f"The other 28 cases are {WITHIN}"],
+        [
+            (
+                "REFUSED: fused (relaxed, fp32 states) in layers 0, 9, 18, 27: headdim 80 is not "
+                "supported."
+            ),
+            f"The other 28 cases are {WITHIN}",
+        ],
     ),
     "all refused": (
-        report(change=lambda case: failed(case, "refused"), **SMALL), ["REFUSED: ", "Nothing was compared."]
+        report(change=lambda case: failed(case, "refused"), **SMALL),
+        ["REFUSED: ", "Nothing was compared."],
     ),
     "interpreted": (
         report(gpu=False, **SMALL),
-        [f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable kernel, and no GPU's kernel "
-         "was run.", "At 131,072"],
+        [
+            f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable "
+            "kernel, and no GPU's kernel "
+            "was run.",
+            "At 131,072",
+        ],
     ),
     "gate": (
-        report(layers=range(8), precisions=(EXACT_FP32,), conditions=of_options(min_speedup=2.2, max_rms_ratio=9)),
-        ["GATE FAILED: min-speedup 2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: 2x over unfused; layer 1",
-         "All 16"],
+        report(
+            layers=range(8),
+            precisions=(EXACT_FP32,),
+            conditions=of_options(min_speedup=2.2, max_rms_ratio=9),
+        ),
+        [
+            (
+                "GATE FAILED: min-speedup 2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: "
+                "2x over unfused; layer 1"
+            ),
+            "All 16",
+        ],
     ),
     "bench": (bench(), [f"PASSED: all 2 cases are {WITHIN}"]),
-    "bench without a library": (bench(failed(cell()[0], "refused"), *cell()[1:]), ["PASSED: all 2 cases"]),
+    "bench without a library": (
+        bench(failed(cell()[0], "refused"), *cell()[1:]),
+        ["PASSED: all 2 cases"],
+    ),
     "bench failed": (
         bench(*cell()[:2], failed(cell()[2])),
-        ["FAILED: 1 of 2 cases: fused (exact, fp32 states) inaccurate in mamba2-2.7b, bf16, 1 x 1,024."],
+        [
+            (
+                "FAILED: 1 of 2 cases: fused (exact, fp32 states) inaccurate in mamba2-2.7b, "
+                "bf16, 1 "
+                "x 1,024."
+            )
+        ],
     ),
     "bench below its gate": (
         bench(conditions=of_options(min_speedup=3.0)),
-        ["GATE FAILED: min-speedup 3: mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states: 2x over", "All 2"],
+        [
+            (
+                "GATE FAILED: min-speedup 3: mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 "
+                "states: 2x over"
+            ),
+            "All 2",
+        ],
     ),
     "prefill": (cases.prefill(), ["PASSED: all 2 cases ran."]),
     "answers": (cases.answers(), ["Answers of 1 case were compared: no limit was given."]),
@@ -156,21 +221,32 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         ["Answers of 1 case were compared: they are within the limits."],
     ),
     "answers whose limit could not be judged": (
-        cases.answers(cases.of_answers(bands=(cases.band(perplexity=None),)), conditions=of_options(["perplexity:9"])),
-        ["GATE FAILED: perplexity:9: no case passed that it could judge.",
-         "Answers of 1 case were compared: a limit could not be judged."],
+        cases.answers(
+            cases.of_answers(bands=(cases.band(perplexity=None),)),
+            conditions=of_options(["perplexity:9"]),
+        ),
+        [
+            "GATE FAILED: perplexity:9: no case passed that it could judge.",
+            "Answers of 1 case were compared: a limit could not be judged.",
+        ],
     ),
     "answers outside": (
         cases.answers(conditions=of_options(max_kl=1e-6, min_top1="100%")),
-        ["FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: mean KL 0.002 is above 1e-06; the same "
-         "top token at 99.5% of positions, below 100%."],
+        [
+            "FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: mean KL 0.002 is "
+            "above 1e-06; the same "
+            "top token at 99.5% of positions, below 100%."
+        ],
     ),
     "answers that are not finite": (
         cases.answers(of_answers(bands=(), nonfinite=7)),
-        ["FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: nonfinite: the distribution at position 7 "
-         "is not finite."],
+        [
+            "FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: nonfinite: the "
+            "distribution at position 7 "
+            "is not finite."
+        ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VERDICTS)
@@ -198,7 +274,11 @@ def advised(found: Report) -> str:
 
 def coarse(case: Case) -> Case:
     relaxed = case.implementation == "fused" and case.precision == RELAXED_FP16
-    return case.changed(accuracy=cases.of_size(3100, "unfused exact, fp16 states")) if relaxed else case
+    return (
+        case.changed(accuracy=cases.of_size(3100, "unfused exact, fp16 states"))
+        if relaxed
+        else case
+    )
 
 
 def with_answers(*kl: float) -> Report:
@@ -212,23 +292,43 @@ def with_answers(*kl: float) -> Report:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (report(layers=(3,), precisions=(EXACT_FP16,)),
-         "At 131,072 tokens, fused may be used at exact, fp16 states: within the error budget in the layer replayed."),
-        (report(precisions=TWO, seqlens=(1024, 131_072), gpu=False),
-         "At 131,072 and 1,024 tokens, fused may be used at exact, fp32 states; relaxed, fp16 states: within the error "
-         "budget in every layer replayed."),
-        (with_answers(),
-         "At 131,072 tokens, fused may be used at exact, fp32 states: within the error budget in the layer replayed.  "
-         "It may not be used at relaxed, fp16 states: its error is 3,010 times that of exact intermediates."),
-        (with_answers(1.5e-6),
-         "At 131,072 tokens, fused may be used at exact, fp32 states; relaxed, fp16 states: within the error budget in "
-         "the layer replayed."),
-        (with_answers(3e-5),
-         "At 131,072 tokens, fused may be used at exact, fp32 states: within the error budget in the layer replayed.  "
-         "It may not be used at relaxed, fp16 states: its answers diverge 30 times as far as by the model's own "
-         "noise."),
+        (
+            report(layers=(3,), precisions=(EXACT_FP16,)),
+            (
+                "At 131,072 tokens, fused may be used at exact, fp16 states: within the error "
+                "budget "
+                "in the layer replayed."
+            ),
+        ),
+        (
+            report(precisions=TWO, seqlens=(1024, 131_072), gpu=False),
+            "At 131,072 and 1,024 tokens, fused may be used at exact, fp32 states; relaxed, fp16 "
+            "states: within the error "
+            "budget in every layer replayed.",
+        ),
+        (
+            with_answers(),
+            "At 131,072 tokens, fused may be used at exact, fp32 states: within the error budget "
+            "in the layer replayed.  "
+            "It may not be used at relaxed, fp16 states: its error is 3,010 times that of exact "
+            "intermediates.",
+        ),
+        (
+            with_answers(1.5e-6),
+            "At 131,072 tokens, fused may be used at exact, fp32 states; relaxed, fp16 states: "
+            "within the error budget in "
+            "the layer replayed.",
+        ),
+        (
+            with_answers(3e-5),
+            "At 131,072 tokens, fused may be used at exact, fp32 states: within the error budget "
+            "in the layer replayed.  "
+            "It may not be used at relaxed, fp16 states: its answers diverge 30 times as far as "
+            "by the model's own "
+            "noise.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_is_said_where_an_implementation_may_be_used(found: Report, words: str) -> None:
     assert advised(found) == words
 
@@ -239,33 +339,55 @@ NOT_ASKED = "the model's answers were not compared"
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (report(layers=(3,), precisions=(EXACT_FP16,)),
-         f"on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at 131,072 tokens; {NOT_ASKED}; use "
-         "exact, fp16 states."),
-        (report(seqlens=(1024, 131_072), layers=(3,), precisions=(EXACT_FP32,)),
-         f"on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at 131,072 tokens; {NOT_ASKED}; use "
-         "exact, fp32 states."),
-        (report(**SMALL | {"layers": (3,)}, change=changed(lambda one: one.changed(samples=timed(2e3, 2e3)))),
-         "keep unfused: fused is not faster at 131,072 tokens."),
-        (with_answers(), "fused is accurate enough for layer 3 at 131,072 tokens; without a GPU there is no speed."),
-        (report(change=changed(failed, layers=(9,))), "keep unfused for now: this run did not pass."),
+        (
+            report(layers=(3,), precisions=(EXACT_FP16,)),
+            f"on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at "
+            f"131,072 tokens; {NOT_ASKED}; use "
+            "exact, fp16 states.",
+        ),
+        (
+            report(seqlens=(1024, 131_072), layers=(3,), precisions=(EXACT_FP32,)),
+            f"on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at "
+            f"131,072 tokens; {NOT_ASKED}; use "
+            "exact, fp32 states.",
+        ),
+        (
+            report(
+                **SMALL | {"layers": (3,)},
+                change=changed(lambda one: one.changed(samples=timed(2e3, 2e3))),
+            ),
+            "keep unfused: fused is not faster at 131,072 tokens.",
+        ),
+        (
+            with_answers(),
+            "fused is accurate enough for layer 3 at 131,072 tokens; "
+            "without a GPU there is no speed.",
+        ),
+        (
+            report(change=changed(failed, layers=(9,))),
+            "keep unfused for now: this run did not pass.",
+        ),
         (report(complete=False), "keep unfused for now: this run is incomplete."),
     ],
-)  # fmt: skip
+)
 def test_the_last_sentence_says_what_to_do(found: Report, words: str) -> None:
     assert [line.text for line in in_short(found)] == [f"In short: {words}"]
     assert compose(found).verdict[-1].text == f"In short: {words}"
 
 
 @pytest.mark.parametrize(
-    ("kl", "words"), [(1.5e-6, "its answers stay within the model's own noise; use relaxed"), (3e-5, "use exact, fp32")]
+    ("kl", "words"),
+    [
+        (1.5e-6, "its answers stay within the model's own noise; use relaxed"),
+        (3e-5, "use exact, fp32"),
+    ],
 )
 def test_answers_decide_on_the_precision(kl: float, words: str) -> None:
     faster = changed(lambda one: one.changed(samples=timed(400, 700)), precision=RELAXED_FP16)
     answered = with_answers(kl)
-    found = report(precisions=TWO, layers=(3,), change=faster).changed(cases=(
-        *report(precisions=TWO, layers=(3,), change=faster).cases, *answered.of_answers
-    ))  # fmt: skip
+    found = report(precisions=TWO, layers=(3,), change=faster).changed(
+        cases=(*report(precisions=TWO, layers=(3,), change=faster).cases, *answered.of_answers)
+    )
     (line,) = in_short(found)
     assert words in line.text
 
@@ -274,7 +396,9 @@ def test_answers_decide_on_the_precision(kl: float, words: str) -> None:
 
 
 def outside(case: Case) -> Case:
-    return case.changed(accuracy=failed(case).accuracy) if case.implementation == "unfused" else case
+    return (
+        case.changed(accuracy=failed(case).accuracy) if case.implementation == "unfused" else case
+    )
 
 
 def library(case: Case) -> Case:
@@ -293,50 +417,82 @@ def as_exact(case: Case) -> Case:
 
 HOT = clocks(throttle_reasons=("SwPowerCap",))
 UNTIMED = "No speed: nothing was timed, because this machine has no GPU."
-ONE_CHUNK = "no more than one chunk of 256: no state is passed on, so the dtype of the states is not tested."
+ONE_CHUNK = (
+    "no more than one chunk of 256: no state is passed on, "
+    "so the dtype of the states is not tested."
+)
 CAVEATS: dict[str, tuple[Report, list[str]]] = {
     "none": (report(), []),
-    "throttled": (report(clocks=HOT, notes=("A note.",)), ["The GPU throttled while it was timed (SwPower", "A note."]),
-    "demo": (report(model=checkpoint(source="demo")), ["The built-in demo model is too small to fill a GPU"]),
+    "throttled": (
+        report(clocks=HOT, notes=("A note.",)),
+        ["The GPU throttled while it was timed (SwPower", "A note."],
+    ),
+    "demo": (
+        report(model=checkpoint(source="demo")),
+        ["The built-in demo model is too small to fill a GPU"],
+    ),
     "no GPU": (report(model=checkpoint(source="demo"), gpu=False), [UNTIMED]),
-    "untimed": (report(change=lambda case: case.changed(samples=())), ["No speed: nothing was timed in this run."]),
+    "untimed": (
+        report(change=lambda case: case.changed(samples=())),
+        ["No speed: nothing was timed in this run."],
+    ),
     "some untimed": (
         report(**SMALL, change=changed(lambda case: case.changed(samples=()), layers=(0,))),
-        ["No time: 1 case passed and could not be timed: layer 0, 131,072 tokens, fused, exact, fp32 states."],
+        [
+            "No time: 1 case passed and could not be timed: "
+            "layer 0, 131,072 tokens, fused, exact, fp32 states."
+        ],
     ),
     "one chunk": (report(seqlens=(256, 257)), [f"256 tokens are {ONE_CHUNK}"]),
     "one token": (report(seqlens=(1,)), [f"1 token is {ONE_CHUNK}"]),
-    "a first chunk": (in_calls(report(seqlens=(256,)), 1), [f"A sequence of at most 256 tokens is {ONE_CHUNK}"]),
+    "a first chunk": (
+        in_calls(report(seqlens=(256,)), 1),
+        [f"A sequence of at most 256 tokens is {ONE_CHUNK}"],
+    ),
     "later chunks": (in_calls(report(seqlens=(256,)), 2), []),
     "packed": (packed(200, 256, 144), [f"A sequence of at most 256 tokens is {ONE_CHUNK}"]),
     "packed, longer": (packed(200, 257, 144), []),
     "baseline": (
         report(layers=(3,), precisions=(EXACT_FP32,), change=outside),
-        ["The baseline is outside its error budget, but timed: unfused, exact, fp32 states in layer 3, 131,072 tokens "
-         "(rms error 2.00e-3, of fused 2.06e-3)."],
+        [
+            "The baseline is outside its error budget, but timed: unfused, exact, fp32 states "
+            "in layer 3, 131,072 tokens "
+            "(rms error 2.00e-3, of fused 2.06e-3)."
+        ],
     ),
     "libraries": (
         report(precisions=(EXACT_FP32,), change=library, requested=()),
-        ["Without a time: fla (exact, fp32 states) in layer 9: no such size.",
-         "Outside the error budget, but timed because it is another library's: fla (exact, fp32 states) passed in "
-         "layers 0, 18, 27."],
+        [
+            "Without a time: fla (exact, fp32 states) in layer 9: no such size.",
+            "Outside the error budget, but timed because it is another library's: fla (exact, "
+            "fp32 states) passed in "
+            "layers 0, 18, 27.",
+        ],
     ),
     "equal precisions": (
         report(change=changed(as_exact)),
-        ["fused computes every precision as exact with fp32 states: results are bitwise the same, and so is the time."],
+        [
+            "fused computes every precision as exact with fp32 states: "
+            "results are bitwise the same, and so is the time."
+        ],
     ),
     "equal precisions without times": (
         report(gpu=False, change=changed(as_exact)),
-        [UNTIMED, "fused computes every precision as exact with fp32 states: results are bitwise the same."],
+        [
+            UNTIMED,
+            "fused computes every precision as exact with fp32 states: "
+            "results are bitwise the same.",
+        ],
     ),
     "one equal precision": (
-        report(change=changed(as_exact, precision=EXACT_FP16)), ["fused computes exact with fp16 states as exact with"]
+        report(change=changed(as_exact, precision=EXACT_FP16)),
+        ["fused computes exact with fp16 states as exact with"],
     ),
     "left out": (
         bench(left_out=(LeftOut(place="a cell", implementations=("fla",), reason="no room"),)),
         ["Fla of a cell was left out: no room."],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CAVEATS)
@@ -370,9 +526,15 @@ def of_run(found: Report) -> dict[str, str]:
 
 def test_facts_of_special_runs() -> None:
     assert of_run(steps(report()))["baseline"] == "unfused and unfused_step in decode steps"
-    assert of_run(report(ranks=2))["ranks"] == "2 processes, each on a GPU of its own, shared the cases"
+    assert (
+        of_run(report(ranks=2))["ranks"]
+        == "2 processes, each on a GPU of its own, shared the cases"
+    )
     tuned = changed(lambda case: case.changed(plan="one launch; tuned on this GPU, 2026-11-20"))
-    assert of_run(report(change=tuned))["tuned"] == "fused: tuned on this GPU, 2026-11-20 (16 of 32 cases)"
+    assert (
+        of_run(report(change=tuned))["tuned"]
+        == "fused: tuned on this GPU, 2026-11-20 (16 of 32 cases)"
+    )
     assert of_run(report(clocks=HOT))["clocks"].endswith("throttled: SwPowerCap")
     own = changed(lambda case: case.changed(kind="own", version="mine:run"))
     found = of_run(report(change=own, precisions=TWO))
@@ -411,12 +573,18 @@ def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row() -> Non
     table = out(report(precisions=(EXACT_FP32,), change=result("inaccurate", layers=(9,))))
     assert row(table, "fused hopper", "exact, fp32", "fp64")["within budget"] == "NO: 1/4"
     table = out(report(change=result("refused", precision=RELAXED_FP32)))
-    assert not any("relaxed, fp32" in cells[1] for cells in table.rows if cells[0] == "fused hopper")
+    assert not any(
+        "relaxed, fp32" in cells[1] for cells in table.rows if cells[0] == "fused hopper"
+    )
 
 
 def test_of_several_chunks_the_worst_call_is_named() -> None:
-    place = row(out(in_calls(report(layers=(0, 9), seqlens=(24,), precisions=(EXACT_FP32,)))), "fused hopper",
-                "exact, fp32", "fp64")["its position"]  # fmt: skip
+    place = row(
+        out(in_calls(report(layers=(0, 9), seqlens=(24,), precisions=(EXACT_FP32,)))),
+        "fused hopper",
+        "exact, fp32",
+        "fp64",
+    )["its position"]
     assert place.startswith("layer 9, chunk ")
 
 
@@ -431,11 +599,16 @@ def test_rows_are_folded_only_if_all_other_cells_are_equal() -> None:
 
 
 @pytest.mark.parametrize(("kind", "passed"), [("own", False), ("library", True)])
-def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind: str, passed: bool) -> None:
+def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
+    kind: str, passed: bool
+) -> None:
     broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
     kept = (Probe(name="doubling", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
-    found = report(precisions=TWO, change=changed(lambda case: case.changed(kind=kind, probes=probes), layers=(9,)))
+    found = report(
+        precisions=TWO,
+        change=changed(lambda case: case.changed(kind=kind, probes=probes), layers=(9,)),
+    )
     assert there(calls.laws(found)).rows == (
         ("fused", "all 2 precisions", "yes", "doubling; halving", ""),
         ("fused", "all 2 precisions", "no", "causality", broken.detail),
@@ -451,16 +624,33 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind: str, p
 
 
 def test_failures_share_rows_come_first_and_say_where_the_first_nan_is() -> None:
-    found = report(layers=(0, 1, 2, 5), seqlens=(1024, 2048), precisions=(EXACT_FP32,), change=result("nonfinite"))
+    found = report(
+        layers=(0, 1, 2, 5),
+        seqlens=(1024, 2048),
+        precisions=(EXACT_FP32,),
+        change=result("nonfinite"),
+    )
     (cells,) = there(calls.reasons(found)).rows
     assert cells[:3] == ("nonfinite", "fused hopper", "exact, fp32")
     assert cells[3] == "layers 0-2, 5 at 1,024 tokens; layers 0-2, 5 at 2,048 tokens"
     assert cells[5] == "out[0, 1, 2, 3]"
     assert compose(found).sections[0].title == "Failures, refusals, remarks"
     assert calls.reasons(report()) is None
-    (remark,) = there(calls.reasons(report(change=changed(lambda case: case.changed(reason="differs"), layers=(9,)),
-                                           precisions=(EXACT_FP32,)))).rows  # fmt: skip
-    assert remark == ("passed", "fused hopper", "exact, fp32", "layer 9 at 131,072 tokens", "differs")
+    (remark,) = there(
+        calls.reasons(
+            report(
+                change=changed(lambda case: case.changed(reason="differs"), layers=(9,)),
+                precisions=(EXACT_FP32,),
+            )
+        )
+    ).rows
+    assert remark == (
+        "passed",
+        "fused hopper",
+        "exact, fp32",
+        "layer 9 at 131,072 tokens",
+        "differs",
+    )
 
 
 def test_endless_failures_are_cut_and_counted() -> None:
@@ -478,11 +668,15 @@ def test_endless_failures_are_cut_and_counted() -> None:
 
 def of_title(found: Report, title: str) -> Table:
     blocks = (block for one in compose(found).sections for block in one.blocks)
-    return next(block for block in blocks if isinstance(block, Table) and block.title.startswith(title))
+    return next(
+        block for block in blocks if isinstance(block, Table) and block.title.startswith(title)
+    )
 
 
 def test_where_the_baseline_does_not_run_unfused_takes_its_place() -> None:
-    made = [c.changed(baseline="" if c.kind == "library" else "fla") for c in (*cell(), *cell(2048))]
+    made = [
+        c.changed(baseline="" if c.kind == "library" else "fla") for c in (*cell(), *cell(2048))
+    ]
     made[3] = failed(made[3], "refused")
     table = of_title(bench(*made, baseline="fla"), "Speed: ")
     over = {size: row(table, size, "fused hopper") for size in ("1 x 1,024", "1 x 2,048")}

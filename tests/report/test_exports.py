@@ -63,8 +63,9 @@ def parsed(found: Report) -> dict[str, junitparser.TestCase]:
 
 
 def entries(found: Report, *, bigger: bool = False) -> dict[str, dict[str, object]]:
-    """Of github-action-benchmark, by name.  By its documentation: an array of objects with name, unit and value; range
-    and extra are optional strings."""
+    """Of github-action-benchmark, by name.  By its documentation: an array of objects with name,
+    unit and value; range and extra are optional strings.
+    """
     listed = json.loads(exports.benchmark_action(found, bigger=bigger))
     for entry in listed:
         assert isinstance(entry["value"], int | float)
@@ -85,7 +86,9 @@ def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
     assert len(parsed(found)) == len(found.cases) + 1
     name = "layer 9, 8 tokens, chunk 2 of 3 of 24 tokens, fused, exact, fp32 states"
     assert f"{name}: call time" in entries(found)
-    assert {row["call"] for row in rows(found)} == {f"chunk {number} of 3 of 24 tokens" for number in (1, 2, 3)}
+    assert {row["call"] for row in rows(found)} == {
+        f"chunk {number} of 3 of 24 tokens" for number in (1, 2, 3)
+    }
 
 
 # --- JUnit
@@ -94,10 +97,13 @@ def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("word", "kind"),
     [
-        ("inaccurate", junitparser.Failure), ("nonfinite", junitparser.Failure), ("failed", junitparser.Error),
-        ("out of memory", junitparser.Error), ("refused", junitparser.Error),
+        ("inaccurate", junitparser.Failure),
+        ("nonfinite", junitparser.Failure),
+        ("failed", junitparser.Error),
+        ("out of memory", junitparser.Error),
+        ("refused", junitparser.Error),
     ],
-)  # fmt: skip
+)
 def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
     found = parsed(ending(word, "head 5 is <over> its \x1b[1mbudget & more"))
     assert (found[FUSED].classname, len(found)) == ("ssdprof.fused", 8 + 1)
@@ -113,7 +119,9 @@ def test_a_spreadsheet_computes_nothing() -> None:
     one = report(layers=(0,), precisions=(EXACT_FP32,)).cases[0]
     dims = one.dims and one.dims.changed(words=formula)
     made = one.changed(implementation="@SUM(1)", reason="+1", variant="-1", dims=dims)
-    (row,) = csv.DictReader(io.StringIO(exports.csv(report(layers=(0,)).changed(cases=(made,), id=formula))))
+    (row,) = csv.DictReader(
+        io.StringIO(exports.csv(report(layers=(0,)).changed(cases=(made,), id=formula)))
+    )
     found = [row[name] for name in ("implementation", "reason", "kernel", "dimensions", "report")]
     assert [text[:2] for text in found] == ["'@", "'+", "'-", "'=", "'="]
     assert float(row["device time [µs]"]) > 0
@@ -125,7 +133,9 @@ def test_junit_skips_what_does_not_count() -> None:
     assert parsed(whole.changed(requested=asked))[FUSED].is_skipped
     fla, unfused, fused = cell()
     name = fla.name
-    assert parsed(bench(failed(fla, "refused"), unfused, fused))[name].is_skipped, "another library's"
+    assert parsed(bench(failed(fla, "refused"), unfused, fused))[name].is_skipped, (
+        "another library's"
+    )
 
 
 def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
@@ -136,7 +146,10 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
     assert found["max-rms-ratio 9"].is_passed
     (whole,) = found["all requested cases are present"].result
     assert whole.message == "this run did not reach its end"
-    for empty, message in ((small(cases=()), "Nothing was compared."), (prefill(cases=()), "Nothing was compared.")):
+    for empty, message in (
+        (small(cases=()), "Nothing was compared."),
+        (prefill(cases=()), "Nothing was compared."),
+    ):
         (whole,) = parsed(empty)["all requested cases are present"].result
         assert whole.message == message
 
@@ -145,7 +158,11 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
 
 
 def test_csv_of_failures_and_of_nothing() -> None:
-    (row,) = (row for row in rows(ending("refused", 'no "such", size\nat all')) if row["status"] != "passed")
+    (row,) = (
+        row
+        for row in rows(ending("refused", 'no "such", size\nat all'))
+        if row["status"] != "passed"
+    )
     assert row["reason"] == 'no "such", size\nat all'
     assert row["device time [µs]"] == row["output, largest error"] == ""
     (header,) = csv.reader(io.StringIO(exports.csv(small(cases=()))))
@@ -156,7 +173,9 @@ def test_csv_of_failures_and_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["run-gdn", "bench-ssd", "prefill", "answers"])
-def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(name: str, tmp_path: Path) -> None:
+def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
+    name: str, tmp_path: Path
+) -> None:
     stored = reports.load(Path(__file__).parents[1] / "goldens" / "reports" / f"{name}.json")[1]
     file = tmp_path / "baseline.json"
     file.write_text(exports.baseline(stored))
@@ -166,7 +185,9 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(nam
     assert '"samples"' not in file.read_text()
     short = reports.load(file)[1]
     assert [case.result for case in short.cases] == [case.result for case in exports.rows(stored)]
-    conditions = [parse("--fail-if", text) for text in ("time:base+3%", "rms:5%", "match:-0.1", "launches:0")]
+    conditions = [
+        parse("--fail-if", text) for text in ("time:base+3%", "rms:5%", "match:-0.1", "launches:0")
+    ]
     new = stored.changed(cases=tuple(map(cases.slowed(1.05), stored.cases)))
     found = [
         pairs.compare(("base", base), ("new", new), smallest_difference=0.01, conditions=conditions)
@@ -204,17 +225,28 @@ def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
 
 
 def test_annotations() -> None:
-    assert annotation_lines(small()) == annotation_lines(prefill()) == annotation_lines(bench()) == []
+    assert (
+        annotation_lines(small()) == annotation_lines(prefill()) == annotation_lines(bench()) == []
+    )
     assert annotation_lines(ending("inaccurate")) == [
-        "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused (exact, fp32 states) "
+        "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused "
+        "(exact, fp32 states) "
         "inaccurate in layer 0."
     ]
     (gate,) = annotation_lines(small(conditions=of_options(min_match=["0:89"])))
-    assert "GATE FAILED: min-match 0:89: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; " in gate
+    assert (
+        "GATE FAILED: min-match 0:89: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; "
+        in gate
+    )
     (line,) = annotation_lines(prefill(conditions=of_options(min_speedup=2.5)))
     assert line.endswith(f"::GATE FAILED: min-speedup 2.5: {PREFILL}: 2x over unfused.")
-    assert "::PARTIAL: the command did not reach its end." in annotation_lines(prefill(complete=False))[0]
-    lines = list(exports.workflow_commands(small(notes=tuple(f"note {n}\nof many" for n in range(14)))))
+    assert (
+        "::PARTIAL: the command did not reach its end."
+        in annotation_lines(prefill(complete=False))[0]
+    )
+    lines = list(
+        exports.workflow_commands(small(notes=tuple(f"note {n}\nof many" for n in range(14))))
+    )
     assert len(lines) == exports.MOST_ANNOTATIONS
     assert "\n" not in "".join(lines)
     assert "::note 8%0Aof many" in lines[8]

@@ -21,11 +21,14 @@ STALLS = StallReport(
     created="2026-01-02T03:04:05Z",
     kernels=(
         KernelStalls(
-            kernel="_k", implementation="fused", duration_us=10.0, samples={"wait": 3, "barrier": 1},
+            kernel="_k",
+            implementation="fused",
+            duration_us=10.0,
+            samples={"wait": 3, "barrier": 1},
             stages={"scores": {"wait": 3}, "state": {"barrier": 1}},
         ),
     ),
-)  # fmt: skip
+)
 
 
 def broken(case: Case) -> Case:
@@ -49,13 +52,16 @@ def pages() -> dict[str, str]:
         "prefill": prefill(),
         "answers": answers(),
     }
-    return {name: html.render(found) for name, found in reports.items()} | {"stalls": html.render(report(), STALLS)}
+    return {name: html.render(found) for name, found in reports.items()} | {
+        "stalls": html.render(report(), STALLS)
+    }
 
 
 def test_a_page_is_whole_and_alone(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         page = Page(text)
-        assert page.asked == ["data:,"], name  # for the icon, which a browser would otherwise request
+        # for the icon, which a browser would otherwise request
+        assert page.asked == ["data:,"], name
         assert not page.unclosed, name
         assert len(page.ids) == len(set(page.ids)), name
         assert set(page.anchors) <= set(page.ids), name
@@ -78,16 +84,25 @@ def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str])
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("12.4 ms", 12400.0), ("187 µs", 187.0), ("2.10 s", 2.1e6), ("944 MiB", 944 * 2.0**20),
-        ("3.54x [3.53, 3.54]", 3.54), ("93.707%", 93.707), ("<0.001%", 0.001), ("1.81e-3", 1.81e-3),
-        ("131,072", 131072.0), ("-0.5", -0.5),
+        ("12.4 ms", 12400.0),
+        ("187 µs", 187.0),
+        ("2.10 s", 2.1e6),
+        ("944 MiB", 944 * 2.0**20),
+        ("3.54x [3.53, 3.54]", 3.54),
+        ("93.707%", 93.707),
+        ("<0.001%", 0.001),
+        ("1.81e-3", 1.81e-3),
+        ("131,072", 131072.0),
+        ("-0.5", -0.5),
     ],
-)  # fmt: skip
+)
 def test_a_cell_sorts_by_its_number_in_one_unit(text: str, key: float) -> None:
     assert float(sort_key(text)) == key
 
 
-@pytest.mark.parametrize("text", ["-", "", "faster", "exact, fp32", "(0, 131044, 79, 63)", "4 of 4", "NaN", "0-3, 9"])
+@pytest.mark.parametrize(
+    "text", ["-", "", "faster", "exact, fp32", "(0, 131044, 79, 63)", "4 of 4", "NaN", "0-3, 9"]
+)
 def test_a_cell_without_a_number_has_no_key(text: str) -> None:
     assert sort_key(text) == ""
 
@@ -120,9 +135,11 @@ def test_pictures_need_what_they_show() -> None:
     assert plots.roofline(found, untimed) is None
 
     def short(case: Case) -> Case:
-        return case.changed(accuracy=tuple(
-            one.changed(vs_oracle=one.vs_oracle.changed(along=())) for one in case.accuracy
-        ))  # fmt: skip
+        return case.changed(
+            accuracy=tuple(
+                one.changed(vs_oracle=one.vs_oracle.changed(along=())) for one in case.accuracy
+            )
+        )
 
     assert plots.along_positions(groups(report(change=short))[0]) is None
     assert plots.along_positions(timed[0])
@@ -130,7 +147,9 @@ def test_pictures_need_what_they_show() -> None:
 
 def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     """Their times are sums over calls, and their speedups have two baselines."""
-    both: tuple[Group, ...] = groups(steps(report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,))))
+    both: tuple[Group, ...] = groups(
+        steps(report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,)))
+    )
     words = Page((plots.speedups(both) or [""])[0]).words
     assert "times as fast as the baseline, by device time" in words
     assert "recurrent, exact, fp32, decode steps after 8 tokens" in words

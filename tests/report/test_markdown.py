@@ -1,4 +1,6 @@
-"""The Markdown report: its tables parse, its numbers equal those of the cases, and nothing breaks out of them."""
+"""The Markdown report: its tables parse, its numbers equal those of the cases, and nothing breaks
+out of them.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,18 @@ def tables(text: str) -> list[list[list[str]]]:
 def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str) -> None:
     text = render(REPORTS[name])
     found = tables(text)
-    assert len(found) == len(re.findall(r"^\|:?-", text, re.MULTILINE))  # each delimiter row became a table
+    # each delimiter row became a table
+    assert len(found) == len(re.findall(r"^\|:?-", text, re.MULTILINE))
     assert found
     for table in found:
         assert len(table) > 1
         assert len({len(row) for row in table}) == 1
-    assert text.count("<details>") == text.count("</details>") == text.count("<summary>") == text.count("</summary>")
+    assert (
+        text.count("<details>")
+        == text.count("</details>")
+        == text.count("<summary>")
+        == text.count("</summary>")
+    )
 
 
 def test_names_cannot_break_the_page() -> None:
@@ -70,7 +78,9 @@ def test_names_cannot_break_the_page() -> None:
         return wrong if case.layer.index == 9 else case
 
     name = "a|b<script>*x*`_y_~~$1$"
-    found = report(model=checkpoint(repo_id=name), subject=name, change=change, notes=("- not | a list <b>",))
+    found = report(
+        model=checkpoint(repo_id=name), subject=name, change=change, notes=("- not | a list <b>",)
+    )
     text = render(found)
     rendered = PARSER.render(text)
     for tag in ("<script>", "<b>", "<a ", "<em>"):

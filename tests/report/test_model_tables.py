@@ -20,22 +20,41 @@ from ssdprof.report.table import Document, Table
 
 
 def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
-    alone = [of_answers(alone=index, bands=(band(kl_mean=kl),)) for index, kl in ((3, 1e-4), (9, 1e-2))]
+    alone = [
+        of_answers(alone=index, bands=(band(kl_mean=kl),)) for index, kl in ((3, 1e-4), (9, 1e-2))
+    ]
     noise = of_answers("unfused", change="last bit of its inputs moved")
     found = answers(noise, of_answers(generated=8, first_difference=2), *alone)
-    assert compose(found).title == "ssdprof: ibm-granite/granite-4.0-h-small, 1,100 tokens, NVIDIA H200"
+    assert (
+        compose(found).title
+        == "ssdprof: ibm-granite/granite-4.0-h-small, 1,100 tokens, NVIDIA H200"
+    )
     total = of_title(found, "Answers at 1,100 tokens")
     assert total.rows[1] == (
-        "fused", "exact, fp32", "2.00e-3", "0.01", "0.1", "500", "99.50%", "5", "0.05", "8.01",
-        "+0.125% [-0.1%, +0.3%]", "3",
-    )  # fmt: skip
-    assert [cells[0] for cells in total.rows] == ["noise: unfused, last bit of its inputs moved", "fused"]
+        "fused",
+        "exact, fp32",
+        "2.00e-3",
+        "0.01",
+        "0.1",
+        "500",
+        "99.50%",
+        "5",
+        "0.05",
+        "8.01",
+        "+0.125% [-0.1%, +0.3%]",
+        "3",
+    )
+    assert [cells[0] for cells in total.rows] == [
+        "noise: unfused, last bit of its inputs moved",
+        "fused",
+    ]
     assert total.note == "Reference: fp64 oracle.  The model ran in bf16, its own dtype."
     by_position = of_title(found, "Answers by position")
     assert [cells[2] for cells in by_position.rows[:2]] == ["0 to 274", "275 to 1,099"]
     assert [cells[:4] for cells in of_title(found, "One layer at a time").rows] == [
-        ("9", "fused", "exact, fp32", "0.01"), ("3", "fused", "exact, fp32", "1.00e-4"),
-    ]  # fmt: skip
+        ("9", "fused", "exact, fp32", "0.01"),
+        ("3", "fused", "exact, fp32", "1.00e-4"),
+    ]
     (cells,) = of_title(answers(of_answers(bands=(), nonfinite=7)), "Answers at").rows
     assert cells == ("fused", "exact, fp32", "nonfinite")
 
@@ -44,21 +63,33 @@ def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
 
 
 def test_what_was_left_to_the_model_is_named() -> None:
-    document = compose(prefill(of_prefill("unfused", 2000.0, left_to_model=("the norm",)), of_prefill()))
-    (left,) = (block for one in document.sections for block in one.blocks if one.title == "Left to the model")
+    document = compose(
+        prefill(of_prefill("unfused", 2000.0, left_to_model=("the norm",)), of_prefill())
+    )
+    (left,) = (
+        block
+        for one in document.sections
+        for block in one.blocks
+        if one.title == "Left to the model"
+    )
     assert left == ("unfused at 1,024 tokens: the model itself computed the norm.",)
 
 
 def test_prefills_that_were_not_timed_are_named() -> None:
     out = LeftOut(
-        place="prefill, model convolution and norm, 16,384 tokens", implementations=("fused",), reason="no time"
+        place="prefill, model convolution and norm, 16,384 tokens",
+        implementations=("fused",),
+        reason="no time",
     )
     wrong = of_prefill("fused", None, status="out of memory", reason="too large", parts={})
     late = of_prefill("unfused", None, reason="no turns", parts={}, layers=3)
     found = prefill(late, wrong, left_out=(out,), complete=False)
     place = "prefill, model convolution and norm, 1,024 tokens"
     assert verdict(found) == [
-        "PARTIAL: the command did not reach its end.  The results here are valid; the rest is missing.",
+        (
+            "PARTIAL: the command did not reach its end.  The results here are valid; the rest is "
+            "missing."
+        ),
         f"FAILED: 1 of 2 cases: fused (exact, fp32 states) out of memory in {place}.",
     ]
     assert compose(found).caveats == (f"Fused of {out.place} was left out: no time.",)
@@ -67,21 +98,29 @@ def test_prefills_that_were_not_timed_are_named() -> None:
         ("passed", "unfused", "exact, fp32", place, "no turns"),
     )
     assert [cells[3] for cells in of_title(found, "Prefill time, only 3 of 40 layers").rows] == [
-        "not timed", "out of memory",
-    ]  # fmt: skip
+        "not timed",
+        "out of memory",
+    ]
 
 
 # --- comparisons
 
 
-def compared(base: Report, new: Report, *fail_if: str, every: bool = False, stalls: Any = ()) -> Document:
+def compared(
+    base: Report, new: Report, *fail_if: str, every: bool = False, stalls: Any = ()
+) -> Document:
     conditions = [parse("--fail-if", text) for text in fail_if]
     found = compare(("a", base), ("b", new), smallest_difference=0.01, conditions=conditions)
     return comparison.compose(found, stalls, every=every)
 
 
 def tables(document: Document) -> dict[str, Table]:
-    return {block.title: block for one in document.sections for block in one.blocks if isinstance(block, Table)}
+    return {
+        block.title: block
+        for one in document.sections
+        for block in one.blocks
+        if isinstance(block, Table)
+    }
 
 
 def slowed(case: Case) -> Case:
@@ -91,7 +130,9 @@ def slowed(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(every: bool) -> None:
+def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(
+    every: bool,
+) -> None:
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
     stalls = [("fused", "scores", 10.0, 12.5, 1.0, None)]
@@ -103,15 +144,27 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
     assert last.text == "Compared 4 cases: 2 only in BASE, 1 no difference within 1.0%, 1 slower."
     found = tables(document)
     total = row(found["Change of all cases together"], "fused")
-    assert list(total.values())[2:] == ["131,072 tokens", "slower", "0.67x [0.66, 0.67]", "device time", "1 layer"]
+    assert list(total.values())[2:] == [
+        "131,072 tokens",
+        "slower",
+        "0.67x [0.66, 0.67]",
+        "device time",
+        "1 layer",
+    ]
     speed = row(found["Speed of NEW against BASE"], "layer 0, 131,072 tokens", "fused")
-    assert (speed["verdict"], speed["time, BASE"], speed["time, NEW"]) == ("slower", "500 µs", "750 µs")
+    assert (speed["verdict"], speed["time, BASE"], speed["time, NEW"]) == (
+        "slower",
+        "500 µs",
+        "750 µs",
+    )
     assert (speed["speedup, BASE"], speed["speedup, NEW"]) == ("2.00x", "1.33x")
     assert len(found["Speed of NEW against BASE"].rows) == (2 if every else 1)
     assert ("Accuracy of the output, side by side" in found) == every
     assert ("Kernels and memory, side by side" in found) == every
     assert row(found["Busy warp samples of each stage, by ncu"], "fused")["time, NEW"] == "-"
-    assert [cells[3] for cells in found["Cases without a verdict on speed"].rows] == ["only in BASE"] * 2
+    assert [cells[3] for cells in found["Cases without a verdict on speed"].rows] == [
+        "only in BASE"
+    ] * 2
 
 
 def test_only_the_values_that_changed_are_shown() -> None:
@@ -119,7 +172,11 @@ def test_only_the_values_that_changed_are_shown() -> None:
 
     def wider(case: Case) -> Case:
         fused = case.implementation == "fused" and case.layer and not case.layer.index
-        return case.changed(launches=(case.launches[0].changed(config={"chunk": 32}),)) if fused else case
+        return (
+            case.changed(launches=(case.launches[0].changed(config={"chunk": 32}),))
+            if fused
+            else case
+        )
 
     table = tables(compared(base, base.changed(cases=tuple(map(wider, base.cases)))))[
         "Kernels and memory, side by side"
@@ -131,9 +188,13 @@ def test_only_the_values_that_changed_are_shown() -> None:
 
 def test_other_machines_and_inputs_are_caveats() -> None:
     base = report(layers=(0,), precisions=(EXACT_FP32,))
-    other = base.changed(environment=cases.environment(driver="600.1"), model=cases.checkpoint(revision="f" * 40))
+    other = base.changed(
+        environment=cases.environment(driver="600.1"), model=cases.checkpoint(revision="f" * 40)
+    )
     machine, inputs = compared(base, other).caveats
-    assert machine.startswith("The conditions differ (other driver: 580.65.06, now 600.1), so absolute times are not")
+    assert machine.startswith(
+        "The conditions differ (other driver: 580.65.06, now 600.1), so absolute times are not"
+    )
     assert inputs.startswith("Errors cannot be compared: other inputs: ")
     partial = compared(base, cases.in_calls(base).changed(processes=()))
     assert partial.verdict[-1].text.startswith("FAILED: nothing was compared: no case is in both")

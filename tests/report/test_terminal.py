@@ -1,4 +1,6 @@
-"""Reports on a terminal: their order, tables that fit, the one screen of `run`, `accuracy` and `runs`."""
+"""Reports on a terminal: their order, tables that fit, the one screen of `run`, `accuracy` and
+`runs`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import EXACT_FP32, PRECISIONS, RELAXED_FP16, answers, checkpoint, clocks, in_calls, of_answers, report
+from cases import (
+    EXACT_FP32,
+    PRECISIONS,
+    RELAXED_FP16,
+    answers,
+    checkpoint,
+    clocks,
+    in_calls,
+    of_answers,
+    report,
+)
 from report.shown import printed, row
 from report.test_contents import TWO, packed, result, steps
 
@@ -34,12 +46,21 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int) -> No
     text = printed(terminal.render(compose(found), verdict_last=True), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-    for word in ("2.00 MiB", "100.000%", "relaxed, fp16", "_output_kernel", "(0, 5, 7, 3)", "layers"):
+    for word in (
+        "2.00 MiB",
+        "100.000%",
+        "relaxed, fp16",
+        "_output_kernel",
+        "(0, 5, 7, 3)",
+        "layers",
+    ):
         assert word in text
 
 
 def test_the_verdict_is_first_and_last() -> None:
-    lines = printed(terminal.render(compose(report(precisions=TWO, gpu=False)), verdict_last=True), 400).splitlines()
+    lines = printed(
+        terminal.render(compose(report(precisions=TWO, gpu=False)), verdict_last=True), 400
+    ).splitlines()
     assert lines[0] == "ssdprof: ibm-granite/granite-4.0-h-small, 131,072 tokens, no GPU"
     assert lines[1].startswith("PASSED")
     assert lines[1:4] == lines[-3:]
@@ -60,7 +81,9 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 def drawn(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> list[list[str]]:
     """The words of the lines of a table whose headers are numbers."""
     headers = tuple(f"h{number}" for number in range(len(rows[0])))
-    table = Table(title="t", headers=headers, rows=rows, align=aligned("l" * len(headers)), keys=keys)
+    table = Table(
+        title="t", headers=headers, rows=rows, align=aligned("l" * len(headers)), keys=keys
+    )
     lines = printed(terminal.SplitTable(table), width).splitlines()
     assert max(map(len, lines)) <= width
     return [line.split() for line in lines[1:] if line.strip("─ ")]
@@ -85,17 +108,28 @@ def test_a_table_that_does_not_fit_is_split_evenly_behind_its_keys(
 
 def test_a_part_has_no_empty_rows_and_no_empty_columns() -> None:
     lines = drawn((("one", "-", "y" * 20), ("two", "x" * 20, "-")), 30)
-    assert [line for line in lines if line[0] in ("one", "two")] == [["two", "x" * 20], ["one", "y" * 20]]
+    assert [line for line in lines if line[0] in ("one", "two")] == [
+        ["two", "x" * 20],
+        ["one", "y" * 20],
+    ]
     lines = drawn((("one", "-", "-", "x" * 20), ("two", "-", "-", "y" * 20)), 30)
     assert lines == [["h0", "h3"], ["one", "x" * 20], ["two", "y" * 20]]
     assert ["one", "-"] in drawn((("one", "-"), ("two", "x")), 30), "a whole table keeps such rows"
     lines = drawn((("layer 0, 64 tokens", "relaxed, bf16", "1.38e-3"),), 30, keys=2)
     words = {"layer", "0,", "64", "tokens", "relaxed,", "bf16", "1.38e-3"}
-    assert words <= {word for line in lines for word in line}, "where not even a key and one column fit"
+    assert words <= {word for line in lines for word in line}, (
+        "where not even a key and one column fit"
+    )
 
 
 def test_long_tables_are_cut_with_a_word_about_the_rest() -> None:
-    table = Table(title="t", headers=("n",), rows=tuple((str(i),) for i in range(100)), align=("left",), keys=0)
+    table = Table(
+        title="t",
+        headers=("n",),
+        rows=tuple((str(i),) for i in range(100)),
+        align=("left",),
+        keys=0,
+    )
     text = printed(terminal.SplitTable(table, rest="--json"))
     assert "59" in text
     assert "\n60" not in text
@@ -127,15 +161,41 @@ def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last()
     text = printed(brief.render(found), 120)
     (speed,) = [line.split("  ") for line in text.splitlines() if "2.00x [" in line]
     assert [cell.strip() for cell in speed if cell.strip()] == [
-        "exact, fp32", "2.00x [1.98, 2.02]", "faster", "1.96x", "500 µs", "262 M", "1.00 ms", "46.3%",
-    ]  # fmt: skip
+        "exact, fp32",
+        "2.00x [1.98, 2.02]",
+        "faster",
+        "1.96x",
+        "500 µs",
+        "262 M",
+        "1.00 ms",
+        "46.3%",
+    ]
     (accuracy,) = [line.split() for line in text.splitlines() if "90.000%" in line]
-    assert accuracy == ["exact,", "fp32", "yes", "90.000%", "99.900%", "-", "2.00e-3", "1.50e-3", "0.02", "4"]
+    assert accuracy == [
+        "exact,",
+        "fp32",
+        "yes",
+        "90.000%",
+        "99.900%",
+        "-",
+        "2.00e-3",
+        "1.50e-3",
+        "0.02",
+        "4",
+    ]
     assert "Speed, 131,072 tokens, fused hopper, 1 layer" in text
-    for words in ("The prompt is random tokens.", "exact: decays and their products are kept in fp32"):
+    for words in (
+        "The prompt is random tokens.",
+        "exact: decays and their products are kept in fp32",
+    ):
         assert words in text
-    assert " ".join(" ".join(text.splitlines()[-2:]).split()).endswith("not compared; use exact, fp32 states.")
-    assert printed(brief.render(report(complete=False, cases=()))).splitlines()[-1] == "Nothing was compared."
+    assert " ".join(" ".join(text.splitlines()[-2:]).split()).endswith(
+        "not compared; use exact, fp32 states."
+    )
+    assert (
+        printed(brief.render(report(complete=False, cases=()))).splitlines()[-1]
+        == "Nothing was compared."
+    )
 
 
 def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
@@ -143,7 +203,9 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
     assert "2 more rows: --full" in printed(brief.render(many))
     lines = printed(brief.render(report(change=WRONG, precisions=(EXACT_FP32,))), 200).splitlines()
     (reason,) = [line for line in lines if "max|ours - oracle| is 1.5" in line]
-    assert "layer 0, fused (exact, fp32 states): out, head 7" in reason, "all four have the same reason"
+    assert "layer 0, fused (exact, fp32 states): out, head 7" in reason, (
+        "all four have the same reason"
+    )
     assert any(line.startswith("FAILED: 4 of 8 cases") for line in lines)
     assert lines[-1].startswith("In short: keep unfused")
     text = printed(brief.render(report(notes=NOTES)), 200)
@@ -154,14 +216,19 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (in_calls(report(seqlens=(2048,), precisions=TWO), 2), "Speed, chunks of 1,024 tokens of 2,048 tokens, fused"),
+        (
+            in_calls(report(seqlens=(2048,), precisions=TWO), 2),
+            "Speed, chunks of 1,024 tokens of 2,048 tokens, fused",
+        ),
         (packed(200, 200, 200), "output, 600 tokens in 3 packed sequences, fused"),
         (steps(report(precisions=(EXACT_FP32,))), "decode steps after 131,072  recurrent"),
     ],
     ids=["chunks", "packed", "steps"],
 )
 def test_what_a_server_sees_is_named(found: Report, words: str) -> None:
-    """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's length."""
+    """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's
+    length.
+    """
     assert words in printed(brief.render(found), 160)
 
 
@@ -170,7 +237,9 @@ def test_what_a_server_sees_is_named(found: Report, words: str) -> None:
 
 def cells(text: str, *label: str) -> list[str]:
     """Of the first row that begins so."""
-    line = next(line for line in text.splitlines() if re.split("  +", line)[: len(label)] == [*label])
+    line = next(
+        line for line in text.splitlines() if re.split("  +", line)[: len(label)] == [*label]
+    )
     return re.split("  +", line.strip())[len(label) :]
 
 
@@ -181,19 +250,34 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
     assert "unfused portable  exact" in text, "every case of the baseline"
     first, advice, *_ = text.splitlines()
     assert first.startswith("ibm-granite/granite-4.0-h-small, run 2026")
-    assert advice.startswith("At 131,072 tokens, fused may be used at relaxed, fp32 states; relaxed, fp16 states: ")
-    wrong = report(seqlens=(2048, 1024), change=result("nonfinite", precision=RELAXED_FP16, layers=(9,)))
+    assert advice.startswith(
+        "At 131,072 tokens, fused may be used at relaxed, fp32 states; relaxed, fp16 states: "
+    )
+    wrong = report(
+        seqlens=(2048, 1024), change=result("nonfinite", precision=RELAXED_FP16, layers=(9,))
+    )
     text = printed(accuracy_table(wrong, "relaxed", ("fp16",)), 300)
-    assert "At 2,048 and 1,024 tokens, fused may not be used at relaxed, fp16 states: not finite in layer 9." in text
+    assert (
+        "At 2,048 and 1,024 tokens, fused may not be used at relaxed, fp16 states: not finite in "
+        "layer 9."
+    ) in text
     assert cells(text, "fused hopper", "relaxed, fp16", "fp64")[0] == "NO: 1/4"
     assert text.index("output at 2,048 tokens") < text.index("output at 1,024")
     text = printed(accuracy_table(report(complete=False, notes=("The weights are random.",))), 200)
-    assert text.index("PARTIAL") < text.index("- The weights are random.") < text.index("Accuracy of the output")
-    assert "FAILED" not in printed(accuracy_table(wrong, "exact")), "as if only these had been requested"
+    assert (
+        text.index("PARTIAL")
+        < text.index("- The weights are random.")
+        < text.index("Accuracy of the output")
+    )
+    assert "FAILED" not in printed(accuracy_table(wrong, "exact")), (
+        "as if only these had been requested"
+    )
 
 
 def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
-    with pytest.raises(BadInputError, match="compared nothing at relaxed with bf16 states") as caught:
+    with pytest.raises(
+        BadInputError, match="compared nothing at relaxed with bf16 states"
+    ) as caught:
         accuracy_table(report(), "relaxed", ("bf16",))
     assert caught.value.hint == "It compared: " + "; ".join(map(str, PRECISIONS)) + "."
     with pytest.raises(BadInputError):
@@ -218,13 +302,22 @@ def test_each_run_has_its_verdict() -> None:
 
     random = report(complete=False, model=checkpoint(random_weights=True))
     table = runs(
-        report(seqlens=(1024, 131_072)), report(change=WRONG, gpu=False), report(change=result("refused")), random,
-        report(conditions=of_options(min_speedup=100)), BadInputError("It is damaged."),
-    )  # fmt: skip
+        report(seqlens=(1024, 131_072)),
+        report(change=WRONG, gpu=False),
+        report(change=result("refused")),
+        random,
+        report(conditions=of_options(min_speedup=100)),
+        BadInputError("It is damaged."),
+    )
     assert table is not None
     assert table.rows[0] == (
-        "0", "2026-01-02 03:04 UTC", "ibm-granite/granite-4.0-h-small", "1,024, 131,072", "NVIDIA H200", "passed",
-    )  # fmt: skip
+        "0",
+        "2026-01-02 03:04 UTC",
+        "ibm-granite/granite-4.0-h-small",
+        "1,024, 131,072",
+        "NVIDIA H200",
+        "passed",
+    )
     verdicts = ["passed", "failed", "refused", "incomplete, partial", "failed", "unreadable"]
     assert [cells[-1] for cells in table.rows] == verdicts
     assert (row(table, "1")["GPU"], row(table, "5")["model"]) == ("none", "-")
@@ -236,17 +329,27 @@ def test_each_run_has_its_verdict() -> None:
 def test_the_history_has_a_line_for_each_commit() -> None:
     def run(number: int, commit: str, factor: float, **fields: Any) -> tuple[Path, Report]:
         def change(case: Case) -> Case:
-            times = (one.changed(us=[[us * factor for us in turn] for turn in one.us]) for one in case.samples)
+            times = (
+                one.changed(us=[[us * factor for us in turn] for turn in one.us])
+                for one in case.samples
+            )
             return case.changed(samples=tuple(times)) if case.implementation == "fused" else case
 
         found = report(change=change, **fields).changed(id=str(number), commit=commit)
         return Path(str(number)), found
 
-    every = (run(0, "a", 1), run(1, "b", 2), run(2, "b", 1.1), run(3, "c", 0.9), run(4, "c", 1, seqlens=(1024,)))
+    every = (
+        run(0, "a", 1),
+        run(1, "b", 2),
+        run(2, "b", 1.1),
+        run(3, "c", 0.9),
+        run(4, "c", 1, seqlens=(1024,)),
+    )
     tables = list(brief.history(every[::-1]))
     assert [[(row[0], row[1], row[5]) for row in one.rows] for one in tables] == [
-        [("a", "0", "-"), ("b", "2", "1.10x"), ("c", "3", "0.82x")], [("c", "4", "-")],
-    ]  # fmt: skip
+        [("a", "0", "-"), ("b", "2", "1.10x"), ("c", "3", "0.82x")],
+        [("c", "4", "-")],
+    ]
     assert [one.title.split("  ")[1] for one in tables] == ["▅█▁", "▁"]
     untimed = list(brief.history([run(0, "a", 1, gpu=False)]))
     assert untimed[0].rows[0][4] == "-"

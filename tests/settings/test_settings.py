@@ -1,4 +1,6 @@
-"""Settings files: their allowed contents, which file applies, and how the command line overrides it."""
+"""Settings files: their allowed contents, which file applies, and how the command line overrides
+it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_everything_that_a_file_may_hold() -> None:
     jsonschema.validate(tomllib.loads(WHOLE), SCHEMA)
 
 
-def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert settings.load() == settings.ProjectSettings()
     Path("pyproject.toml").write_text("[tool.ssdprof.gates]\nmin-speedup = 1\n")
     assert settings.load().gates.min_speedup == 1
@@ -97,7 +101,12 @@ def test_a_table_that_is_none(text: str) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [Path.mkdir, lambda file: file.symlink_to("nowhere"), os.mkfifo, lambda file: file.symlink_to(file)],
+    [
+        Path.mkdir,
+        lambda file: file.symlink_to("nowhere"),
+        os.mkfifo,
+        lambda file: file.symlink_to(file),
+    ],
     ids=["a folder", "a broken link", "a pipe", "a link to itself"],
 )
 def test_what_is_no_file_is_not_passed_over(make: Callable[[Path], object]) -> None:

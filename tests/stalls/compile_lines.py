@@ -1,4 +1,5 @@
-"""Compile our kernels for sm_90 without a GPU, as the profiled process does, and list the instructions' source lines.
+"""Compile our kernels for sm_90 without a GPU, as the profiled process does, and list the
+instructions' source lines.
 
     python compile_lines.py          JSON on stdout: kernel -> ptx, plain, inlined, called
 
@@ -72,7 +73,7 @@ def main() -> None:
         made.append(ptx)
         return rename(ptx)
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         plain = assembled(made[-1])
         found[self.__name__] = {
@@ -85,12 +86,18 @@ def main() -> None:
     target.name_call_sites = remember
     JITFunction.run = compile_only
     case = SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
-    gated = on_meta(SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
+    gated = on_meta(
+        SSDCase(
+            seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True
+        ).inputs()
+    )
     five_stages(gated, EXACT)
     portable_launch(gated, EXACT, SSDPortableConfig.choose(gated, (9, 0)))(gated)
     ungated = on_meta(case.inputs())
     hopper_launch(ungated, EXACT, SSDHopperConfig(segment=4))(ungated)
-    long = GDNCase(seqlen=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    long = GDNCase(
+        seqlen=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16
+    )
     delta = on_meta(long.inputs())
     six_stages(delta, EXACT)
     config = GDNPortableConfig.choose(delta, (9, 0), 132)

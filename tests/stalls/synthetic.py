@@ -4,7 +4,8 @@ from ssdprof.stalls.read import Point, RawKernel, RawReport, Value
 
 FILE = "/somewhere/kernel.py"
 LIBRARY = "/x/triton/language/standard.py"
-SOURCE = """STAGES = {"load": "loads", "scan": "chunk_scan.current", "_kernel": "setup", "twice": "caller"}
+SOURCE = """\
+STAGES = {"load": "loads", "scan": "chunk_scan.current", "_kernel": "setup", "twice": "caller"}
 WAITS = {"empty": "ahead"}
 @jit
 def load(p):
@@ -23,11 +24,12 @@ def _kernel(
     gl.warp_specialize([(load, ()), (scan, ())])
 """
 METRICS: dict[str, Value] = {
-    "gpu__time_duration.sum": 2000.0, "smsp__pcsamp_sample_count": 200, "smsp__pcsamp_dropped_bytes": 0,
-    "launch__registers_per_thread": 128, "launch__grid_dim_x": 40, "launch__occupancy_limit_registers": 1.0,
-    "launch__occupancy_limit_shared_mem": 1.0, "launch__occupancy_limit_warps": 4.0,
-    "sm__warps_active.avg.pct_of_peak_sustained_active": 25.0, "lts__t_sector_hit_rate.pct": 92.0,
-    "smsp__issue_active.avg.pct_of_peak_sustained_active": 40.0, "device__attribute_display_name": "NVIDIA H200",
+    "gpu__time_duration.sum": 2000.0, "smsp__pcsamp_sample_count": 200,
+    "smsp__pcsamp_dropped_bytes": 0, "launch__registers_per_thread": 128, "launch__grid_dim_x": 40,
+    "launch__occupancy_limit_registers": 1.0, "launch__occupancy_limit_shared_mem": 1.0,
+    "launch__occupancy_limit_warps": 4.0, "sm__warps_active.avg.pct_of_peak_sustained_active": 25.0,
+    "lts__t_sector_hit_rate.pct": 92.0, "smsp__issue_active.avg.pct_of_peak_sustained_active": 40.0,
+    "device__attribute_display_name": "NVIDIA H200",
 }  # fmt: skip
 POINTS = (
     Point(0x100, FILE, 14, "S2R R1, SR_TID.X", {"wait": 2}),  # the header, made by the compiler
@@ -48,9 +50,12 @@ def kernel(**changes: object) -> RawKernel:
         for reason, count in point.samples.items():
             totals[reason] = totals.get(reason, 0) + count
     fields = {
-        "function": "_kernel", "metrics": METRICS, "totals": totals, "points": points,
+        "function": "_kernel",
+        "metrics": METRICS,
+        "totals": totals,
+        "points": points,
         "sources": {FILE: SOURCE, LIBRARY: "nothing\n"},
-    }  # fmt: skip
+    }
     return RawKernel(**(fields | changes))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,6 @@
-"""Lines to stages, from the source; samples to lines and stages; and the line table that names callers."""
+"""Lines to stages, from the source; samples to lines and stages; and the line table that names
+callers.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,24 @@ from ssdprof.operators.operator import Stages
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
 from ssdprof.stalls import target
-from ssdprof.stalls.attribute import CALLER, IDLE_WARPS, UNKNOWN, LineStage, Sources, attribute, parse
+from ssdprof.stalls.attribute import (
+    CALLER,
+    IDLE_WARPS,
+    UNKNOWN,
+    LineStage,
+    Sources,
+    attribute,
+    parse,
+)
 from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.read import Point, RawKernel
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 STAGES = Stages.together([one.stages for one in records()])
 PROFILED = sorted(
-    file for file in KERNELS.rglob("*.py") if file.stem != "mixer" and re.search(r"^@\w+\.jit", file.read_text(), re.M)
+    file
+    for file in KERNELS.rglob("*.py")
+    if file.stem != "mixer" and re.search(r"^@\w+\.jit", file.read_text(), re.M)
 )  # mixers have no stages
 
 SOURCE = '''"""A kernel."""
@@ -52,7 +64,7 @@ def load(ptr):
 def _kernel(
     x_ptr,
     N: tl.constexpr,
-):  # fmt: skip
+):
     # stage ticket: first
     ticket = 0
     for i in range(3):
@@ -84,11 +96,18 @@ def test_every_sample_goes_to_one_stage() -> None:
     }
     assert attribute(synthetic.kernel(), Sources(synthetic.kernel().sources))[2] == 2 + 10 + 12
     plain = {synthetic.FILE: synthetic.SOURCE.replace("gl.warp_specialize", "gl.static_print")}
-    assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20, "without roles all have one"
+    assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20, (
+        "without roles all have one"
+    )
 
 
 def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> None:
-    assert list(attributed(synthetic.kernel())) == ["loads", "chunk_scan.current", "ahead", IDLE_WARPS]
+    assert list(attributed(synthetic.kernel())) == [
+        "loads",
+        "chunk_scan.current",
+        "ahead",
+        IDLE_WARPS,
+    ]
     known = Stages(order=("ahead", "chunk_scan.current", "loads"))
     stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), known)
     assert list(stages) == ["chunk_scan.current", "loads", "ahead", IDLE_WARPS]
@@ -102,11 +121,14 @@ def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
     assert (hottest.file, hottest.line, hottest.text) == ("kernel.py", 9, "return exp2(x)")
     assert hottest.samples == {"short_scoreboard": 60, "selected": 8}
     assert [line.total for line in lines] == sorted((line.total for line in lines), reverse=True)
-    assert {line.file for line in lines} == {"kernel.py", "standard.py"}  # no folders of the machine that ran it
+    # no folders of the machine that ran it
+    assert {line.file for line in lines} == {"kernel.py", "standard.py"}
 
 
 def test_without_line_information_instructions_stand_for_lines() -> None:
-    kernel = synthetic.kernel(points=(Point(1, "", 0, "LDG R1", {"wait": 3}), Point(2, "", 0, "STG R2", {"wait": 4})))
+    kernel = synthetic.kernel(
+        points=(Point(1, "", 0, "LDG R1", {"wait": 3}), Point(2, "", 0, "STG R2", {"wait": 4}))
+    )
     stages, lines, _ = attribute(kernel, Sources({}))
     assert [(line.text, line.total) for line in lines] == [("STG R2", 4), ("LDG R1", 3)]
     assert list(stages) == [UNKNOWN]
@@ -118,13 +140,18 @@ def test_without_line_information_instructions_stand_for_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("return x + 1", LineStage("helper", None)), ("shared.full", LineStage("load", "waiting.chunk")),
-        ("shared.empty", LineStage("load", "loads")), ("return helper", LineStage("load", "loads")),
-        ("N: tl.constexpr", LineStage("_kernel", None, header=True)), ("ticket = 0", LineStage("_kernel", "ticket")),
-        ("for i in", LineStage("_kernel", "ticket")), ("a = load", LineStage("_kernel", "chunk_scan.previous")),
-        ("b = 1", LineStage("_kernel", "chunk_state")), ("STAGES =", LineStage("", UNKNOWN)),
+        ("return x + 1", LineStage("helper", None)),
+        ("shared.full", LineStage("load", "waiting.chunk")),
+        ("shared.empty", LineStage("load", "loads")),
+        ("return helper", LineStage("load", "loads")),
+        ("N: tl.constexpr", LineStage("_kernel", None, header=True)),
+        ("ticket = 0", LineStage("_kernel", "ticket")),
+        ("for i in", LineStage("_kernel", "ticket")),
+        ("a = load", LineStage("_kernel", "chunk_scan.previous")),
+        ("b = 1", LineStage("_kernel", "chunk_state")),
+        ("STAGES =", LineStage("", UNKNOWN)),
     ],
-)  # fmt: skip
+)
 def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) -> None:
     assert parse(SOURCE).place(line_of(text)) == place
     moved = parse("# a line more\n" * 7 + SOURCE)
@@ -135,14 +162,26 @@ def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) 
     ("source", "line", "place"),
     [
         # without a table, functions are the stages
-        (SOURCE.replace("STAGES", "X").replace("WAITS", "Y"), line_of("shared.full"), LineStage("load", "load")),
+        (
+            SOURCE.replace("STAGES", "X").replace("WAITS", "Y"),
+            line_of("shared.full"),
+            LineStage("load", "load"),
+        ),
         (SOURCE.replace("STAGES", "X"), line_of("return x + 1"), LineStage("helper", "helper")),
         # a function that the table lacks is part of its caller
-        (SOURCE.replace('"load": "loads", ', ""), line_of("return helper"), LineStage("load", None)),
+        (
+            SOURCE.replace('"load": "loads", ', ""),
+            line_of("return helper"),
+            LineStage("load", None),
+        ),
         ("__global__ void k() {}", 1, LineStage("", UNKNOWN)),  # not Python
         # a name of the user that stands for something else is no table
         *(
-            (f"STAGES = {it}\nWAITS = {it}\n@jit\ndef scan(x):\n    return x\n", 5, LineStage("scan", "scan"))
+            (
+                f"STAGES = {it}\nWAITS = {it}\n@jit\ndef scan(x):\n    return x\n",
+                5,
+                LineStage("scan", "scan"),
+            )
             for it in ("3", "tl.constexpr(3)", "(1, 2)")
         ),
     ],
@@ -153,7 +192,9 @@ def test_lines_that_no_table_knows(source: str, line: int, place: LineStage) -> 
 
 
 def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
-    sources = Sources({"/x/site-packages/triton/language/standard.py": "import this\n", "/a/k.py": SOURCE})
+    sources = Sources(
+        {"/x/site-packages/triton/language/standard.py": "import this\n", "/a/k.py": SOURCE}
+    )
     assert sources.place("/x/site-packages/triton/language/standard.py", 1) == LineStage()
     assert sources.place("/a/k.py", 0) == LineStage()
     assert not sources.not_recorded
@@ -161,7 +202,11 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
     sources, stage = Sources({}), KERNELS / "ssd" / "portable.py"
-    number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
+    number = next(
+        i
+        for i, line in enumerate(stage.read_text().splitlines(), 1)
+        if "while tl.atomic_add" in line
+    )
     place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable.py", number)
     assert place == LineStage("wait_for_state", "state_passing.wait")
     assert sources.not_recorded == {"portable.py"}
@@ -172,32 +217,52 @@ def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> N
 
 
 @pytest.mark.parametrize("file", PROFILED, ids=lambda file: file.name)
-def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are_of_kernels(file: Path) -> None:
+def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are_of_kernels(
+    file: Path,
+) -> None:
     text = file.read_text()
     parsed, lines = parse(text), text.splitlines()
     functions = set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", text, re.M))
     assert {place.function for place in parsed.places.values()} == functions
     table = re.search(r"^STAGES = (\{.*?\})(?:  # fmt: skip)?$", text, re.MULTILINE | re.DOTALL)
     assert set(re.findall(r'"(\w+)":', table[1]) if table else ()) <= functions
-    assert {name for name in functions if name.endswith("_kernel")} <= set(re.findall(r'"(\w+)":', text))
+    assert {name for name in functions if name.endswith("_kernel")} <= set(
+        re.findall(r'"(\w+)":', text)
+    )
     stages = {place.stage for place in parsed.places.values()} - {None}
     assert stages <= set(STAGES.order), f"{file.name}: {stages - set(STAGES.order)}"
     assert {name for name in functions if name.endswith("_kernel")} <= set(STAGES.kernels)
     marks = {number for number, line in enumerate(lines, 1) if re.match(r"\s*# stage ", line)}
-    assert not any(parsed.place(number).header or parsed.place(number).stage == UNKNOWN for number in marks)
+    assert not any(
+        parsed.place(number).header or parsed.place(number).stage == UNKNOWN for number in marks
+    )
 
 
 def test_every_wait_of_the_hopper_kernels_has_a_stage() -> None:
-    """In those of GDN at the call that names the ring, because `load_tile` is called for several rings."""
+    """In those of GDN at the call that names the ring, because `load_tile` is called for several
+    rings.
+    """
     stages = dict[str, set[str]]()
-    for operator, call in (("ssd", r"mbarrier\.wait\("), ("gdn", r"(rings|inversion)\.\w+\.wait_(full|empty)\(")):
+    for operator, call in (
+        ("ssd", r"mbarrier\.wait\("),
+        ("gdn", r"(rings|inversion)\.\w+\.wait_(full|empty)\("),
+    ):
         for file in (KERNELS / operator / "hopper").glob("role_*.py"):
             lines, parsed = file.read_text().splitlines(), parse(file.read_text())
-            assert set(parsed.waits) >= {n for n, line in enumerate(lines, 1) if re.search(call, line)}, file.name
+            assert set(parsed.waits) >= {
+                n for n, line in enumerate(lines, 1) if re.search(call, line)
+            }, file.name
             stages.setdefault(operator, set()).update(parsed.waits.values())
     assert stages == {
         "ssd": {"ahead", "chunk_scan.residual", "waiting.chunk", "waiting.gates", "waiting.scores"},
-        "gdn": {"ahead", "chunk_output", "waiting.chunk", "waiting.inverse", "waiting.weights", "waiting.update"},
+        "gdn": {
+            "ahead",
+            "chunk_output",
+            "waiting.chunk",
+            "waiting.inverse",
+            "waiting.weights",
+            "waiting.update",
+        },
     }
 
 
@@ -217,15 +282,17 @@ def _their_kernel(
     tl.store(x_ptr, b)
 """
 KNOWN = {
-    "implementation": "them", "stages": {"twice": CALLER, "_their_kernel": "chunk_scan"},
+    "implementation": "them",
+    "stages": {"twice": CALLER, "_their_kernel": "chunk_scan"},
     "starts": {8: "chunk_scan.previous", 10: "chunk_scan.residual"},
-}  # fmt: skip
+}
 TABLES = {one.name: one.stages for one in records() if one.stages.sources}
 
 
 def theirs(text: str = TEXT) -> RawKernel:
     points = tuple(
-        Point(0x100 + line, FILE, line, "FADD", {"wait": samples}) for line, samples in ((8, 5), (3, 2), (10, 1))
+        Point(0x100 + line, FILE, line, "FADD", {"wait": samples})
+        for line, samples in ((8, 5), (3, 2), (10, 1))
     )
     return synthetic.kernel(function="_their_kernel", points=points, sources={FILE: text})
 
@@ -233,7 +300,9 @@ def theirs(text: str = TEXT) -> RawKernel:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Stages, "together", lambda _: Stages(sources={hashlib.sha256(TEXT.encode()).hexdigest(): KNOWN})
+        Stages,
+        "together",
+        lambda _: Stages(sources={hashlib.sha256(TEXT.encode()).hexdigest(): KNOWN}),
     )
 
 
@@ -253,9 +322,13 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
     assert [(line.line, line.total) for line in found.lines] == [(8, 5), (3, 2), (10, 1)]
     assert (found.implementation, found.unlabelled) == ("", ("kernel.py",))
     caveats = compose(analyse([synthetic.report(changed)])).caveats
-    assert any(text.startswith("The stages of kernel.py are not known (_their_kernel)") for text in caveats)
+    assert any(
+        text.startswith("The stages of kernel.py are not known (_their_kernel)") for text in caveats
+    )
     for labelled in (theirs(), synthetic.kernel()):
-        assert not any("not known" in text for text in compose(analyse([synthetic.report(labelled)])).caveats)
+        assert not any(
+            "not known" in text for text in compose(analyse([synthetic.report(labelled)])).caveats
+        )
 
 
 @pytest.mark.parametrize("operator", TABLES)
@@ -263,7 +336,9 @@ def test_tables_name_stages_that_exist(operator: str) -> None:
     known = TABLES[operator]
     for sha256, source in known.sources.items():
         assert len(sha256) == 64
-        assert {*source["stages"].values(), *source["starts"].values()} <= {*known.order, CALLER}, source["file"]
+        assert {*source["stages"].values(), *source["starts"].values()} <= {*known.order, CALLER}, (
+            source["file"]
+        )
 
 
 # --- the line table of a kernel's PTX, with callers instead of helpers
@@ -292,12 +367,16 @@ SOURCES = Sources({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": ""})
         (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:7:12 @[ kernel.py:10:5 ] ]", "1 7 12"),
         (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:4:9 @[ kernel.py:7:12 ] ]", "1 7 12"),
         (".loc\t2 50 3        // standard.py:50:3 @[ kernel.py:10:5 ]", "1 10 5"),
-        (".loc 1 7 12 // kernel.py:7:12 @[ kernel.py:10:5 ]", "1 7 12"),  # the helper has its own stage
+        # the helper has its own stage
+        (".loc 1 7 12 // kernel.py:7:12 @[ kernel.py:10:5 ]", "1 7 12"),
         (".loc 1 4 9 // kernel.py:4:9", "1 4 9"),  # no caller
         (".loc 1 4 9", "1 4 9"),
-        (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:0 ]", "1 4 9"),  # instructions of two lines were merged
-        (".loc 2 50 3 // standard.py:50:3 @[ other.py:10:5 ]", "2 50 3"),  # a file that is not in the table
-        (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),  # no function at that line
+        # instructions of two lines were merged
+        (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:0 ]", "1 4 9"),
+        # a file that is not in the table
+        (".loc 2 50 3 // standard.py:50:3 @[ other.py:10:5 ]", "2 50 3"),
+        # no function at that line
+        (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),
     ],
 )
 def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:
@@ -307,21 +386,32 @@ def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> N
 
 
 def test_nothing_but_a_loc_is_touched() -> None:
-    text = PTX + "\tadd.s32 %r1, %r2, 1; // kernel.py:4:9 @[ kernel.py:7:12 ]\n.loc_of: bra .loc_of;\n"
+    text = (
+        PTX + "\tadd.s32 %r1, %r2, 1; // kernel.py:4:9 @[ kernel.py:7:12 ]\n.loc_of: bra .loc_of;\n"
+    )
     assert target.name_call_sites(text, SOURCES) == text
 
 
-def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(tmp_path: Path) -> None:
-    files = '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
+def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(
+    tmp_path: Path,
+) -> None:
+    files = (
+        '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
+    )
     sources = Sources({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
     loc = ".loc 3 50 3 // standard.py:50:3 @[ kernel.py:7:12 ]"
     assert ".loc 2 7 12 //" in target.name_call_sites(files + loc, sources)
     (file := tmp_path / "kernel.py").write_text(CALLS)
-    ptx = f'.file 1 "{file}"\n.file 2 "/gone/helpers.py"\n.loc 1 4 9 // kernel.py:4:9 @[ kernel.py:7:12 ]\n'
+    ptx = (
+        f'.file 1 "{file}"\n.file 2 "/gone/helpers.py"\n.loc 1 4 9 // kernel.py:4:9 @[ '
+        "kernel.py:7:12 ]\n"
+    )
     assert ".loc 1 7 12 //" in target.name_call_sites(ptx)
 
 
-def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     target.install()
     hook = triton.knobs.runtime.add_stages_inspection_hook

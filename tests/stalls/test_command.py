@@ -31,7 +31,8 @@ from ssdprof.store.reports import HEADER, dump
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A report that was recorded elsewhere."""
     monkeypatch.setattr(
-        "ssdprof.commands.kernels.read", lambda path: synthetic.report(synthetic.kernel(), name=path.name)
+        "ssdprof.commands.kernels.read",
+        lambda path: synthetic.report(synthetic.kernel(), name=path.name),
     )
     return tmp_path / "a.ncu-rep"
 
@@ -57,8 +58,12 @@ def pretended(name: str, *kernels: str) -> Launched:
     facts: dict[str, Any] = {"registers": 96, "spills": 0, "shared_bytes": 1024, "warps_pct": 31.0}
     launches = tuple(Launch(kernel=one, config={}, **facts) for one in kernels)
     return Launched(
-        implementation=name, variant="v", precision=EXACT_FP32, launch_count=len(kernels), launches=launches,
-    )  # fmt: skip
+        implementation=name,
+        variant="v",
+        precision=EXACT_FP32,
+        launch_count=len(kernels),
+        launches=launches,
+    )
 
 
 @pytest.fixture
@@ -87,8 +92,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:  # noqa: ARG001
-    """Sets what the launch of every implementation but `fused` gives: an error, or an implementation's launches."""
+def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Sets what the launch of every implementation but `fused` gives: an error, or an
+    implementation's launches.
+    """
     usual = ncu.launch
 
     def put(outcome: Launched | Exception) -> None:
@@ -113,7 +120,9 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
     assert report.dims is not None
     assert (report.dims.dtype, report.ncu, report.command[0]) == ("bf16", "2025.3.1.0", "ssdprof")
     kept = out / "stalls"
-    assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {file.name for file in kept.iterdir()}
+    assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {
+        file.name for file in kept.iterdir()
+    }
     assert (kept / "stalls.json").read_text() == answer.out
     text = (kept / "stalls.md").read_text()
     title = "ssdprof stalls, ibm-granite/granite-4.0-h-small, layers.5, 64 tokens, "
@@ -125,19 +134,40 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
-    answer = passing("stalls", str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", words, "--json")
+    answer = passing(
+        "stalls",
+        str(captured),
+        "--out",
+        str(tmp_path / "o"),
+        "--layer",
+        "7",
+        "--impl",
+        words,
+        "--json",
+    )
     assert gpu == [(name, 7) for name in words.split(",")]
     report = StallReport.model_validate_json(answer.out)
     assert [kernel.implementation for kernel in report.kernels] == words.split(",")
     files = {file.name for file in (tmp_path / "o" / "stalls").glob("*.ncu-rep")}
-    assert files == {"fused.ncu-rep", "mamba_ssm.ncu-rep", "published-checkout.ncu-rep", "my_module-kernel.ncu-rep"}
+    assert files == {
+        "fused.ncu-rep",
+        "mamba_ssm.ncu-rep",
+        "published-checkout.ncu-rep",
+        "my_module-kernel.ncu-rep",
+    }
 
 
 def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
     captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    launches(SsdprofError("mamba_ssm cannot be imported: no.", "pip install it.", ExitCode.MISSING_CAPABILITY))
-    answer = passing("stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused")
+    launches(
+        SsdprofError(
+            "mamba_ssm cannot be imported: no.", "pip install it.", ExitCode.MISSING_CAPABILITY
+        )
+    )
+    answer = passing(
+        "stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", "mamba_ssm,fused"
+    )
     assert "mamba_ssm is left out: mamba_ssm cannot be imported: no." in answer.shown
     assert gpu == [("fused", 5)]
     alone = ending(3, "stalls", str(captured), "--out", str(tmp_path / "p"), "--impl", "mamba_ssm")
@@ -147,16 +177,38 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
 @pytest.mark.parametrize(
     ("name", "outcome", "told", "code"),
     [
-        # the exit code of a user's kernel that crashes reports a failed kernel, not a missing capability
-        ("my_module:kernel", ncu.explain("", -11), "my_module:kernel cannot be profiled.", ExitCode.GATE_FAILED),
+        # the exit code of a user's kernel that crashes reports a failed kernel, not a missing
+        # capability
+        (
+            "my_module:kernel",
+            ncu.explain("", -11),
+            "my_module:kernel cannot be profiled.",
+            ExitCode.GATE_FAILED,
+        ),
         ("published=x", ncu.explain("", -11), "A process of the profile failed (SIGSEGV).", 3),
         ("unfused", ncu.explain("", -11), "A process of the profile failed (SIGSEGV).", 3),
-        ("unfused", SsdprofError("N must be a power of two.", "No.", ExitCode.BAD_INPUT), "N must be a power", 2),
-        ("my_module:kernel", pretended("my_module:kernel"), "my_module:kernel launches no Triton kernel", 2),
+        (
+            "unfused",
+            SsdprofError("N must be a power of two.", "No.", ExitCode.BAD_INPUT),
+            "N must be a power",
+            2,
+        ),
+        (
+            "my_module:kernel",
+            pretended("my_module:kernel"),
+            "my_module:kernel launches no Triton kernel",
+            2,
+        ),
     ],
 )
 def test_an_implementation_that_cannot_be_profiled_is_named(
-    captured: Path, launches: Callable[[Any], None], tmp_path: Path, name: str, outcome: Any, told: str, code: int
+    captured: Path,
+    launches: Callable[[Any], None],
+    tmp_path: Path,
+    name: str,
+    outcome: Any,
+    told: str,
+    code: int,
 ) -> None:
     launches(outcome)
     answer = ending(code, "stalls", str(captured), "--out", str(tmp_path / "o"), "--impl", name)
@@ -170,7 +222,10 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = (str(captured), "--out", str(tmp_path / "o"), "--impl", "fused")
-    assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, "stalls", *words, "--layer", "4").err
+    assert (
+        "(2, 64), (5, 64), (7, 64)"
+        in ending(ExitCode.BAD_INPUT, "stalls", *words, "--layer", "4").err
+    )
     assert not gpu
     assert not (tmp_path / "o").exists()
     assert Answer("stalls", *words).code == 0
@@ -186,7 +241,9 @@ def test_where_ncu_cannot_work_triton_is_asked(
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)
-    answer = ending(ExitCode.MISSING_CAPABILITY, "stalls", str(captured), "--out", str(tmp_path / "o"))
+    answer = ending(
+        ExitCode.MISSING_CAPABILITY, "stalls", str(captured), "--out", str(tmp_path / "o")
+    )
     assert len(gpu) == 2
     for words in ("No stalls: ncu is not on this machine. Install it.", "_fused", "96", "31%"):
         assert words in answer.out
@@ -204,13 +261,20 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Pat
     report, file = analyse([synthetic.report(synthetic.kernel())]), tmp_path / "stalls.json"
     file.write_text(stall_files.dump(report))
     assert stall_files.load(file) == report
-    for text, words in (("{", "damaged"), ("[]", "damaged"), ('{"stalls_version": 99}', "version 99"), ("{}", "None")):
+    for text, words in (
+        ("{", "damaged"),
+        ("[]", "damaged"),
+        ('{"stalls_version": 99}', "version 99"),
+        ("{}", "None"),
+    ):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words):
             stall_files.load(file)
 
 
-def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_a_run_profiles_its_middle_layer(
+    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+) -> None:
     layers = tuple(map(layer, LAYERS))
     run = run_report()
     run = run.changed(processes=(run.first.changed(captured=layers),))
@@ -242,7 +306,10 @@ def test_a_layer_of_a_run_is_captured_again() -> None:
     """The middle one at the longest prompt, unless others are asked for."""
     run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
     run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))
-    again = [stalls_job._of_run(run, StallsOptions(**asked)) for asked in ({}, {"layer": 0, "seqlen": 1024})]
+    again = [
+        stalls_job._of_run(run, StallsOptions(**asked))
+        for asked in ({}, {"layer": 0, "seqlen": 1024})
+    ]
     assert [(one.layers, one.seqlens) for one in again] == [("9", (2048,)), ("0", (1024,))]
     for asked in ({"layer": 3}, {"seqlen": 3}):
         with pytest.raises(BadInputError, match="no such layer or prompt") as caught:

@@ -1,7 +1,8 @@
-"""The compiler's lines of our kernels exist, and with callers' lines each line belongs to the instruction's stage.
+"""The compiler's lines of our kernels exist, and with callers' lines each line belongs to the
+instruction's stage.
 
-The expected stages do not come from the tested line table.  The compiler gives the PTX line of each instruction, and
-remarks in the PTX list the calls that led to it.
+The expected stages do not come from the tested line table.  The compiler gives the PTX line of each
+instruction, and remarks in the PTX list the calls that led to it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,35 @@ pytestmark = pytest.mark.compiler
 
 TESTS = Path(__file__).parent.parent
 KERNELS = (
-    "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel", "_bmm_chunk_kernel", "_chunk_scan_kernel",
-    "_fused_kernel", "_fused_hopper_kernel",
-    "_gdn_qk_l2norm_kernel", "_gdn_gate_cumsum_kernel", "_gdn_scaled_dot_kkt_kernel", "_gdn_solve_tril_kernel",
-    "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
-    "_gdn_factors_kernel", "_gdn_scan_kernel", "_gdn_recurrent_kernel",
-)  # fmt: skip
+    "_chunk_cumsum_kernel",
+    "_chunk_state_kernel",
+    "_state_passing_kernel",
+    "_bmm_chunk_kernel",
+    "_chunk_scan_kernel",
+    "_fused_kernel",
+    "_fused_hopper_kernel",
+    "_gdn_qk_l2norm_kernel",
+    "_gdn_gate_cumsum_kernel",
+    "_gdn_scaled_dot_kkt_kernel",
+    "_gdn_solve_tril_kernel",
+    "_gdn_recompute_w_u_kernel",
+    "_gdn_chunk_state_kernel",
+    "_gdn_chunk_output_kernel",
+    "_gdn_factors_kernel",
+    "_gdn_scan_kernel",
+    "_gdn_recurrent_kernel",
+)
 ALGORITHM = {
-    "ticket", "chunk_cumsum", "bmm_chunk", "state_passing.wait", "state_passing.load", "state_passing.store",
-    "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
-}  # fmt: skip
+    "ticket",
+    "chunk_cumsum",
+    "bmm_chunk",
+    "state_passing.wait",
+    "state_passing.load",
+    "state_passing.store",
+    "chunk_scan.previous",
+    "chunk_scan.current",
+    "chunk_scan.residual",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +68,9 @@ class Compiled:
 
 
 def truth(ptx: list[str], number: int, sources: Sources, paths: dict[str, list[str]]) -> str | None:
-    """The stage of the innermost call with a stage, among the calls that led to a line of the PTX."""
+    """The stage of the innermost call with a stage, among the calls that led to a line of the
+    PTX.
+    """
     while number > 0 and not ptx[number - 1].lstrip().startswith(".loc"):
         number -= 1
     for name, line in re.findall(r"([\w.]+\.py):(\d+):\d+", ptx[number - 1]):
@@ -65,7 +87,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     cache = str(tmp_path_factory.mktemp("cache"))
     environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
     script = str(Path(__file__).parent / "compile_lines.py")
-    result = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, script], env=environ, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return {name: _compiled(fields) for name, fields in json.loads(result.stdout).items()}
 
@@ -91,9 +115,13 @@ def test_every_kernel_was_compiled(compiled: dict[str, Compiled]) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Compiled], name: str) -> None:
+def test_every_line_has_a_stage_or_belongs_to_its_caller(
+    compiled: dict[str, Compiled], name: str
+) -> None:
     found = compiled[name]
-    lost = {line for line, place in zip(found.lines, found.plain, strict=True) if place.stage == UNKNOWN}
+    lost = {
+        line for line, place in zip(found.lines, found.plain, strict=True) if place.stage == UNKNOWN
+    }
     assert not lost
 
 
@@ -104,12 +132,19 @@ def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled],
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict[str, Compiled], name: str) -> None:
+def test_every_instruction_is_filed_under_a_line_of_its_own_stage(
+    compiled: dict[str, Compiled], name: str
+) -> None:
     found = compiled[name]
-    known = [(place.stage, stage) for place, stage in zip(found.called, found.stages, strict=True) if stage]
+    known = [
+        (place.stage, stage)
+        for place, stage in zip(found.called, found.stages, strict=True)
+        if stage
+    ]
     # for a branch, ptxas may give a line and a PTX line that disagree
     assert sum(one != stage for one, stage in known) < 0.002 * len(known)
-    # if instructions of two lines were merged, the PTX has line 0, and the compiler keeps the line before it
+    # if instructions of two lines were merged, the PTX has line 0, and the compiler keeps the line
+    # before it
     assert len(known) > 0.85 * len(found.called)
     # instructions without a stage come from the compiler, with few exceptions
     lost = [place for place in found.called if place.stage is None and not place.header]
@@ -120,8 +155,14 @@ def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict
     ("name", "stages"),
     [
         *((name, ALGORITHM) for name in ("_fused_kernel", "_fused_hopper_kernel")),
-        ("_gdn_factors_kernel", {"setup", "gate_cumsum", "scaled_dot_kkt", "solve_tril", "state_factor", "out_factor"}),
-        ("_gdn_scan_kernel", {"setup", "warm_up", "chunk_state.residual", "chunk_state.update", "chunk_output"}),
+        (
+            "_gdn_factors_kernel",
+            {"setup", "gate_cumsum", "scaled_dot_kkt", "solve_tril", "state_factor", "out_factor"},
+        ),
+        (
+            "_gdn_scan_kernel",
+            {"setup", "warm_up", "chunk_state.residual", "chunk_state.update", "chunk_output"},
+        ),
         ("_gdn_recurrent_kernel", {"setup", "setup.store", "recurrence"}),
     ],
 )

@@ -22,7 +22,8 @@ from ssdprof.stalls.read import Point, RawKernel
 PRODUCTS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 FLOPS = {
     "dram__bytes_read.sum": 1e6, "dram__bytes_write.sum": 1e6, PRODUCTS: 4e8,
-    f"{PRODUCTS}.pct_of_peak_sustained_elapsed": 20.0, f"{PRODUCTS}.peak_sustained_elapsed.per_second": 2e15,
+    f"{PRODUCTS}.pct_of_peak_sustained_elapsed": 20.0,
+    f"{PRODUCTS}.peak_sustained_elapsed.per_second": 2e15,
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": 40.0,
     "dram__bytes.sum.peak_sustained": 1504.0, "dram__cycles_elapsed.avg.per_second": 3.2e9,
 }  # fmt: skip
@@ -32,13 +33,18 @@ def kernel(name: str, us: float, *points: Point) -> RawKernel:
     source = synthetic.SOURCE.replace("_kernel", name)
     samples = sum(sum(point.samples.values()) for point in points)
     metrics = FLOPS | {"gpu__time_duration.sum": us * 1e3, "smsp__pcsamp_sample_count": samples}
-    return synthetic.kernel(points=points, function=name, metrics=metrics, sources={synthetic.FILE: source})
+    return synthetic.kernel(
+        points=points, function=name, metrics=metrics, sources={synthetic.FILE: source}
+    )
 
 
 @pytest.fixture
 def both() -> StallReport:
     """Two kernels of one implementation, 30 and 10 us, and one of the other."""
-    scan, load = Point(0x10, synthetic.FILE, 9, "", {"wait": 10}), Point(0x20, synthetic.FILE, 6, "", {"barrier": 30})
+    scan, load = (
+        Point(0x10, synthetic.FILE, 9, "", {"wait": 10}),
+        Point(0x20, synthetic.FILE, 6, "", {"barrier": 30}),
+    )
     unfused = kernel("_chunk_state_kernel", 30.0, scan), kernel("_bmm_chunk_kernel", 10.0, load)
     fused = synthetic.report(kernel("_fused_kernel", 5.0, scan, load), name="f.ncu-rep")
     return analyse([synthetic.report(*unfused, name="u.ncu-rep"), fused])
@@ -107,7 +113,9 @@ def test_failed_checks_are_caveats_and_what_holds_is_one_row_that_names_it_all()
     assert row[2] == "ok"
     assert row[3].startswith("200 samples, 12.0% of them on lines without a stage")
     bare = there(of(metrics={}, totals={}, points=()), "Self-checks")
-    assert [row[2:] for row in bare.rows if row[0] == "_kernel"] == [("not checked", "not collected")]
+    assert [row[2:] for row in bare.rows if row[0] == "_kernel"] == [
+        ("not checked", "not collected")
+    ]
 
 
 def test_every_stage_part_and_reason_has_words() -> None:
@@ -118,19 +126,28 @@ def test_every_stage_part_and_reason_has_words() -> None:
 def test_averages_of_kernels_stand_side_by_side() -> None:
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
     two, one = {name.format("wait"): 3.0, name.format("gmma"): 1.0}, {name.format("barrier"): 2.0}
-    pages = [synthetic.kernel(function=f, metrics=of, totals={}, points=()) for f, of in (("_a", two), ("_b", one))]
+    pages = [
+        synthetic.kernel(function=f, metrics=of, totals={}, points=())
+        for f, of in (("_a", two), ("_b", one))
+    ]
     table = there(analyse([synthetic.report(*pages)]), "Stall reasons, without samples")
     assert [row[:-1] for row in table.rows] == [
-        ("wait", "75.0%", "0.0%"), ("warpgroup_arrive", "25.0%", "0.0%"), ("barrier", "0.0%", "100.0%"),
-    ]  # fmt: skip
+        ("wait", "75.0%", "0.0%"),
+        ("warpgroup_arrive", "25.0%", "0.0%"),
+        ("barrier", "0.0%", "100.0%"),
+    ]
     assert "without samples" not in shown(of())
 
 
 # --- pictures
 
 
-def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all(both: StallReport) -> None:
-    """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused kernel."""
+def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all(
+    both: StallReport,
+) -> None:
+    """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused
+    kernel.
+    """
     pictures = stall_files.pictures(both)
     assert set(pictures) == {"unfused", "fused", "roofline"}
     assert pictures == stall_files.pictures(both)
@@ -143,18 +160,26 @@ def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all
     legends = []
     for name in ("unfused", "fused"):
         svg = pictures[name][1]
-        legends.append(re.findall(r"<g id=\"patch_\d+\">\s*<path[^>]*fill: (#\w+)[^>]*>\s*</g>\s*<g id=\"text", svg))
+        legends.append(
+            re.findall(
+                r"<g id=\"patch_\d+\">\s*<path[^>]*fill: (#\w+)[^>]*>\s*</g>\s*<g id=\"text", svg
+            )
+        )
         assert re.findall(r">(wait|barrier)<", svg) == ["barrier", "wait"]
     assert legends[0] == legends[1]
     assert len(legends[0]) == 2
 
 
 def test_a_bar_is_as_long_as_its_stage_and_more_reasons_than_colours_share_one() -> None:
-    svg, numbers = plots.stages({"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t", ["wait", "barrier"])
+    svg, numbers = plots.stages(
+        {"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t", ["wait", "barrier"]
+    )
     assert numbers.rows == (("a", "30.0", "10.0"), ("b", "60.0", "0.0"))
     assert re.findall(r">\s*(\d+\.\d)%<", svg) == ["60.0", "40.0"]
     reasons = [f"reason{i}" for i in range(12)]
-    svg, _ = plots.stages({"a": {reason: 10.0 - i / 10 for i, reason in enumerate(reasons)}}, "t", reasons)
+    svg, _ = plots.stages(
+        {"a": {reason: 10.0 - i / 10 for i, reason in enumerate(reasons)}}, "t", reasons
+    )
     assert "reason0" in svg
     assert "reason11" not in svg
     assert ">other<" in svg

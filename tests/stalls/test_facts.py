@@ -38,7 +38,9 @@ def hint(found: KernelStalls, stage: str) -> str:
 
 def test_what_was_not_collected_is_none_and_named() -> None:
     found = stalls_of(synthetic.kernel(metrics={}, totals={}, points=()))
-    assert {"duration_us", "registers", "limited_by", "stall reasons", "source lines"} <= set(found.not_collected)
+    assert {"duration_us", "registers", "limited_by", "stall reasons", "source lines"} <= set(
+        found.not_collected
+    )
     absent = set(found.not_collected) - {"limited_by", "stall reasons", "source lines"}
     assert len(absent) == 24
     assert all(getattr(found, name) is None for name in absent)
@@ -51,11 +53,19 @@ def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_wil
     assert (found.dram_read_bytes, found.l2_bytes) == (0, 0)
     assert "dram_read_bytes" not in found.not_collected
     metrics = {
-        "lts__t_sectors.sum": 10, "derived__local_spilling_requests": 7, "launch__shared_mem_per_block_static": 100,
-        "launch__shared_mem_per_block_driver": 24, "smsp__issue_active.avg.per_cycle_active": 0.25,
-    }  # fmt: skip
+        "lts__t_sectors.sum": 10,
+        "derived__local_spilling_requests": 7,
+        "launch__shared_mem_per_block_static": 100,
+        "launch__shared_mem_per_block_driver": 24,
+        "smsp__issue_active.avg.per_cycle_active": 0.25,
+    }
     found = stalls_of(synthetic.kernel(metrics=metrics))
-    assert (found.l2_bytes, found.spill_requests, found.shared_bytes, found.issue_pct) == (320, 7, 124, 25.0)
+    assert (found.l2_bytes, found.spill_requests, found.shared_bytes, found.issue_pct) == (
+        320,
+        7,
+        124,
+        25.0,
+    )
 
 
 @pytest.mark.parametrize(("pipe_pct", "peak"), [(40.0, 1000.0), (20.0, 2000.0)])
@@ -73,7 +83,9 @@ def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, pea
 
 
 @pytest.mark.parametrize(
-    "cycles", [{"smsp__cycles_elapsed.avg": 3000.0}, {"smsp__cycles_elapsed.avg.per_second": 1.5e9}], ids=str
+    "cycles",
+    [{"smsp__cycles_elapsed.avg": 3000.0}, {"smsp__cycles_elapsed.avg.per_second": 1.5e9}],
+    ids=str,
 )
 def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]) -> None:
     """1.5 GHz for 2 us; a fused multiplication and addition counts as two."""
@@ -92,7 +104,11 @@ def test_a_kernel_without_products_lacks_no_peak_for_them() -> None:
 
 def test_where_no_warp_was_sampled_averages_are_taken_by_one_name() -> None:
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-    metrics = {name.format("gmma"): 0.5, name.format("no_instruction"): 1.5, name.format("wait"): 0.0}
+    metrics = {
+        name.format("gmma"): 0.5,
+        name.format("no_instruction"): 1.5,
+        name.format("wait"): 0.0,
+    }
     found = stalls_of(synthetic.kernel(metrics=metrics, totals={}, points=()))
     assert found.average == {"no_instructions": 1.5, "warpgroup_arrive": 0.5}
     assert "stall reasons" not in found.not_collected
@@ -102,7 +118,9 @@ def test_where_no_warp_was_sampled_averages_are_taken_by_one_name() -> None:
 def test_the_implementation_is_told_by_the_kernel() -> None:
     assert stalls_of(synthetic.kernel(function="_fused_kernel")).implementation == "fused"
     assert stalls_of(synthetic.kernel()).implementation == ""
-    report = analyse([synthetic.report(replace(synthetic.kernel(), function="_mine"))], launched("_mine"))
+    report = analyse(
+        [synthetic.report(replace(synthetic.kernel(), function="_mine"))], launched("_mine")
+    )
     assert report.kernels[0].implementation == "fused"
 
 
@@ -115,7 +133,11 @@ UNKNOWN_LINES = {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}
 @pytest.mark.parametrize(
     ("changes", "check", "detail"),
     [
-        (metrics(smsp__pcsamp_sample_count=201), "reasons add up to the samples", "200 of 201; 1 missing"),
+        (
+            metrics(smsp__pcsamp_sample_count=201),
+            "reasons add up to the samples",
+            "200 of 201; 1 missing",
+        ),
         ({"totals": {"wait": 199}}, "lines add up to the kernel", "200 of 199; -1 missing"),
         ({"totals": {"wait": 199}}, "stages add up to the kernel", "200 of 199; -1 missing"),
         (TWO_REASONS, "every reason adds up over the lines", "wait 12 of 120; barrier 50 of 80"),
@@ -124,7 +146,9 @@ UNKNOWN_LINES = {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}
         (UNKNOWN_LINES, "every line has a stage", "200 samples on lines of unknown stage"),
     ],
 )
-def test_a_check_fails_where_something_is_missing(changes: dict[str, object], check: str, detail: str) -> None:
+def test_a_check_fails_where_something_is_missing(
+    changes: dict[str, object], check: str, detail: str
+) -> None:
     assert stalls_of(synthetic.kernel(**changes)).checks[check] == ("failed", detail)
 
 
@@ -136,7 +160,9 @@ def test_a_check_fails_where_something_is_missing(changes: dict[str, object], ch
         (("_kernel",), 3, "1 launches instead of 3"),
     ],
 )
-def test_launches_that_nobody_asked_for_are_found(wanted: tuple[str, ...], count: int, detail: str) -> None:
+def test_launches_that_nobody_asked_for_are_found(
+    wanted: tuple[str, ...], count: int, detail: str
+) -> None:
     report = analyse([synthetic.report(synthetic.kernel())], launched(*wanted, launch_count=count))
     assert [words for status, words in report.checks.values() if status == "failed"] == [detail]
 
@@ -144,12 +170,16 @@ def test_launches_that_nobody_asked_for_are_found(wanted: tuple[str, ...], count
 def test_a_report_from_elsewhere_cannot_be_asked_what_was_wanted() -> None:
     report = analyse([synthetic.report(synthetic.kernel(), whole=None)])
     assert set(statuses(report).values()) == {"not checked"}
-    assert "failed" in statuses(analyse([synthetic.report(synthetic.kernel(), whole=False)])).values()
+    assert (
+        "failed" in statuses(analyse([synthetic.report(synthetic.kernel(), whole=False)])).values()
+    )
 
 
 # --- hints
 
-DRAM_FULL, L2_FULL = (f"{unit}throughput.avg.pct_of_peak_sustained_elapsed" for unit in ("gpu__dram_", "lts__"))
+DRAM_FULL, L2_FULL = (
+    f"{unit}throughput.avg.pct_of_peak_sustained_elapsed" for unit in ("gpu__dram_", "lts__")
+)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +197,8 @@ def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
     found = with_metrics(**metric)
     text = hint(found, "loads")
     assert text.startswith(
-        "long_scoreboard in loads is 30 % of the kernel's busy samples, 100 % of them on kernel.py:6 `return p`; "
+        "long_scoreboard in loads is 30 % of the kernel's busy samples, 100 % of them on "
+        "kernel.py:6 `return p`; "
         f"{evidence}.  {advice}"
     )
     assert found.hints[text] == pytest.approx(100 * 38 / 128)
@@ -182,7 +213,9 @@ def test_a_wait_for_a_role_points_to_the_roles() -> None:
 def test_idle_warps_and_issuing_give_no_hint() -> None:
     points = (*synthetic.POINTS, Point(0x180, synthetic.FILE, 9, "FADD", {"selected": 500}))
     found = stalls_of(synthetic.kernel(points=points))
-    assert not [text for text in found.hints if re.search("selected in| in (ahead|idle warps) is", text)]
+    assert not [
+        text for text in found.hints if re.search("selected in| in (ahead|idle warps) is", text)
+    ]
 
 
 def test_a_wait_for_tensor_cores_is_told_from_one_for_warps() -> None:
@@ -194,11 +227,17 @@ def test_a_wait_for_tensor_cores_is_told_from_one_for_warps() -> None:
 
 
 def test_spills_occupancy_and_waves_are_spoken_of() -> None:
-    found = with_metrics(**{"sass__inst_executed_register_spilling": 12345, "launch__waves_per_multiprocessor": 1.2})
+    found = with_metrics(
+        **{"sass__inst_executed_register_spilling": 12345, "launch__waves_per_multiprocessor": 1.2}
+    )
     whole = " ".join(text for text, share in found.hints.items() if share is None)
     assert "12,345 loads and stores of spilled registers, at 128 registers" in whole
-    assert "Occupancy 25 %, limited by registers and shared memory; a scheduler issues in 40 %" in whole
+    assert (
+        "Occupancy 25 %, limited by registers and shared memory; a scheduler issues in 40 %"
+        in whole
+    )
     assert "1.20 waves: the last one keeps 20 %" in whole
     assert any(
-        "fills 50 % of the GPU once" in text for text in with_metrics(**{"launch__waves_per_multiprocessor": 0.5}).hints
+        "fills 50 % of the GPU once" in text
+        for text in with_metrics(**{"launch__waves_per_multiprocessor": 0.5}).hints
     )

@@ -1,4 +1,6 @@
-"""How ncu is called, the process that it profiles, and the meaning of its errors; without ncu and without a GPU."""
+"""How ncu is called, the process that it profiles, and the meaning of its errors; without ncu and
+without a GPU.
+"""
 
 import json
 import os
@@ -26,34 +28,88 @@ from ssdprof.stalls import ncu, target
 
 def job(folder: Path) -> ncu.Job:
     return ncu.Job(
-        folder=folder, cache=folder / "cache", layer=0, seqlen=1, implementation="fused", precision=EXACT_FP32
+        folder=folder,
+        cache=folder / "cache",
+        layer=0,
+        seqlen=1,
+        implementation="fused",
+        precision=EXACT_FP32,
     )
 
 
 def test_the_command_line_is_exactly_this() -> None:
     program, report = "/n/ncu", Path("out/r.ncu-rep")
-    assert ncu.command(program, report, ["_a_kernel", "_b.kernel", "_a_kernel"], 3, ["py", "t"]) == (
-        "/n/ncu", "--config-file", "off", "-f", "-o", "out/r.ncu-rep",
-        "--target-processes", "application-only",
-        "--nvtx", "--nvtx-include", "ssdprof/",
-        "-k", r"regex:^(_a_kernel|_b\.kernel)$", "-c", "3",
-        "--section", "LaunchStats", "--section", "Occupancy", "--section", "SpeedOfLight",
-        "--section", "SpeedOfLight_RooflineChart", "--section", "SpeedOfLight_HierarchicalTensorRooflineChart",
-        "--section", "MemoryWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis_Tables",
-        "--section", "SchedulerStats", "--section", "WarpStateStats",
-        "--section", "SourceCounters",
-        "--import-source", "yes", "--clock-control", "none", "--cache-control", "all",
-        "--replay-mode", "kernel", "--check-exit-code", "yes",
-        "py", "t",
-    )  # fmt: skip
+    assert ncu.command(
+        program, report, ["_a_kernel", "_b.kernel", "_a_kernel"], 3, ["py", "t"]
+    ) == (
+        "/n/ncu",
+        "--config-file",
+        "off",
+        "-f",
+        "-o",
+        "out/r.ncu-rep",
+        "--target-processes",
+        "application-only",
+        "--nvtx",
+        "--nvtx-include",
+        "ssdprof/",
+        "-k",
+        r"regex:^(_a_kernel|_b\.kernel)$",
+        "-c",
+        "3",
+        "--section",
+        "LaunchStats",
+        "--section",
+        "Occupancy",
+        "--section",
+        "SpeedOfLight",
+        "--section",
+        "SpeedOfLight_RooflineChart",
+        "--section",
+        "SpeedOfLight_HierarchicalTensorRooflineChart",
+        "--section",
+        "MemoryWorkloadAnalysis",
+        "--section",
+        "MemoryWorkloadAnalysis_Tables",
+        "--section",
+        "SchedulerStats",
+        "--section",
+        "WarpStateStats",
+        "--section",
+        "SourceCounters",
+        "--import-source",
+        "yes",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
+        "--replay-mode",
+        "kernel",
+        "--check-exit-code",
+        "yes",
+        "py",
+        "t",
+    )
 
 
 def test_no_secret_reaches_the_child() -> None:
     secrets = {
-        "HF_TOKEN": "hf_a", "HUGGING_FACE_HUB_TOKEN": "hf_b", "AWS_SECRET_ACCESS_KEY": "c", "GITHUB_PAT": "d",
-        "NVIDIA_API_KEY": "e", "CONDA_TOKEN": "f", "PYTHON_KEYRING_PASSWORD": "g", "OPENAI": "h",
-    }  # fmt: skip
-    harmless = {"PATH": "/bin", "LD_LIBRARY_PATH": "/l", "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": ".", "HOME": "/h"}
+        "HF_TOKEN": "hf_a",
+        "HUGGING_FACE_HUB_TOKEN": "hf_b",
+        "AWS_SECRET_ACCESS_KEY": "c",
+        "GITHUB_PAT": "d",
+        "NVIDIA_API_KEY": "e",
+        "CONDA_TOKEN": "f",
+        "PYTHON_KEYRING_PASSWORD": "g",
+        "OPENAI": "h",
+    }
+    harmless = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/l",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "PYTHONPATH": ".",
+        "HOME": "/h",
+    }
     passed = ncu.clean_environment(secrets | harmless | {"TRITON_DISABLE_LINE_INFO": "1"})
     assert not secrets.keys() & passed.keys()
     assert harmless.items() <= passed.items()
@@ -63,15 +119,35 @@ def test_no_secret_reaches_the_child() -> None:
 @pytest.mark.parametrize(
     ("output", "message", "hint"),
     [
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "hardware counters", "SYS_ADMIN"),
-        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "hardware counters", "NVreg_Restrict"),
-        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded", "sandboxed", "kernel driver"),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission",
+            "hardware counters",
+            "SYS_ADMIN",
+        ),
+        (
+            "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission",
+            "hardware counters",
+            "NVreg_Restrict",
+        ),
+        (
+            "==ERROR== Failed to initialize the profiler: LibraryNotLoaded",
+            "sandboxed",
+            "kernel driver",
+        ),
         ("==ERROR== Cuda driver is not compatible with Nsight Compute.", "do not fit", "driver"),
-        ("==ERROR== Profiling failed because a driver resource was unavailable.", "Another profiler", "DCGM"),
+        (
+            "==ERROR== Profiling failed because a driver resource was unavailable.",
+            "Another profiler",
+            "DCGM",
+        ),
         ("==ERROR== Failed to connect to process 17", "attach", "LD_PRELOAD"),
         ("==WARNING== No kernels were profiled.", "profiled no kernel", "Triton"),
         ("==PROF== Connected\n==ERROR== The moon is full.\n", "The moon is full.", "doctor"),
-        ("Error: there is no layer 3\n==ERROR== The application returned an error code (1).", "returned an error", ""),
+        (
+            "Error: there is no layer 3\n==ERROR== The application returned an error code (1).",
+            "returned an error",
+            "",
+        ),
     ],
 )
 def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: str) -> None:
@@ -82,14 +158,19 @@ def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: st
     assert "\n" not in error.message
 
 
-def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_asks_the_program_for_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "ncu"
     monkeypatch.setattr(ncu, "find_ncu", lambda: str(program) if program.is_file() else None)
     with pytest.raises(MissingCapabilityError, match="ncu is not installed") as raised:
         ncu.find()
     assert "--from" in raised.value.hint
     for script, words in (
-        ("echo 'Version 2022.4.1 (build 1)'", r"2022\.4\.1 is too old: it must be 2023\.1 or newer"),
+        (
+            "echo 'Version 2022.4.1 (build 1)'",
+            r"2022\.4\.1 is too old: it must be 2023\.1 or newer",
+        ),
         ("echo hello", "does not report its version"),
         ("exit 1", r"does not run: .*[^.]\.$"),
     ):
@@ -97,7 +178,9 @@ def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pyte
         program.chmod(0o755)
         with pytest.raises(MissingCapabilityError, match=words):
             ncu.find()
-    program.write_text("#!/bin/sh\necho 'Copyright (c)\nVersion 2025.3.1.0 (build 36398880) (public-release)'\n")
+    program.write_text(
+        "#!/bin/sh\necho 'Copyright (c)\nVersion 2025.3.1.0 (build 36398880) (public-release)'\n"
+    )
     assert ncu.find() == (str(program), "2025.3.1.0")
 
 
@@ -109,7 +192,9 @@ def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path) 
     assert time.monotonic() - start < 20
     assert "--timeout" in raised.value.hint
     child = int(pid.read_text())
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True).stdout.strip()
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(child)], capture_output=True, text=True
+    ).stdout.strip()
     assert state == "" or state.startswith("Z")
 
 
@@ -121,10 +206,14 @@ def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output() -
     assert ncu.run(["sh", "-c", "echo fine"], timeout_s=30, environ=os.environ) == "fine\n"
 
 
-def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_into_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A kernel that was compiled elsewhere may lack line information."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/.triton")
-    monkeypatch.setattr(ncu, "target", lambda *_: ["sh", "-c", f"echo $TRITON_CACHE_DIR > {tmp_path}/said; exit 1"])
+    monkeypatch.setattr(
+        ncu, "target", lambda *_: ["sh", "-c", f"echo $TRITON_CACHE_DIR > {tmp_path}/said; exit 1"]
+    )
     with pytest.raises(MissingCapabilityError):
         ncu.launch(job(tmp_path))
     assert (tmp_path / "said").read_text().strip() == str(tmp_path / "cache")
@@ -133,8 +222,18 @@ def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("written", "code", "error", "told"),
     [
-        ({"message": "fused: no.", "hint": "Try another.", "exit_code": 2}, 1, ExitCode.BAD_INPUT, "fused: no."),
-        ({"message": "No room.", "hint": "Try less.", "exit_code": 3}, 1, ExitCode.MISSING_CAPABILITY, "No room."),
+        (
+            {"message": "fused: no.", "hint": "Try another.", "exit_code": 2},
+            1,
+            ExitCode.BAD_INPUT,
+            "fused: no.",
+        ),
+        (
+            {"message": "No room.", "hint": "Try less.", "exit_code": 3},
+            1,
+            ExitCode.MISSING_CAPABILITY,
+            "No room.",
+        ),
         # a kernel may end its process before or after its launches are known
         (None, 0, ExitCode.MISSING_CAPABILITY, "fused ended its process with exit code 0"),
         ({}, 3, ExitCode.MISSING_CAPABILITY, "exit code 3"),
@@ -142,7 +241,12 @@ def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path: Path, monkeyp
     ],
 )
 def test_a_target_that_writes_no_launches_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: object, code: int, error: ExitCode, told: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: object,
+    code: int,
+    error: ExitCode,
+    told: str,
 ) -> None:
     """By what it wrote, else by its last words."""
 
@@ -209,7 +313,8 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
     monkeypatch.setattr("sys.argv", words_for(folder, 5, tmp_path / "launched.json"))
     target.main()
     assert calls == ["run", "run", "wait", "push ssdprof", "run", "wait", "pop"]
-    assert triton.knobs.runtime.add_stages_inspection_hook is not None  # before the first call, nothing was compiled
+    # before the first call, nothing was compiled
+    assert triton.knobs.runtime.add_stages_inspection_hook is not None
     found = Launched.model_validate_json((tmp_path / "launched.json").read_text())
     assert (found.implementation, found.variant) == ("fused", "interpreter")
     assert found.launch_count == 0  # Triton's interpreter launches nothing
@@ -233,8 +338,16 @@ def test_a_layer_that_is_not_there_ends_the_process(
 @pytest.mark.parametrize(
     ("error", "message", "code"),
     [
-        (UnsupportedError("fused: dstate must be a power of two"), "fused: dstate must be", ExitCode.BAD_INPUT),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "do not fit into the GPU's memory", 3),
+        (
+            UnsupportedError("fused: dstate must be a power of two"),
+            "fused: dstate must be",
+            ExitCode.BAD_INPUT,
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried"),
+            "do not fit into the GPU's memory",
+            3,
+        ),
         (MissingCapabilityError("There is no such thing here.", "Get one."), "no such thing", 3),
     ],
 )
@@ -247,19 +360,31 @@ def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str,
 
 
 def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
-    prompt, step = (SSDCase(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs() for states in (False, True))
+    prompt, step = (
+        SSDCase(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs()
+        for states in (False, True)
+    )
     (call,) = Serving(decode=1).calls(64)[1:]
     store(tmp_path, [(layer(5), step, call), (layer(5), prompt, None)])
     assert target.load(tmp_path, 5, 1, "cpu").initial_states is None
 
 
-def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(folder: Path) -> None:
+def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(
+    folder: Path,
+) -> None:
     """A library has a fixed set of precisions.  A missing library gives an error."""
     inputs = target.load(folder, 2, 32, "cpu")
-    both = tuple(PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32"))
-    library = replace(kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both)
+    both = tuple(
+        PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32")
+    )
+    library = replace(
+        kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both
+    )
     assert target.call_at(library, inputs, EXACT_FP32).precision.state_dtype == torch.float32
-    fixed = replace(library, precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),))
+    fixed = replace(
+        library,
+        precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),),
+    )
     call = target.call_at(fixed, inputs, EXACT_FP32)
     assert call.precision.state_dtype == torch.bfloat16
     found = target.warm_up(fixed, call)

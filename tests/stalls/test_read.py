@@ -1,4 +1,6 @@
-"""Reading a report with a stand-in for the ncu-report package, and files that are no report with the real one."""
+"""Reading a report with a stand-in for the ncu-report package, and files that are no report with
+the real one.
+"""
 
 import hashlib
 import struct
@@ -12,7 +14,9 @@ from ssdprof.stalls.read import read
 
 
 def block(payload: bytes) -> bytes:
-    """One block of ncu's container: the header's size, the header with the payload's size, the payload."""
+    """One block of ncu's container: the header's size, the header with the payload's size, the
+    payload.
+    """
     header = b"\x08\x01" + b"\x1a\x02\x08\x07" + b"\x28" + bytes([len(payload)])
     return struct.pack("<I", len(header)) + header + payload
 
@@ -30,8 +34,12 @@ def load_report(path):
         name=lambda: "_mine", metric_names=lambda: METRICS, metric_by_name=metric,
         source_files=lambda: N(asdict=lambda: {"/a/k.py": "text", "/b": ""}),
     )
-    return N(num_ranges=lambda: 1, range_by_idx=lambda _: N(num_actions=lambda: 1, action_by_idx=lambda _: action))
-METRICS = {"gpu__time_duration.sum": 1.5, "lts__t_sector_hit_rate.pct": float("nan"), "dram__bytes_read.sum": None}
+    range = N(num_actions=lambda: 1, action_by_idx=lambda _: action)
+    return N(num_ranges=lambda: 1, range_by_idx=lambda _: range)
+METRICS = {
+    "gpu__time_duration.sum": 1.5, "lts__t_sector_hit_rate.pct": float("nan"),
+    "dram__bytes_read.sum": None,
+}
 """
 
 
@@ -60,13 +68,25 @@ def file(tmp_path: Path) -> Path:
 LOADS, DAMAGED = "def load_report(path): ", r"r\.ncu-rep is damaged: ncu-report could not read it "
 
 
-def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]) -> None:
+def test_a_report_is_read_in_a_process_of_its_own(
+    file: Path, package: Callable[[str], None]
+) -> None:
     """Without torch, beside which the package crashes."""
-    package("import sys\nassert 'torch' not in sys.modules\n" + ONE_LAUNCH + "print('words of its own')\n")
+    package(
+        "import sys\nassert 'torch' not in sys.modules\n"
+        + ONE_LAUNCH
+        + "print('words of its own')\n"
+    )
     report = read(file)
-    assert (report.name, report.whole, report.sha256) == ("r.ncu-rep", True, hashlib.sha256(WHOLE).hexdigest())
+    assert (report.name, report.whole, report.sha256) == (
+        "r.ncu-rep",
+        True,
+        hashlib.sha256(WHOLE).hexdigest(),
+    )
     (kernel,) = report.kernels
-    assert (kernel.function, kernel.metrics) == ("_mine", {"gpu__time_duration.sum": 1500}), "ns, and what is finite"
+    assert (kernel.function, kernel.metrics) == ("_mine", {"gpu__time_duration.sum": 1500}), (
+        "ns, and what is finite"
+    )
     assert kernel.sources == {"/a/k.py": "text"}
 
 
@@ -74,13 +94,20 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ("source", "words"),
     [
         (ONE_LAUNCH + "METRICS = {}\n", "no profiled kernel"),
-        (LOADS + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", DAMAGED + r"\(SIGSEGV\)"),
+        (
+            LOADS + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+            DAMAGED + r"\(SIGSEGV\)",
+        ),
         (LOADS + "raise RuntimeError('bad block')", DAMAGED + r"\(RuntimeError: bad block\)"),
         (LOADS + "import time; time.sleep(60)", "did not finish"),
     ],
 )
 def test_a_file_that_breaks_the_package_is_refused(
-    file: Path, package: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, source: str, words: str
+    file: Path,
+    package: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    words: str,
 ) -> None:
     package(source)
     monkeypatch.setattr("ssdprof.stalls.read._TIMEOUT_S", 5)
@@ -90,7 +117,9 @@ def test_a_file_that_breaks_the_package_is_refused(
 
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
-def test_a_file_of_the_wrong_length_is_truncated(file: Path, package: Callable[[str], None], content: bytes) -> None:
+def test_a_file_of_the_wrong_length_is_truncated(
+    file: Path, package: Callable[[str], None], content: bytes
+) -> None:
     package(ONE_LAUNCH)
     file.write_bytes(content)
     with pytest.raises(BadInputError, match="is truncated"):
@@ -99,7 +128,10 @@ def test_a_file_of_the_wrong_length_is_truncated(file: Path, package: Callable[[
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("r.ncu-repz", b"\x28\xb5\x2f\xfd"), ("r.ncu-rep", WHOLE.replace(b"\x08\x07", b"\x08\x09", 1) + b"more")],
+    [
+        ("r.ncu-repz", b"\x28\xb5\x2f\xfd"),
+        ("r.ncu-rep", WHOLE.replace(b"\x08\x07", b"\x08\x09", 1) + b"more"),
+    ],
 )
 def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
     tmp_path: Path, package: Callable[[str], None], name: str, content: bytes

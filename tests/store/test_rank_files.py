@@ -96,10 +96,19 @@ def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...
     assert not kept().complete
     first.close()
     report = kept()
-    assert (report.complete, report.ranks, indices(report), report.missing) == (True, 2, [0, 1, 2, 3], ())
+    assert (report.complete, report.ranks, indices(report), report.missing) == (
+        True,
+        2,
+        [0, 1, 2, 3],
+        (),
+    )
     assert (report.peak_bytes, report.remarks[-1]) == (9, "Each key head was taken once.")
     assert len({line.process for line in report.processes}) == 2
-    assert sorted(file.name for file in Path("run").iterdir()) == ["cases.0.jsonl", "cases.1.jsonl", "run.json"]
+    assert sorted(file.name for file in Path("run").iterdir()) == [
+        "cases.0.jsonl",
+        "cases.1.jsonl",
+        "run.json",
+    ]
 
 
 def test_the_first_rank_waits_for_the_others(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
@@ -115,14 +124,20 @@ def test_the_first_rank_waits_for_the_others(writers: tuple[tuple[ExitStack, Wri
     assert kept().complete
 
 
-def test_a_rank_that_was_interrupted_is_named_by_the_first(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
+def test_a_rank_that_was_interrupted_is_named_by_the_first(
+    writers: tuple[tuple[ExitStack, Writer], ...],
+) -> None:
     (first, one), (second, other) = writers
     other.case(MADE[1])
     assert interrupt(second).startswith("What was done is kept in ")
     one.case(MADE[0])
     with pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 ended: interrupted\."):
         first.close()
-    assert (kept().complete, indices(kept()), kept().missing[0][0]) == (False, [0, 1], MADE[2].place)
+    assert (kept().complete, indices(kept()), kept().missing[0][0]) == (
+        False,
+        [0, 1],
+        MADE[2].place,
+    )
 
 
 def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
@@ -139,32 +154,41 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
     """Its lock is free, and its line says nothing of its end."""
     ranks, other = two
     with (
-        pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\.") as caught,
+        pytest.raises(
+            MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\."
+        ) as caught,
         opened(Path("run"), Watcher(), ranks, **header()) as writer,
     ):
         writer.case(MADE[0])
         other.tell("1/open")
-        killed = Writer(Path("run"), draft(**header()), Path("run/cases.1.jsonl").open("wb"))  # noqa: SIM115
+        lines = Path("run/cases.1.jsonl").open("wb")  # noqa: SIM115
+        killed = Writer(Path("run"), draft(**header()), lines)
         killed.case(MADE[1])
     assert "main memory" in caught.value.hint
     assert (kept().complete, indices(kept())) == (False, [0, 1])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_other_ranks_name_a_first_rank_that_died(two: tuple[Ranks, Ranks], error: type[BaseException]) -> None:
+def test_other_ranks_name_a_first_rank_that_died(
+    two: tuple[Ranks, Ranks], error: type[BaseException]
+) -> None:
     """torchrun interrupts them then."""
     Path("run").mkdir()
     Path("run/run.json").write_text(draft(**header(ranks=2)).model_dump_json())
     two[0].tell("folder", "run")
     with (
-        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."),
+        pytest.raises(
+            MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."
+        ),
         opened(None, Watcher(), two[1], **header()) as writer,
     ):
         writer.case(MADE[1])
         two[1].store.set("0/process", dead_process())
         raise error
     assert indices(kept()) == [1]
-    assert [line.ended for line in kept().processes] == ["Rank 0 of 2 died before its share was done"]
+    assert [line.ended for line in kept().processes] == [
+        "Rank 0 of 2 died before its share was done"
+    ]
 
 
 def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, Ranks]) -> None:
@@ -177,9 +201,14 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
     assert indices(kept()) == [0]
 
 
-def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]) -> None:
+def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(
+    two: tuple[Ranks, Ranks],
+) -> None:
     two[1].store.set("0/process", dead_process())
-    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), opened(None, Watcher(), two[1], **header()):
+    with (
+        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
+        opened(None, Watcher(), two[1], **header()),
+    ):
         pytest.fail("there is no folder")
     two[0].tell("folder", "x")
     assert two[1].told("folder", 0) == "x"
@@ -219,15 +248,28 @@ def test_a_process_alone_joins_nobody() -> None:
     [
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "several machines"),
         # containers of a cluster may set the first variable without the others
-        *(({name: ""}, f"asks for 2 ranks, but {name} is not set")
-          for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")),
-        *(({"WORLD_SIZE": word}, f"^WORLD_SIZE='{word}' is not a number of processes")
-          for word in ("two", "0", "-2", "1.5")),
-        *(({name: word}, f"^{name}='{word}' is not a number")
-          for name, word in (("RANK", "abc"), ("RANK", "2"), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "70000"))),
+        *(
+            ({name: ""}, f"asks for 2 ranks, but {name} is not set")
+            for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        ),
+        *(
+            ({"WORLD_SIZE": word}, f"^WORLD_SIZE='{word}' is not a number of processes")
+            for word in ("two", "0", "-2", "1.5")
+        ),
+        *(
+            ({name: word}, f"^{name}='{word}' is not a number")
+            for name, word in (
+                ("RANK", "abc"),
+                ("RANK", "2"),
+                ("LOCAL_RANK", "-1"),
+                ("MASTER_PORT", "70000"),
+            )
+        ),
     ],
-)  # fmt: skip
-def test_variables_that_torchrun_does_not_set_are_refused(given: dict[str, str], words: str) -> None:
+)
+def test_variables_that_torchrun_does_not_set_are_refused(
+    given: dict[str, str], words: str
+) -> None:
     with pytest.raises(BadInputError, match=words) as caught:
         join(OF_TORCHRUN | given)
     assert "asks for" not in words or "unset WORLD_SIZE" in caught.value.hint

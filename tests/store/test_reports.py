@@ -1,4 +1,6 @@
-"""Folders of reports: what is on the disk after any end, two writers, the latest report, and damaged documents."""
+"""Folders of reports: what is on the disk after any end, two writers, the latest report, and
+damaged documents.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 def test_a_report_is_read_back_as_it_was_written() -> None:
     clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
-    with opened(None, Watcher(), **header(requested=requested, notes=("Random weights.",))) as writer:
+    with opened(
+        None, Watcher(), **header(requested=requested, notes=("Random weights.",))
+    ) as writer:
         for remark in ("Each key head was taken once.", "", "Each key head was taken once."):
             writer.note(remark)
         writer.case(case())
@@ -60,13 +64,21 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
     assert report.id == path.name
     assert path.parent == RUNS
     assert report.complete
-    assert [one.implementation for one in report.cases] == ["unfused", "fused"]  # in the requested order
-    assert report.changed(cases=writer.report.cases, id=writer.report.id) == writer.report.changed(id=report.id)
+    # in the requested order
+    assert [one.implementation for one in report.cases] == ["unfused", "fused"]
+    assert report.changed(cases=writer.report.cases, id=writer.report.id) == writer.report.changed(
+        id=report.id
+    )
     assert report.captured == (case().layer,)
     family, *remarks = (one for one in report.remarks if one != "Random weights.")
     assert family.startswith("ibm-granite/granite-4.0 is a family of models")
     assert remarks == ["Each key head was taken once."]
-    assert (report.clocks, report.left_out, report.peak_bytes, report.seconds) == (clocks, (left,), 7, 2.5)
+    assert (report.clocks, report.left_out, report.peak_bytes, report.seconds) == (
+        clocks,
+        (left,),
+        7,
+        2.5,
+    )
     for where in (path.name, path / "run.json", str(path), None):
         assert load(where) == (path, report)
 
@@ -78,7 +90,9 @@ def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
         assert load(writer.folder)[1].cases == (verified,)
         writer.case(done)
         assert load(writer.folder)[1].cases == writer.report.cases == (done,)
-    lines = [json.loads(line) for line in (writer.folder / "cases.0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (writer.folder / "cases.0.jsonl").read_text().splitlines()
+    ]
     assert ["accuracy" in line["case"] for line in lines if "case" in line] == [True, False]
     assert load(None)[1].cases == (done,)
 
@@ -102,7 +116,9 @@ def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it() 
 
 
 @pytest.mark.parametrize(
-    "report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda r: r.kind
+    "report",
+    [cases.report(), cases.bench(), cases.prefill(), cases.answers()],
+    ids=lambda r: r.kind,
 )
 def test_a_printed_document_is_read_as_well(report: Report) -> None:
     file = Path("printed.json")
@@ -114,12 +130,17 @@ def test_a_printed_document_is_read_as_well(report: Report) -> None:
 @pytest.mark.parametrize(
     ("seqlen", "serving", "longest"),
     [
-        (2048, Serving(), None), (2049, Serving(), "2,049"), (2048, Serving(decode=4), "2,052"),
+        (2048, Serving(), None),
+        (2049, Serving(), "2,049"),
+        (2048, Serving(decode=4), "2,052"),
         (3000, Serving(packed=(1000, 2000)), None),  # each runs separately
-        (5000, Serving(packed=(2500, 2500)), "2,500"), (3000, Serving(chunk=1000), "3,000"),
+        (5000, Serving(packed=(2500, 2500)), "2,500"),
+        (3000, Serving(chunk=1000), "3,000"),
     ],
-)  # fmt: skip
-def test_a_sequence_beyond_the_trained_context_is_noted(seqlen: int, serving: Serving, longest: str | None) -> None:
+)
+def test_a_sequence_beyond_the_trained_context_is_noted(
+    seqlen: int, serving: Serving, longest: str | None
+) -> None:
     model = cases.checkpoint(trained_context=2048, siblings=())
     said = draft(**header(model=model, prompts=(cases.prompt(seqlen, serving=serving),))).notes
     begins = [f"The model was trained on 2,048 tokens and ran on {longest}: "] if longest else []
@@ -169,7 +190,11 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
     (RUNS / "a" / "cases.0.jsonl").unlink()
     assert (load("a")[1].cases, load("a")[1].complete) == ((), False)
     Path("empty").mkdir()
-    for where, complaint in (("empty", "it contains no run.json"), ("nowhere", "it does not exist"), (" ", "is empty")):
+    for where, complaint in (
+        ("empty", "it contains no run.json"),
+        ("nowhere", "it does not exist"),
+        (" ", "is empty"),
+    ):
         with pytest.raises(BadInputError, match=complaint):
             load(where)
 
@@ -194,7 +219,10 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
     folder = store("one")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(BadInputError, match="holds a run already"), opened(folder, Watcher(), **header()):
+    with (
+        pytest.raises(BadInputError, match="holds a run already"),
+        opened(folder, Watcher(), **header()),
+    ):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
@@ -222,7 +250,9 @@ except BadInputError as error:
 def second(*words: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
     command = [sys.executable, "-c", SECOND, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
 
 
 def test_two_writers_at_once_into_one_folder() -> None:
@@ -252,7 +282,8 @@ def interrupted(*made: Case, **fields: Any) -> Path:
         writer.note("Each key head was taken once.")
         writer.peaked(7)
         writer.update(
-            clocks=cases.clocks(throttle_reasons=("hot",)), left_out=(LeftOut(place="layer 9", reason="spent"),)
+            clocks=cases.clocks(throttle_reasons=("hot",)),
+            left_out=(LeftOut(place="layer 9", reason="spent"),),
         )
         raise KeyboardInterrupt
     return Path("my run")
@@ -262,7 +293,9 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
     folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
     (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"layer"')
     before = load(folder)[1]
-    with opened(folder, Watcher(), **header(command=("ssdprof", "run", "m", "--out=my run"))) as writer:
+    with opened(
+        folder, Watcher(), **header(command=("ssdprof", "run", "m", "--out=my run"))
+    ) as writer:
         assert writer.earlier == {case("unfused").name: case("unfused")}
         writer.case(case())
         writer.peaked(5)
@@ -272,7 +305,9 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
     assert (report.created, report.command) == (before.created, before.command)
     (one,) = report.processes
     assert (one.notes, one.peak_bytes, one.ended) == (("Each key head was taken once.",), 7, "")
-    assert one.clocks == cases.clocks(sm_mhz=(cases.clocks().sm_mhz[0], 4), throttle_reasons=("hot",))
+    assert one.clocks == cases.clocks(
+        sm_mhz=(cases.clocks().sm_mhz[0], 4), throttle_reasons=("hot",)
+    )
     assert one.process != before.first.process
 
 
@@ -292,13 +327,18 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
 def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None:
     folder = interrupted()
     header_file = folder / "run.json"
-    header_file.write_text(header_file.read_text().replace(load(folder)[1].created, "2026-01-01T00:00:00+00:00"))
+    header_file.write_text(
+        header_file.read_text().replace(load(folder)[1].created, "2026-01-01T00:00:00+00:00")
+    )
     Path("new").touch()
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(BadInputError) as caught, opened(folder, Watcher(), **(header() | fields)):
         pytest.fail("the folder was handed out")
     assert str(caught.value) == f"my run holds an interrupted run {of}."
-    assert caught.value.hint == "Name another folder with --out.  What goes on there is: ssdprof run --out 'my run'"
+    assert (
+        caught.value.hint
+        == "Name another folder with --out.  What goes on there is: ssdprof run --out 'my run'"
+    )
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
@@ -313,11 +353,16 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> Non
 
 @pytest.mark.parametrize("folder", ["new", "an empty one of the user", "removed meanwhile"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
-def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, folder: str) -> None:
+def test_a_report_that_ended_before_its_first_case_is_not_kept(
+    error: BaseException, folder: str
+) -> None:
     before, out = store("before"), Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
-    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, Watcher(), **header()) as writer:
+    with (
+        pytest.raises(type(error), match=r"no report is kept|no memory"),
+        opened(out, Watcher(), **header()) as writer,
+    ):
         writer.note("Each key head was taken once.")
         if folder == "removed meanwhile":
             shutil.rmtree(out)
@@ -336,11 +381,16 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     ],
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), Watcher(), **header()) as writer:
+    with (
+        pytest.raises(KeyboardInterrupt) as caught,
+        opened(Path("out"), Watcher(), **header()) as writer,
+    ):
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
-    assert str(caught.value) == f"What was done is kept in out, marked as partial: {parts}  {GOES_ON}"
+    assert (
+        str(caught.value) == f"What was done is kept in out, marked as partial: {parts}  {GOES_ON}"
+    )
     _, report = load("out")
     assert (report.complete, report.cases, report.first.ended) == (False, made, "interrupted")
 
@@ -349,10 +399,15 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     said: list[str] = []
     watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
-    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), watcher, **header()) as writer:
+    with (
+        pytest.raises(MissingCapabilityError, match="no memory"),
+        opened(Path("out"), watcher, **header()) as writer,
+    ):
         writer.case(case())
         raise MissingCapabilityError("no memory")
-    assert said == [f"What was done is kept in out, marked as partial: 1 case of 1 layer.  {GOES_ON}"]
+    assert said == [
+        f"What was done is kept in out, marked as partial: 1 case of 1 layer.  {GOES_ON}"
+    ]
     assert load("out")[1].first.ended == "no memory"
 
 
@@ -425,7 +480,10 @@ LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)
         ("7", "line 2 is neither a case nor a process"),
         ('{"case": {}}', r"line 2: batch: Field required"),
         (LINE.replace('"ran"', '"passed"'), "line 2: status"),
-        (LINE.replace('"rms_ratio": 0.002', '"rms_ratio": -1', 1), r"line 2: accuracy\.0\.vs_oracle\.rms_ratio"),
+        (
+            LINE.replace('"rms_ratio": 0.002', '"rms_ratio": -1', 1),
+            r"line 2: accuracy\.0\.vs_oracle\.rms_ratio",
+        ),
         ('{"process": {"seconds": -1}}', "line 2: seconds"),
         ("\ud800", "not UTF-8"),
     ],

@@ -1,1 +1,2 @@
-from kernels.conftest import poisoned_memory  # noqa: F401  memory that a kernel should have written holds NaN
+# memory that a kernel should have written holds NaN
+from kernels.conftest import poisoned_memory  # noqa: F401

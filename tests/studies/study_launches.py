@@ -17,7 +17,9 @@ def absent(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def states(dim: int, rank: int = 0) -> InterChunkInputs:
     rows = (4, 64, 16, dim)
     factor = absent(*rows, rank) if rank else None
-    return InterChunkInputs(states=absent(*rows, dim), decay=absent(*rows, dtype=torch.float32), w=factor, y=factor)
+    return InterChunkInputs(
+        states=absent(*rows, dim), decay=absent(*rows, dtype=torch.float32), w=factor, y=factor
+    )
 
 
 INTER_CHUNK: dict[str, Callable[[], object]] = {
@@ -28,16 +30,21 @@ INTER_CHUNK: dict[str, Callable[[], object]] = {
 }
 POSITIONS, TILES = (16, 2048, 8), (64, 128, 256, 512)
 INPUTS = ss.ScanInputs(
-    x=absent(*POSITIONS), decay=absent(*POSITIONS, dtype=torch.float32), B=absent(*POSITIONS, 64),
+    x=absent(*POSITIONS),
+    decay=absent(*POSITIONS, dtype=torch.float32),
+    B=absent(*POSITIONS, 64),
     C=absent(*POSITIONS, 64),
-)  # fmt: skip
+)
 DY, KEPT = absent(*POSITIONS), absent(*POSITIONS, 64)
 ENTERING = absent(16, 2048 // ss.ScanConfig().block_t, 8, 64, dtype=torch.float32)
 SELECTIVE_SCAN: dict[str, Callable[[], object]] = {
     "sequential": partial(ss.sequential, INPUTS),
     "sequential backward": partial(ss.sequential_backward, INPUTS, DY, ENTERING),
     "parallel, no states": partial(ss.parallel, INPUTS, keeps_states=False),
-    **{f"parallel {t}": partial(ss.parallel, INPUTS, config=replace(ss.PARALLEL, block_t=t)) for t in TILES},
+    **{
+        f"parallel {t}": partial(ss.parallel, INPUTS, config=replace(ss.PARALLEL, block_t=t))
+        for t in TILES
+    },
     **{
         f"parallel backward {t}": partial(
             ss.parallel_backward, INPUTS, DY, KEPT, config=replace(ss.PARALLEL, block_t=t)

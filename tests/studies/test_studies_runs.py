@@ -1,4 +1,6 @@
-"""The studies from the command line to their files, on a CPU: small cells, in the interpreter, without a clock."""
+"""The studies from the command line to their files, on a CPU: small cells, in the interpreter,
+without a clock.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,10 @@ from ssdprof.core.case import Launch
 from ssdprof.environment import machine
 from ssdprof.errors import MissingCapabilityError
 
-STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
+STUDIES: dict[ModuleType, type[study.Study[Any]]] = {
+    scan_002: scan_002.StatePassing,
+    scan_003: scan_003.SelectiveScan,
+}
 ENVIRONMENT = machine.collect()  # before torch is patched to have a GPU
 TIMES = {"device_us": 2.0, "device_low_us": 1.0, "device_high_us": 3.0, "call_us": 4.0}
 
@@ -44,7 +49,10 @@ class Launches:
 
 
 def timed(
-    runs: Mapping[str, Callable[[], Any]], _timer: Any, _seconds: float, wrong: Callable[[str, Any], str]
+    runs: Mapping[str, Callable[[], Any]],
+    _timer: Any,
+    _seconds: float,
+    wrong: Callable[[str, Any], str],
 ) -> tuple[dict[str, study.Times], dict[str, str]]:
     reasons = {name: reason for name, run in runs.items() if (reason := wrong(name, run()))}
     return {name: TIMES for name in runs if name not in reasons}, reasons
@@ -83,14 +91,21 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_from_the_command_line_to_the_file(
-    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, fails: bool
+    runner: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    fails: bool,
 ) -> None:
     """A contender that is wrong or fails has no time, and takes no other with it."""
 
     def broken(inputs: Any = None) -> Any:
         if fails:
             raise RuntimeError("out of resources\nand a page more")
-        return torch.zeros_like(inputs.states) if runner is scan_002 else {"y": torch.zeros(1, 5, 1)}
+        return (
+            torch.zeros_like(inputs.states) if runner is scan_002 else {"y": torch.zeros(1, 5, 1)}
+        )
 
     made: Any = scan_002.diagonal if runner is scan_002 else scan_003.ours
     monkeypatch.setattr(runner, made.__name__, lambda *given: made(*given) | {"broken": broken})
@@ -102,7 +117,9 @@ def test_from_the_command_line_to_the_file(
     assert stored["wrong"][0].startswith("broken")
     assert stored["wrong"][0].endswith("out of resources" if fails else "of what rounding allows")
     rows = [r for r in stored["rows"] if "excess" in r]
-    assert all(r["device_us"] == 2.0 and r["excess"] <= 1 for r in rows if r["contender"] != "broken")
+    assert all(
+        r["device_us"] == 2.0 and r["excess"] <= 1 for r in rows if r["contender"] != "broken"
+    )
     assert not [r for r in stored["rows"] if r["contender"] == "broken" and "device_us" in r]
     if runner is scan_002:
         assert {r["contender"] for r in rows if not r["rank"]} - {"broken"} == set(made(16))
@@ -122,7 +139,11 @@ def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
     copy_gb_per_s = expected.pop("copy_gb_per_s")
     if name == "scan-002":
         found = scan_002.values_of(rows, stored["counters"])
-        assert not [one for one in scan_002.values_of([r for r in rows if r["chunks"] != 8], []) if "_g8" in one]
+        assert not [
+            one
+            for one in scan_002.values_of([r for r in rows if r["chunks"] != 8], [])
+            if "_g8" in one
+        ]
     else:
         found = scan_003.values_of(rows, copy_gb_per_s)
         assert scan_003.values_of([], copy_gb_per_s) == {}
@@ -131,7 +152,9 @@ def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", STUDIES, ids=lambda module: module.__name__)
-def test_a_study_in_a_short_time(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_study_in_a_short_time(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "10"])
     monkeypatch.setattr(scan_002, "NCU_SECONDS", 5)
     assert module.main() == 0

@@ -1,4 +1,6 @@
-"""The default text: a megabyte of English reference prose that never changes; README.md names its source."""
+"""The default text: a megabyte of English reference prose that never changes; README.md names its
+source.
+"""
 
 import lzma
 from importlib.resources import files
@@ -20,7 +22,9 @@ def load() -> bytes:
 
 
 def held_out() -> bytes:
-    """The part on which the demo model is evaluated.  It comes first, so that short prompts are new to that model."""
+    """The part on which the demo model is evaluated.  It comes first, so that short prompts are new
+    to that model.
+    """
     return load()[:HELD_OUT_BYTES]
 
 

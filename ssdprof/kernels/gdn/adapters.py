@@ -1,16 +1,19 @@
-"""GDN and KDA kernels of other libraries, as installed.  Each `load_...` imports its library, and raises ImportError if
-it, or one of its dependencies, is missing.
+"""GDN and KDA kernels of other libraries, as installed.  Each `load_...` imports its library, and
+raises ImportError if it, or one of its dependencies, is missing.
 
-fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some calls to other
-            installed libraries.  The code that imports it turns this off (`operators/gdn.py`)
-flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long sequence, it drops the
-            contribution of a state after a decay below exp(-10).  The comparison with the oracle shows the effect
-flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  It takes gates and beta before their
-            activations, in bf16, and so rounds those of our inputs once more.  The comparison shows the effect
-flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its operators differ from ours: one takes
-            decays instead of their logarithms, the other raw gates; beta is fp32; states have V before K.  The first
-            call prepares the library's arguments and keeps them as long as the inputs live, so that the library's time
-            does not include the preparation
+fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
+            calls to other installed libraries.  The code that imports it turns this off
+            (`operators/gdn.py`)
+flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long
+            sequence, it drops the contribution of a state after a decay below exp(-10).  The
+            comparison with the oracle shows the effect
+flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  It takes gates and beta
+            before their activations, in bf16, and so rounds those of our inputs once more.  The
+            comparison shows the effect
+flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its operators differ from
+            ours: one takes decays instead of their logarithms, the other raw gates; beta is fp32;
+            states have V before K.  The first call prepares the library's arguments and keeps them
+            as long as the inputs live, so that the library's time does not include the preparation
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ HEAD_DIM = 128  # the only K and V of some libraries
 CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
 _FLASH_KDA_BOUND = -5.0  # of the gates
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
-FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}  # the module to pass to `load_fla...`
+# the module to pass to `load_fla...`
+FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
@@ -51,7 +55,9 @@ def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
     """The chunked kernels of the library's operator.  name: ours; of KDA, gates arrive computed."""
     kernels = (FLA[name], *_FLA_KERNELS)
-    tunings = Tunings(module for file, module in sorted(sys.modules.items()) if file.startswith(kernels))
+    tunings = Tunings(
+        module for file, module in sorted(sys.modules.items()) if file.startswith(kernels)
+    )
     function = getattr(operator, f"chunk_{_FUNCTION[name]}")
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -61,14 +67,19 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
 
     def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
         return Plan(
-            variant="triton", launches=5 + 2 * int(inputs.use_qk_l2norm), config={"chunk_size": 64},
+            variant="triton",
+            launches=5 + 2 * int(inputs.use_qk_l2norm),
+            config={"chunk_size": 64},
             reason="it tunes itself in each process; calls to other libraries are turned off",
-        )  # fmt: skip
+        )
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield not precision.exact, "exact intermediates only"
-        yield precision.state_dtype != inputs.q.dtype, f"states that enter chunks are {inputs.q.dtype}, as q is"
+        yield (
+            precision.state_dtype != inputs.q.dtype,
+            f"states that enter chunks are {inputs.q.dtype}, as q is",
+        )
 
     return library_kernel(name, "fla", unsupported, call, plan)
 
@@ -94,30 +105,51 @@ def fla_version() -> str:
 
 def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
-    plan = Plan(variant="tilelang", launches=3, config={"chunk_size": 64}, reason="it cuts sequences by itself")
+    plan = Plan(
+        variant="tilelang",
+        launches=3,
+        config={"chunk_size": 64},
+        reason="it cuts sequences by itself",
+    )
     return library_kernel("gdn", "flash_qla", first_reason(_unlike_128), call, plan)
 
 
 def load_flash_kda() -> Implementation:
-    """The library's kernels, for bounded gates.  It normalises q and k, and has states in bf16 between chunks."""
+    """The library's kernels, for bounded gates.  It normalises q and k, and has states in bf16
+    between chunks.
+    """
     function = import_module("flash_kda").fwd
 
     def prepare(inputs: GDNInputs) -> _Prepared:
         if inputs.g.min() < _FLASH_KDA_BOUND or inputs.beta.max() > 1:
-            raise UnsupportedError(f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1")
+            raise UnsupportedError(
+                f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1"
+            )
         v, states, bounds = inputs.v.contiguous(), inputs.initial, inputs.cu_seqlens
         states = None if states is None else states.float().mT.contiguous()
         activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
         before = (one.logit().bfloat16().contiguous() for one in activated)
-        zeros = torch.zeros(v.shape[2:], device=v.device)  # A_log of a head and dt_bias of a channel
+        # A_log of a head and dt_bias of a channel
+        zeros = torch.zeros(v.shape[2:], device=v.device)
         run = partial(
-            function, inputs.q.contiguous(), inputs.k.contiguous(), v, *before, inputs.scale_or_default,
-            A_log=zeros[:, 0].contiguous(), dt_bias=zeros, lower_bound=_FLASH_KDA_BOUND, initial_state=states,
+            function,
+            inputs.q.contiguous(),
+            inputs.k.contiguous(),
+            v,
+            *before,
+            inputs.scale_or_default,
+            A_log=zeros[:, 0].contiguous(),
+            dt_bias=zeros,
+            lower_bound=_FLASH_KDA_BOUND,
+            initial_state=states,
             cu_seqlens=None if bounds is None else bounds.long(),
-        )  # fmt: skip
+        )
 
         def call() -> GDNOutput:
-            out, final_states = torch.empty_like(v), torch.empty(inputs.states_shape, device=v.device).mT.contiguous()
+            out, final_states = (
+                torch.empty_like(v),
+                torch.empty(inputs.states_shape, device=v.device).mT.contiguous(),
+            )
             run(out=out, final_state=final_states)
             return GDNOutput(out, final_states.mT)
 
@@ -127,20 +159,35 @@ def load_flash_kda() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield precision.state_dtype != torch.bfloat16, "states that enter chunks are bf16"
         yield from _unlike_128(inputs, replace(precision, state_dtype=torch.float32))
-        other = inputs.q.dtype != torch.bfloat16 or inputs.values_per_key > 1 or not inputs.use_qk_l2norm
+        other = (
+            inputs.q.dtype != torch.bfloat16
+            or inputs.values_per_key > 1
+            or not inputs.use_qk_l2norm
+        )
         yield other, "bf16 inputs, as many key heads, and q and k that it normalises"
 
-    plan = Plan(variant="cutlass", launches=2, reason="gates and beta before their activations are prepared before")
+    plan = Plan(
+        variant="cutlass",
+        launches=2,
+        reason="gates and beta before their activations are prepared before",
+    )
     return replace(_prepared_kernel("flash_kda", unsupported, prepare, plan), operator="kda")
 
 
 def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
-            q=inputs.q, k=inputs.k, v=inputs.v, g=inputs.g, beta=inputs.beta, scale=inputs.scale_or_default,
-            initial_state=inputs.initial_state, output_final_state=True, use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+            q=inputs.q,
+            k=inputs.k,
+            v=inputs.v,
+            g=inputs.g,
+            beta=inputs.beta,
+            scale=inputs.scale_or_default,
+            initial_state=inputs.initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
             cu_seqlens=inputs.cu_seqlens,
-        )  # fmt: skip
+        )
     return GDNOutput(out, final_states)
 
 
@@ -164,14 +211,24 @@ def load_flashinfer() -> Implementation:
             count, (heads, key_dim, value_dim) = inputs.length // every, inputs.states_shape[1:]
             kept = torch.empty(inputs.sequences * count, heads, value_dim, key_dim, device=v.device)
             starts = torch.arange(inputs.sequences + 1, device=v.device) * count
-            more = dict(state_checkpoints=kept, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=every)
+            more = dict(
+                state_checkpoints=kept, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=every
+            )
         run = partial(
-            function, inputs.q.flatten(0, 1).contiguous(), inputs.k.flatten(0, 1).contiguous(), v,
+            function,
+            inputs.q.flatten(0, 1).contiguous(),
+            inputs.k.flatten(0, 1).contiguous(),
+            v,
             inputs.g.float().clamp(max=0).exp().flatten(0, 1).contiguous(),
-            inputs.beta.float().flatten(0, 1).contiguous(), initial_state=states, scale=inputs.scale_or_default,
-            output_final_state=True, cu_seqlens=cu_seqlens.long(), use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            backend="flashinfer", **more,
-        )  # fmt: skip
+            inputs.beta.float().flatten(0, 1).contiguous(),
+            initial_state=states,
+            scale=inputs.scale_or_default,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens.long(),
+            use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+            backend="flashinfer",
+            **more,
+        )
 
         def call() -> GDNOutput:
             out, final_states = run()
@@ -187,14 +244,21 @@ def load_flashinfer() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
         every = inputs.state_every
-        other = bool(every) and (inputs.cu_seqlens is not None or every % CHECKPOINT or inputs.length % every) > 0
+        other = (
+            bool(every)
+            and (inputs.cu_seqlens is not None or every % CHECKPOINT or inputs.length % every) > 0
+        )
         yield other, f"states after multiples of {CHECKPOINT} tokens that divide the sequences"
 
-    return replace(_prepared_kernel("flashinfer", unsupported, prepare, plan), keeps=lambda _: True, pools=True)
+    return replace(
+        _prepared_kernel("flashinfer", unsupported, prepare, plan), keeps=lambda _: True, pools=True
+    )
 
 
 def load_flashinfer_mtp() -> Implementation:
-    """The library's kernel for a few tokens of each sequence, token by token, as in speculative decoding."""
+    """The library's kernel for a few tokens of each sequence, token by token, as in speculative
+    decoding.
+    """
     function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
 
     def prepare(inputs: GDNInputs) -> _Prepared:
@@ -207,16 +271,32 @@ def load_flashinfer_mtp() -> Implementation:
         slots = torch.arange(n, device=device) if slots is None else slots
         slots, new = slots.int(), torch.arange(count, count + n, dtype=torch.int32, device=device)
         # without states to keep it writes to slots of its own, behind those that it reads
-        pool = torch.cat([inputs.initial_state.float().mT] * (1 if inputs.state_every else 1 + -(-n // count)))
+        pool = torch.cat(
+            [inputs.initial_state.float().mT] * (1 if inputs.state_every else 1 + -(-n // count))
+        )
         zeros, v = torch.zeros(heads, device=device), inputs.v.contiguous()
         # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
         a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
         run = partial(
-            function, inputs.q.contiguous(), inputs.k.contiguous(), v, pool, slots, zeros, a, zeros, b,
-            scale=inputs.scale_or_default, disable_state_update=bool(inputs.state_every),
+            function,
+            inputs.q.contiguous(),
+            inputs.k.contiguous(),
+            v,
+            pool,
+            slots,
+            zeros,
+            a,
+            zeros,
+            b,
+            scale=inputs.scale_or_default,
+            disable_state_update=bool(inputs.state_every),
             use_qk_l2norm=inputs.use_qk_l2norm,
-        )  # fmt: skip
-        kept = torch.empty(n, length, heads, value_dim, key_dim, device=device) if inputs.state_every else None
+        )
+        kept = (
+            torch.empty(n, length, heads, value_dim, key_dim, device=device)
+            if inputs.state_every
+            else None
+        )
 
         def call() -> GDNOutput:
             out = torch.empty_like(v)
@@ -231,26 +311,36 @@ def load_flashinfer_mtp() -> Implementation:
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
-        other = inputs.cu_seqlens is not None or inputs.initial_state is None or not 1 < inputs.length <= MOST_STEPS
+        other = (
+            inputs.cu_seqlens is not None
+            or inputs.initial_state is None
+            or not 1 < inputs.length <= MOST_STEPS
+        )
         yield other, f"2 to {MOST_STEPS} tokens of each sequence, with initial states"
         yield inputs.state_every > 1, "the state after every token, or only at the end"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
     return replace(
-        _prepared_kernel("flashinfer_mtp", unsupported, prepare, plan), keeps=lambda inputs: inputs.state_every == 1,
+        _prepared_kernel("flashinfer_mtp", unsupported, prepare, plan),
+        keeps=lambda inputs: inputs.state_every == 1,
         pools=True,
-    )  # fmt: skip
+    )
 
 
-_Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]  # v and the states as the call reads them
+# v and the states as the call reads them
+_Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]
 
 
 def _prepared_kernel(
-    name: str, unsupported: Callable[[GDNInputs, Precision], str], prepare: Callable[[GDNInputs], _Prepared],
+    name: str,
+    unsupported: Callable[[GDNInputs, Precision], str],
+    prepare: Callable[[GDNInputs], _Prepared],
     plan: Callable[[GDNInputs, Precision], Plan] | Plan,
-) -> Implementation:  # fmt: skip
-    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these live."""
+) -> Implementation:
+    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
+    live.
+    """
     kept: dict[int, _Prepared] = {}
 
     def prepared(inputs: GDNInputs) -> _Prepared:
@@ -264,7 +354,11 @@ def _prepared_kernel(
             return prepared(inputs)[0]()
 
     def copies(inputs: GDNInputs) -> list[torch.Tensor]:
-        given = {tensor.data_ptr() for tensor in (inputs.v, inputs.initial_state) if tensor is not None}
-        return [one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given]
+        given = {
+            tensor.data_ptr() for tensor in (inputs.v, inputs.initial_state) if tensor is not None
+        }
+        return [
+            one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given
+        ]
 
     return replace(library_kernel("gdn", name, unsupported, call, plan), copies=copies)

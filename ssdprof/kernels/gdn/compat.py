@@ -1,7 +1,9 @@
-"""`gdn_fused` with the signatures of flash-linear-attention's gated delta rule, to be used by changing one import.
+"""`gdn_fused` with the signatures of flash-linear-attention's gated delta rule, to be used by
+changing one import.
 
-Shapes are those of `gdn_fused`.  The result is (out, final_state), with None for the state unless output_final_state.
-An unsupported option raises UnsupportedError, which names it.  A g above 0 counts as 0; in fla it makes the state grow.
+Shapes are those of `gdn_fused`.  The result is (out, final_state), with None for the state unless
+output_final_state.  An unsupported option raises UnsupportedError, which names it.  A g above 0
+counts as 0; in fla it makes the state grow.
 """
 
 from __future__ import annotations
@@ -16,12 +18,24 @@ from ssdprof.kernels.registry import UnsupportedError
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-    scale: float | None = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-    state_v_first: bool = False, cu_seqlens: torch.Tensor | None = None, cu_seqlens_cpu: torch.Tensor | None = None,
-    chunk_indices: torch.Tensor | None = None, cp_context: Any = None, **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted without effect.
 
     Raises TypeError for unknown keywords.
@@ -32,50 +46,95 @@ def chunk_gated_delta_rule(
         raise UnsupportedError("fused: no head_first; transpose heads and positions")
     gate = {name: kwargs.pop(name, None) for name in ("use_gate_in_kernel", "A_log", "dt_bias")}
     if kwargs:
-        raise TypeError(f"chunk_gated_delta_rule() got unexpected keyword arguments: {', '.join(sorted(kwargs))}")
+        raise TypeError(
+            "chunk_gated_delta_rule() got unexpected keyword arguments: "
+            f"{', '.join(sorted(kwargs))}"
+        )
     _refuse(
-        gate, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        gate,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
         cp_context=cp_context,
-    )  # fmt: skip
+    )
     out, final_state = gdn_fused(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens, state_v_first=state_v_first,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+    )
     return out, final_state if output_final_state else None
 
 
 def fused_recurrent_gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None, gk: torch.Tensor | None = None,
-    gv: torch.Tensor | None = None, beta: torch.Tensor | None = None, scale: float | None = None,
-    initial_state: torch.Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """g None: no decay.  beta None: ones.  `gdn_fused` runs token by token only if that is faster.
 
-    If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has v's dtype.
+    If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has
+    v's dtype.
     """
     _refuse(
-        {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias}, gk=gk, gv=gv,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-    )  # fmt: skip
+        {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
+        gk=gk,
+        gv=gv,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
     g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     widest = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
     out, final_state = gdn_fused(
-        q.to(widest), k.to(widest), v.to(widest), g, beta, scale=scale, initial_state=initial_state,
-        use_qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, state_v_first=state_v_first,
-    )  # fmt: skip
+        q.to(widest),
+        k.to(widest),
+        v.to(widest),
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+    )
     return out.to(v.dtype), final_state if output_final_state else None
 
 
-_OF_HEADS, _AS_LOGARITHM = "decays are per head and position: pass g", "pass g as the logarithm of the decay"
+_OF_HEADS, _AS_LOGARITHM = (
+    "decays are per head and position: pass g",
+    "pass g as the logarithm of the decay",
+)
 _INSTEAD = {
-    "gk": _OF_HEADS, "gv": _OF_HEADS, "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
-    "allow_neg_eigval": "pass 2 * beta", "use_gate_in_kernel": _AS_LOGARITHM, "A_log": _AS_LOGARITHM,
-    "dt_bias": _AS_LOGARITHM, "cp_context": "a call runs on one GPU",
-}  # fmt: skip
+    "gk": _OF_HEADS,
+    "gv": _OF_HEADS,
+    "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
+    "allow_neg_eigval": "pass 2 * beta",
+    "use_gate_in_kernel": _AS_LOGARITHM,
+    "A_log": _AS_LOGARITHM,
+    "dt_bias": _AS_LOGARITHM,
+    "cp_context": "a call runs on one GPU",
+}
 
 
 def _refuse(gate: dict[str, Any], **options: Any) -> None:

@@ -1,8 +1,8 @@
 """The configuration of each GDN kernel, and the dtype of every product.
 
-The unfused kernels' block sizes and warps for 16-bit operands were the fastest of a sweep on an H200, with 16 key
-heads, 32 value heads, K = V = 128, and one sequence of 8K and of 64K positions.  Other dimensions use the same values,
-limited to the dimension.
+The unfused kernels' block sizes and warps for 16-bit operands were the fastest of a sweep on an
+H200, with 16 key heads, 32 value heads, K = V = 128, and one sequence of 8K and of 64K positions.
+Other dimensions use the same values, limited to the dimension.
 
 Dtypes of the unfused kernels:
 
@@ -17,9 +17,10 @@ Dtypes of the unfused kernels:
     sums                                            fp32                  fp32
     state from chunk to chunk                       `state_dtype`         `state_dtype`
 
-16 bit is the inputs' dtype, and bfloat16 for fp32 inputs.  fp32 operands are multiplied as two tf32 numbers each.  The
-exact column has the dtypes of the Triton kernels of flash-linear-attention, which also store w, u, v_new and the states
-that enter chunks in the operands' dtype.  The system is never relaxed, because collinear keys amplify its errors.
+16 bit is the inputs' dtype, and bfloat16 for fp32 inputs.  fp32 operands are multiplied as two tf32
+numbers each.  The exact column has the dtypes of the Triton kernels of flash-linear-attention,
+which also store w, u, v_new and the states that enter chunks in the operands' dtype.  The system is
+never relaxed, because collinear keys amplify its errors.
 """
 
 from __future__ import annotations
@@ -38,28 +39,45 @@ from ssdprof.kernels.registry import CallKey, key_of_calls
 
 CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a found configuration
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
-_ENOUGH_CHUNKS = 16  # from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
-_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # most shared memory of a program
+# from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
+_ENOUGH_CHUNKS = 16
+# most shared memory of a program
+_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
 LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum of a matrix product
-_ONE_PROGRAM_EACH = 132  # multiprocessors of an H100 or H200: up to one program each, a program's latency counts
+# multiprocessors of an H100 or H200: up to one program each, a program's latency counts
+_ONE_PROGRAM_EACH = 132
 
 
 def call_key(
-    inputs: GDNInputs, precision: Precision, kernel: str = "portable", *, batch_invariant: bool = False
+    inputs: GDNInputs,
+    precision: Precision,
+    kernel: str = "portable",
+    *,
+    batch_invariant: bool = False,
 ) -> CallKey:
-    """The calls of a kernel of two launches that share a found configuration, of Kimi Delta Attention too.
+    """The calls of a kernel of two launches that share a found configuration, of Kimi Delta
+    Attention too.
 
-    They are equal in the properties on which the committed rule depends: sizes, dtypes, and the numbers of chunks and
-    of sequences.  A batch-invariant call uses that of one sequence.  Packed sequences keep the committed one.
+    They are equal in the properties on which the committed rule depends: sizes, dtypes, and the
+    numbers of chunks and of sequences.  A batch-invariant call uses that of one sequence.  Packed
+    sequences keep the committed one.
     """
     (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
     return key_of_calls(
-        gpu=gpu_name(inputs.q), operator=inputs.operator, kernel=kernel, key_heads=key_heads, value_heads=value_heads,
-        key_dim=key_dim, value_dim=value_dim, dtype=inputs.q.dtype, exact=precision.exact,
-        l2norm=bool(inputs.use_qk_l2norm), sequences=1 if batch_invariant else inputs.sequences,
+        gpu=gpu_name(inputs.q),
+        operator=inputs.operator,
+        kernel=kernel,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=inputs.q.dtype,
+        exact=precision.exact,
+        l2norm=bool(inputs.use_qk_l2norm),
+        sequences=1 if batch_invariant else inputs.sequences,
         nchunks=-(-inputs.length // CALL_CHUNK),
-    )  # fmt: skip
+    )
 
 
 # --- dtypes
@@ -76,7 +94,9 @@ def intermediate(inputs: torch.dtype, precision: Precision) -> tl.dtype:
 
 
 def inverse_products(operand: torch.dtype) -> str:
-    """Input precision of the inverse's products of fp32 blocks.  Errors of tf32 are below those of 16-bit operands."""
+    """Input precision of the inverse's products of fp32 blocks.  Errors of tf32 are below those of
+    16-bit operands.
+    """
     return "tf32x3" if operand == torch.float32 else "tf32"
 
 
@@ -85,7 +105,8 @@ def inverse_products(operand: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class GDNPortableConfig:
-    """Chosen by shapes, dtype and GPU, and by the number of sequences unless the call is batch invariant.
+    """Chosen by shapes, dtype and GPU, and by the number of sequences unless the call is batch
+    invariant.
 
     chunk: positions per chunk: 16, 32, 64 or 128
     segment: chunks per segment; 0: one segment per sequence
@@ -109,11 +130,17 @@ class GDNPortableConfig:
 
     @classmethod
     def choose(
-        cls, inputs: GDNInputs, capability: tuple[int, int], sm_count: int, *, batch_invariant: bool = False
+        cls,
+        inputs: GDNInputs,
+        capability: tuple[int, int],
+        sm_count: int,
+        *,
+        batch_invariant: bool = False,
     ) -> GDNPortableConfig:
         """As many programs as multiprocessors, if possible: first by slices of V, then by segments.
 
-        Packed sequences are not cut in a batch-invariant call, because the host does not know their lengths.
+        Packed sequences are not cut in a batch-invariant call, because the host does not know their
+        lengths.
         """
         heads, value_dim = inputs.v.shape[2:]
         key_dim = inputs.q.shape[3]
@@ -122,39 +149,59 @@ class GDNPortableConfig:
         uncut = batch_invariant and inputs.cu_seqlens is not None
         chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], 64)
         chunks_per_sm = sequences * heads * triton.cdiv(value_dim, 128) * chunks / sm_count
-        wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and chunks_per_sm >= _ENOUGH_CHUNKS
+        wide = (
+            key_dim in (64, 96, 128)
+            and value_dim > 64
+            and value_dim % 64 == 0
+            and chunks_per_sm >= _ENOUGH_CHUNKS
+        )
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
         if inputs.q.dtype == torch.float32:
             config = cls(
-                chunk=16, block_k=min(32, block_k), block_v=min(32, block_v), v_rows=False, num_warps=4,
+                chunk=16,
+                block_k=min(32, block_k),
+                block_v=min(32, block_v),
+                v_rows=False,
+                num_warps=4,
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
-            )  # fmt: skip
+            )
         elif wide:
-            config = cls(block_k=block_k, reason="slices of 128 of V, a register operand: enough chunks")
+            config = cls(
+                block_k=block_k, reason="slices of 128 of V, a register operand: enough chunks"
+            )
         elif key_dim > 128 and capability == (9, 0):
             unmasked = key_dim % block_k == 0 and value_dim % 32 == 0  # masks take registers
             config = cls(
-                block_k=block_k, block_v=min(32 if key_dim <= 192 or unmasked else 16, block_v), num_warps=4,
+                block_k=block_k,
+                block_v=min(32 if key_dim <= 192 or unmasked else 16, block_v),
+                num_warps=4,
                 reason="narrow slices of V, a register operand: two programs on a multiprocessor",
-            )  # fmt: skip
+            )
         else:
             config = cls(
-                block_k=block_k, block_v=min(32 if key_dim <= 192 else 16, block_v), v_rows=False,
+                block_k=block_k,
+                block_v=min(32 if key_dim <= 192 else 16, block_v),
+                v_rows=False,
                 num_warps=2 if block_k == 16 else 4,
                 reason="narrow slices of V, for more programs",
-            )  # fmt: skip
+            )
         if capability == (9, 0) and block_k <= 64 and inputs.q.dtype != torch.float32:
-            # three programs per multiprocessor instead of two: 1,153 us instead of 1,366 (H200, 16/32 heads, 64K)
+            # three programs per multiprocessor instead of two: 1,153 us instead of 1,366 (H200,
+            # 16/32 heads, 64K)
             config = replace(config, factors_registers=168)
         programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
         return replace(
             config,
             segment=0 if uncut else config.segment_for(inputs, sm_count // programs),
-            scan_stages=config.stages_that_fit(inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)),
+            scan_stages=config.stages_that_fit(
+                inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+            ),
         )
 
     def segment_for(self, inputs: GDNInputs, segments: int) -> int:
-        """Chunks per segment for at most `segments` segments per sequence; 0 if sequences are not cut."""
+        """Chunks per segment for at most `segments` segments per sequence; 0 if sequences are not
+        cut.
+        """
         chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
         per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
         return 0 if per_segment >= chunks else int(per_segment)
@@ -162,12 +209,13 @@ class GDNPortableConfig:
     def stages_that_fit(self, inputs: GDNInputs, shared_bytes: int) -> int:
         """`scan_stages`, or fewer if shared memory is too small.
 
-        Shared memory also holds one chunk's state, residual and output.  With `v_rows` and slices of at most 32 these
-        are in registers.
+        Shared memory also holds one chunk's state, residual and output.  With `v_rows` and slices
+        of at most 32 these are in registers.
         """
         size = inputs.q.element_size()
         padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
-        chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)  # k, q, state_factor, out_factor, v
+        # k, q, state_factor, out_factor, v
+        chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)
         in_registers = self.v_rows and self.block_v <= 32
         beside = 0 if in_registers else self.block_v * (size * padded + (size + 4) * self.chunk)
         return int(min(self.scan_stages, max(1, (shared_bytes - beside) // chunk)))
@@ -182,7 +230,8 @@ def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
         return 32  # products read operands from registers: with 64, the first launch spills
     if key_dim > 128 or (wide and major == 9):
         return 64
-    return 128  # wide slices on major 10: for two blocks of K, Triton 3.6 generates a kernel that only traps
+    # wide slices on major 10: for two blocks of K, Triton 3.6 generates a kernel that only traps
+    return 128
 
 
 # --- the unfused kernels
@@ -193,8 +242,10 @@ def _block(dim: int, most: int) -> int:
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
 
-GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}  # heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector
-SOLVE_TRIL = {"num_warps": 1}  # no step of the substitution waits for another warp: 1.6 times as fast as with two
+# heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector
+GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}
+# no step of the substitution waits for another warp: 1.6 times as fast as with two
+SOLVE_TRIL = {"num_warps": 1}
 
 
 def _options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str, int]:
@@ -211,22 +262,27 @@ def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[s
 
     scaled_dot_kkt: all of K at once if possible: this gives eight warps enough to load
     recompute_w_u: three stages for 16 bit, so that the next two blocks are loaded during a product
-    chunk_state: BLOCK_V rows of the transposed state per program, which processes its chunks one after the other.  So
-        few states are cut into narrow slices, and loads run three chunks ahead.  Many states are cut into slices of 64,
-        which read w and k half as often and are the rows of one matrix instruction of four warps on a Hopper GPU.
-    chunk_output: up to 128 of V, so that q k^T is computed once.  Four warps: two programs share a multiprocessor
+    chunk_state: BLOCK_V rows of the transposed state per program, which processes its chunks one
+        after the other.  So few states are cut into narrow slices, and loads run three chunks
+        ahead.  Many states are cut into slices of 64, which read w and k half as often and are the
+        rows of one matrix instruction of four warps on a Hopper GPU.
+    chunk_output: up to 128 of V, so that q k^T is computed once.  Four warps: two programs share a
+    multiprocessor
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
-    narrow, few_states = _block(value_dim, 32), _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2])
+    narrow, few_states = (
+        _block(value_dim, 32),
+        _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2]),
+    )
     kkt = _block(key_dim, 32 if fp32 else 128)
     if fp32:
         w_u = output = _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=narrow)
         output = output | {"num_warps": 8}
         if min(key_dim, value_dim) <= 32:
-            # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of warp groups: they read
-            # a wrong address in shared memory, or have the precision of a single tf32 product (seen on an H200).  With
-            # two warps, Triton uses mma.sync instead.
+            # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of
+            # warp groups: they read a wrong address in shared memory, or have the precision of a
+            # single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
             w_u = output = _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
         state = _options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
     else:
@@ -239,6 +295,10 @@ def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[s
         else:
             state = _options(BLOCK_V=_block(value_dim, 64), num_stages=3)
     return {
-        "gate_cumsum": GATE_CUMSUM, "scaled_dot_kkt": _options(BLOCK_K=kkt, num_warps=8 if kkt == 128 else 4),
-        "solve_tril": SOLVE_TRIL, "recompute_w_u": w_u, "chunk_state": state, "chunk_output": output,
-    }  # fmt: skip
+        "gate_cumsum": GATE_CUMSUM,
+        "scaled_dot_kkt": _options(BLOCK_K=kkt, num_warps=8 if kkt == 128 else 4),
+        "solve_tril": SOLVE_TRIL,
+        "recompute_w_u": w_u,
+        "chunk_state": state,
+        "chunk_output": output,
+    }

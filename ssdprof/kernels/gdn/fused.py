@@ -1,6 +1,8 @@
-"""The gated delta rule in few launches: the public function, the torch operator and the choice between kernels.
+"""The gated delta rule in few launches: the public function, the torch operator and the choice
+between kernels.
 
-`gdn_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `GDNInputs`.
+`gdn_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation
+takes `GDNInputs`.
 """
 
 from __future__ import annotations
@@ -26,83 +28,140 @@ from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, override, register
 
-_RECURRENT_LENGTH = 16  # sequences of up to this many positions are faster token by token than in a chunk
-_H200 = ((9, 0), 132)  # capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
+# sequences of up to this many positions are faster token by token than in a chunk
+_RECURRENT_LENGTH = 16
+# capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
+_H200 = ((9, 0), 132)
 
 
 def gdn_fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-    scale: float | None = None, initial_state: torch.Tensor | None = None, use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None, precision: Precision = Precision(),  # noqa: B008
-    state_v_first: bool = False, batch_invariant: bool = False,
-) -> GDNOutput:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+    state_v_first: bool = False,
+    batch_invariant: bool = False,
+) -> GDNOutput:
     """The gated delta rule (Gated DeltaNet), forward only.
 
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
         out_t = S_t^T (scale q_t)
 
-    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
+    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i //
+    (HV / H)
     K and V: 1 to 256, independent of each other
-    g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts as 0.
-    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2, the result may overflow to NaN
-        although the state stays small; `gdn_unfused` and `gdn_recurrent` have no such limit.
+    g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts
+    as 0.
+    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2, the result may
+        overflow to NaN although the state stays small; `gdn_unfused` and `gdn_recurrent` have no
+        such limit.
     scale: K ** -0.5 if None
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
-    cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to T, for sequences packed along T; then B = 1.
-        Empty sequences are allowed.  The host does not read the values, so wrong values are not rejected: positions
-        outside all sequences are not written, and for sequences that overlap or end past T, memory outside of the
-        tensors may be read and written.
-    q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these, and fp64.  Any
-    strides are allowed.
+    cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to T, for sequences packed
+        along T; then B = 1.  Empty sequences are allowed.  The host does not read the values, so
+        wrong values are not rejected: positions outside all sequences are not written, and for
+        sequences that overlap or end past T, memory outside of the tensors may be read and written.
+    q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these,
+    and fp64.  Any strides are allowed.
 
-    precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States stay in fp32
-        registers for a whole sequence, so that state_dtype has no effect.
+    precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States
+        stay in fp32 registers for a whole sequence, so that state_dtype has no effect.
     state_v_first: initial and final states have V before K
-    batch_invariant: a sequence's result is bitwise the same in a batch of any size, and in any pack.  Without it, the
-        number of sequences affects how they are cut, and whether short packed ones run the recurrent kernel.  With it,
-        packed sequences are not cut, so that a pack of few long ones takes longer.
+    batch_invariant: a sequence's result is bitwise the same in a batch of any size, and in any
+        pack.  Without it, the number of sequences affects how they are cut, and whether short
+        packed ones run the recurrent kernel.  With it, packed sequences are not cut, so that a pack
+        of few long ones takes longer.
 
-    Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences, HV, V, K) if
-    state_v_first, in fp32.  They are bitwise the same in every call, and do not depend on the contents of other
-    sequences in the batch or pack.  The call does not synchronise with the host.  It may be captured in a CUDA graph,
-    and called under torch.compile(fullgraph=True).
+    Returns out (B, T, HV, V) in v's dtype and final_states (sequences, HV, K, V), or (sequences,
+    HV, V, K) if state_v_first, in fp32.  They are bitwise the same in every call, and do not depend
+    on the contents of other sequences in the batch or pack.  The call does not synchronise with the
+    host.  It may be captured in a CUDA graph, and called under torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
+    ones.
     Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
     if torch.compiler.is_compiling():
         refuse_gradient("fused", (q, k, v, g, beta, initial_state))
         return GDNOutput(
             *torch.ops.ssdprof.gdn_fused(
-                q, k, v, g, beta, scale, initial_state, use_qk_l2norm, cu_seqlens,
-                precision.intermediates, precision.state_dtype, state_v_first, batch_invariant,
+                q,
+                k,
+                v,
+                g,
+                beta,
+                scale,
+                initial_state,
+                use_qk_l2norm,
+                cu_seqlens,
+                precision.intermediates,
+                precision.state_dtype,
+                state_v_first,
+                batch_invariant,
             )
-        )  # fmt: skip
+        )
     if state_v_first and initial_state is not None and initial_state.ndim == 4:
         initial_state = initial_state.mT
     inputs = GDNInputs.unchecked(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, scale=scale, use_qk_l2norm=use_qk_l2norm,
-        chunk_size=64, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        chunk_size=64,
+        cu_seqlens=cu_seqlens,
+    )
     output = run(inputs, precision, state_v_first=state_v_first, batch_invariant=batch_invariant)
     return GDNOutput(output.out, output.final_states.mT) if state_v_first else output
 
 
 @torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
 def _operator(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float | None,
-    initial_state: torch.Tensor | None, use_qk_l2norm: bool, cu_seqlens: torch.Tensor | None, intermediates: str,
-    state_dtype: torch.dtype, state_v_first: bool = False, batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None,
+    initial_state: torch.Tensor | None,
+    use_qk_l2norm: bool,
+    cu_seqlens: torch.Tensor | None,
+    intermediates: str,
+    state_dtype: torch.dtype,
+    state_v_first: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`gdn_fused` with a schema that the dispatcher understands."""
+    precision = Precision(
+        intermediates=intermediates,  # type: ignore[arg-type]
+        state_dtype=state_dtype,
+    )
     with torch.no_grad():
         return gdn_fused(
-            q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            use_qk_l2norm=use_qk_l2norm,
             cu_seqlens=cu_seqlens,
-            precision=Precision(intermediates=intermediates, state_dtype=state_dtype),  # type: ignore[arg-type]
-            state_v_first=state_v_first, batch_invariant=batch_invariant,
-        )  # fmt: skip
+            precision=precision,
+            state_v_first=state_v_first,
+            batch_invariant=batch_invariant,
+        )
 
 
 @_operator.register_fake
@@ -119,7 +178,8 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def equals_text(call: FusedCall) -> str:
-    """The part of a plan's reason that names another precision with the same bits; "" if there is none.
+    """The part of a plan's reason that names another precision with the same bits; "" if there is
+    none.
 
     States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
     """
@@ -130,9 +190,11 @@ def equals_text(call: FusedCall) -> str:
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes a step of each.
+    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes
+    a step of each.
 
-    Packed, batch-invariant calls never run this kernel, because that choice depends on the length of the whole pack.
+    Packed, batch-invariant calls never run this kernel, because that choice depends on the length
+    of the whole pack.
     """
     packed, length = call.inputs.cu_seqlens is not None, call.inputs.v.shape[1]
     if packed and call.batch_invariant:
@@ -143,12 +205,17 @@ def _recurrent_unsupported(call: FusedCall) -> str:
 
 def hopper_cut(call: FusedCall) -> GDNHopperConfig:
     """The division of the call into programs on a Hopper GPU."""
-    return GDNHopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
+    return GDNHopperConfig.choose(
+        call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant
+    )
 
 
 def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
-    reason = f"two launches: inverses of all chunks, then the states{slow}; {config.reason}{equals_text(call)}"
+    reason = (
+        f"two launches: inverses of all chunks, then the states{slow}; "
+        f"{config.reason}{equals_text(call)}"
+    )
     return launch_count(call.inputs, config), workspace(call.inputs, config)[0], reason
 
 
@@ -157,7 +224,10 @@ def _sliced(call: FusedCall) -> FusedCall:
 
 
 def _sliced_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
-    count, (launches, _, reason) = hopper_slices.slice_count(call.inputs), _hopper_work(_sliced(call), config)
+    count, (launches, _, reason) = (
+        hopper_slices.slice_count(call.inputs),
+        _hopper_work(_sliced(call), config),
+    )
     copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
     reason = f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {reason}"
     return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
@@ -167,7 +237,9 @@ def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> A
     """A found configuration, or the committed one, which packed sequences keep."""
     found = None
     if call.inputs.cu_seqlens is None:
-        found = override(call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant))
+        found = override(
+            call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant)
+        )
     return found or committed(call.inputs, batch_invariant=call.batch_invariant)
 
 
@@ -177,9 +249,13 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
     return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
 
-def portable_work(call: FusedCall, config: Any, handed_on: Callable[..., Any] = handed_on) -> tuple[int, int, str]:
+def portable_work(
+    call: FusedCall, config: Any, handed_on: Callable[..., Any] = handed_on
+) -> tuple[int, int, str]:
     handed = handed_on(call.inputs, call.precision, config)
-    reason = f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
+    reason = (
+        f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
+    )
     return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
 
 
@@ -187,32 +263,51 @@ RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
     configure=lambda call: blocks_of(call.inputs),
-    prepare=lambda call, blocks: recurrent_launch(call.inputs, blocks, state_v_first=call.state_v_first),
-    work=lambda call, _blocks: (
-        1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}",
+    prepare=lambda call, blocks: recurrent_launch(
+        call.inputs, blocks, state_v_first=call.state_v_first
     ),
-)  # fmt: skip
+    work=lambda call, _blocks: (
+        1,
+        0,
+        f"one launch, token by token: the sequences are short{call.precision.as_exact}",
+    ),
+)
 HOPPER = Variant(
-    name="hopper", unsupported=lambda call: hopper_config.unsupported(call.inputs), configure=hopper_cut,
-    prepare=lambda call, config: hopper_launch(call.inputs, config, state_v_first=call.state_v_first),
+    name="hopper",
+    unsupported=lambda call: hopper_config.unsupported(call.inputs),
+    configure=hopper_cut,
+    prepare=lambda call, config: hopper_launch(
+        call.inputs, config, state_v_first=call.state_v_first
+    ),
     work=_hopper_work,
-)  # fmt: skip
+)
 SLICES = Variant(
-    name="hopper, slices", unsupported=lambda call: hopper_slices.unsupported(call.inputs),
-    configure=lambda call: hopper_cut(_sliced(call)), work=_sliced_work,
-    prepare=lambda call, config: hopper_slices.sliced_launch(call.inputs, config, state_v_first=call.state_v_first),
-)  # fmt: skip
+    name="hopper, slices",
+    unsupported=lambda call: hopper_slices.unsupported(call.inputs),
+    configure=lambda call: hopper_cut(_sliced(call)),
+    work=_sliced_work,
+    prepare=lambda call, config: hopper_slices.sliced_launch(
+        call.inputs, config, state_v_first=call.state_v_first
+    ),
+)
 PORTABLE = Variant(
     name="portable",
     configure=partial(configured, committed_portable, "portable"),
-    prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
+    prepare=lambda call, config: portable_launch(
+        call.inputs, call.precision, config, state_v_first=call.state_v_first
+    ),
     work=portable_work,
 )
 
 
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v"))
-# a form that a bench times only when it is named, for calls for which `fused` chooses another kernel
+# a form that a bench times only when it is named, for calls for which `fused` chooses another
+# kernel
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
 run, plan = FUSED.run, FUSED.plan
 for _one in (FUSED, FUSED_PORTABLE):
-    register(Implementation(operator="gdn", name=_one.name, run=_one.run, plan=_one.plan, neglects=2.0**-24))
+    register(
+        Implementation(
+            operator="gdn", name=_one.name, run=_one.run, plan=_one.plan, neglects=2.0**-24
+        )
+    )

@@ -21,24 +21,28 @@ class GDNInputs(Inputs):
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
         out_t = S_t^T (scale q_t)
 
-    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
+    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i //
+    (HV / H)
     K and V: 1 to 256, independent of each other
-    g: (B, T, HV), natural logarithm of the decay.  A decay is at most 1: a g above 0 counts as 0, clamped on the
-        device, and -inf forgets everything
+    g: (B, T, HV), natural logarithm of the decay.  A decay is at most 1: a g above 0 counts as 0,
+        clamped on the device, and -inf forgets everything
     beta: (B, T, HV), any value; models use 0 to 1, or 0 to 2
     initial_state: (sequences, HV, K, V), K before V
     scale: K ** -0.5 if None
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
     chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
-    cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence i is
-        q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its values.
-    state_every: N: the states after every N positions and at the end are wanted, (B * ceil(T / N), HV, K, V)
-    state_indices: (sequences) int32 or int64: initial_state is a pool (slots, HV, K, V), and sequence i begins with
-        slot state_indices[i].  A server's pool (slots, HV, V, K) is passed as pool.mT.  The host does not read the
-        values; they must name slots
+    cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence
+        i is q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its
+        values.
+    state_every: N: the states after every N positions and at the end are wanted, (B * ceil(T / N),
+    HV, K, V)
+    state_indices: (sequences) int32 or int64: initial_state is a pool (slots, HV, K, V), and
+        sequence i begins with slot state_indices[i].  A server's pool (slots, HV, V, K) is passed
+        as pool.mT.  The host does not read the values; they must name slots
     q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
-    Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
+    Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024
+    (arXiv:2412.06464).
     """
 
     operator: ClassVar[str] = "gdn"
@@ -67,7 +71,9 @@ class GDNInputs(Inputs):
             if tensor.numel() == 0:
                 raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
             if tensor.shape[3] > MAX_DIM:
-                raise ValueError(f"{name}'s last dimension is at most {MAX_DIM}, not {tensor.shape[3]}")
+                raise ValueError(
+                    f"{name}'s last dimension is at most {MAX_DIM}, not {tensor.shape[3]}"
+                )
         batch, length, heads, key_dim = self.q.shape
         value_heads, value_dim = self.v.shape[2:]
         if self.q.dtype not in INPUT_DTYPES:
@@ -75,7 +81,9 @@ class GDNInputs(Inputs):
         if value_heads % heads:
             raise ValueError(f"v's heads ({value_heads}) must be a multiple of q's ({heads})")
         if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
+            raise ValueError(
+                f"chunk_size must be a power of two of at least 16, not {self.chunk_size}"
+            )
         self._check("k", (batch, length, heads, key_dim), same_dtype=True)
         self._check("v", (batch, length, value_heads, value_dim), same_dtype=True)
         self._check("g", self.gate_shape)
@@ -85,21 +93,30 @@ class GDNInputs(Inputs):
         if state is not None:
             shape = shape if self.state_indices is None else (*state.shape[:1], *shape[1:])
             if tuple(state.shape) != shape:
-                raise ValueError(f"initial_state must have shape {shape}; with state_v_first, V before K")
+                raise ValueError(
+                    f"initial_state must have shape {shape}; with state_v_first, V before K"
+                )
             self._check("initial_state", shape)
         self._check_devices()
 
     @property
     def signature(self) -> Hashable:
-        """Equal for inputs that differ only in the values of their tensors, and in addresses by a multiple of 16 bytes.
+        """Equal for inputs that differ only in the values of their tensors, and in addresses by a
+        multiple of 16 bytes.
 
         It determines whether inputs fit together, which kernels run, and what Triton compiles.
         """
         return (
-            *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
-            tensor_signature(self.state_indices), None if self.scale is None else float(self.scale),
-            bool(self.use_qk_l2norm), self.chunk_size, self.state_every,
-        )  # fmt: skip
+            *map(
+                tensor_signature,
+                (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens),
+            ),
+            tensor_signature(self.state_indices),
+            None if self.scale is None else float(self.scale),
+            bool(self.use_qk_l2norm),
+            self.chunk_size,
+            self.state_every,
+        )
 
     @property
     def gate_shape(self) -> tuple[int, ...]:
@@ -127,7 +144,9 @@ class GDNInputs(Inputs):
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
 
 
-def state_strides(heads: int, key_dim: int, value_dim: int, *, v_first: bool) -> tuple[int, int, int, int]:
+def state_strides(
+    heads: int, key_dim: int, value_dim: int, *, v_first: bool
+) -> tuple[int, int, int, int]:
     """Strides of states (sequences, HV, K, V) without gaps.  v_first: V precedes K in memory."""
     inner = (1, key_dim) if v_first else (value_dim, 1)
     return (heads * key_dim * value_dim, key_dim * value_dim, *inner)

@@ -1,31 +1,36 @@
-"""The portable kernels, in two launches: for every chunk and value head the factors that do not depend on the state,
-then the output, with the state in registers from chunk to chunk.
+"""The portable kernels, in two launches: for every chunk and value head the factors that do not
+depend on the state, then the output, with the state in registers from chunk to chunk.
 
-With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, Q and K normalised if the call asks for it,
+With d_i = exp(g_1 + ... + g_i) in the chunk, S the state that enters it, Q and K normalised if the
+call asks for it,
 
     A = (I + tril(diag(beta) K K^T, -1))^-1                    scaled_dot_kkt, solve_tril
     X_j = beta_j (d_end / d_j) (A^T K)_j                       state_factor
     W_ij = scale beta_j (d_i / d_j) (tril(Q K^T) A)_ij         out_factor
     Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y      second launch
 
-A does not depend on g: the decay from j to i factors out of both products.  The norms of the rows of q and k are fp32
-factors of the results and of the rows of A, so that q and k are not rounded again.  From one chunk to the next, two
+A does not depend on g: the decay from j to i factors out of both products.  The norms of the rows
+of q and k are fp32 factors of the results and of the rows of A, so that q and k are not rounded
+again.  From one chunk to the next, two
 products depend on each other: K S and X^T Y.
 
-One program of the second launch owns one slice of V of one head of one segment.  A segment that does not begin its
-sequence needs the state that enters it.  The program computes it by starting at an earlier chunk, without output.  From
-that chunk to the segment, the norm of any state falls to at most 2^-24 of itself, less than a rounding of fp32.  If
-there is no such chunk, the program starts at the sequence's start.  No program waits for another.
+One program of the second launch owns one slice of V of one head of one segment.  A segment that
+does not begin its sequence needs the state that enters it.  The program computes it by starting at
+an earlier chunk, without output.  From that chunk to the segment, the norm of any state falls to at
+most 2^-24 of itself, less than a rounding of fp32.  If there is no such chunk, the program starts
+at the sequence's start.  No program waits for another.
 
-In:      q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_states (sequences, HV, K, V)
-         cu_seqlens (sequences + 1)
-Between: state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), both in the operands' dtype
-         rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S
-         chunks (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor of a state's norm over the chunk
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_states (sequences, HV,
+         K, V) cu_seqlens (sequences + 1)
+Between: state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), both in the
+         operands' dtype rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S chunks
+         (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor of a state's norm over
+         the chunk
 Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
-Grids:   (slots * HV), heads fastest, so that the value heads of one k head run at the same time; then
-         (segments * HV * slices of V), slices fastest, then heads
-Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464); docs/gdn-mathematics.md.
+Grids:   (slots * HV), heads fastest, so that the value heads of one k head run at the same time;
+         then (segments * HV * slices of V), slices fastest, then heads
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464);
+        docs/gdn-mathematics.md.
 """
 
 from __future__ import annotations
@@ -37,7 +42,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.functions import (
+    DOT_PRECISION,
+    LOG2_E,
+    TL_DTYPE,
+    decay_exp2,
+    ptr_offset,
+    sequence_bounds,
+)
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -45,29 +57,33 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 
-FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost later differences their precision
+# 2^-160 is zero in fp32; a lower g would cost later differences their precision
+FORGOTTEN = tl.constexpr(-160.0)
 L2NORM_EPS = tl.constexpr(1e-6)
 LEAF = tl.constexpr(16)  # least rows of a product
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
 STAGES = {
-    "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
-    "unit_lower_inverse": "solve_tril", "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum",
-    "chunks_to_forget": "warm_up", "take_state": "setup", "residual": "chunk_state.residual",
-    "next_state": "chunk_state.update", "_gdn_scan_kernel": "setup",
+    "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril",
+    "leaf_inverses": "solve_tril", "unit_lower_inverse": "solve_tril",
+    "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
+    "take_state": "setup", "residual": "chunk_state.residual", "next_state": "chunk_state.update",
+    "_gdn_scan_kernel": "setup",
 }  # fmt: skip
 
 
 # --- division of sequences into pieces: chunks, or segments of several chunks.
 #
-# Each piece has a slot.  In a batch, all sequences have equally many slots.  The slots of packed sequence i, which
-# begins at b, start at b // size + i.  This leaves room for one partial piece per sequence, and needs no sum over
-# earlier sequences.  Some slots stay empty.
+# Each piece has a slot.  In a batch, all sequences have equally many slots.  The slots of packed
+# sequence i, which begins at b, start at b // size + i.  This leaves room for one partial piece per
+# sequence, and needs no sum over earlier sequences.  Some slots stay empty.
 
 
 def slot_count(length: int, sequences: int, size: int, *, packed: bool) -> int:
-    """Slots for pieces of `size` positions, for `sequences` of `length` each, or packed into `length` positions."""
+    """Slots for pieces of `size` positions, for `sequences` of `length` each, or packed into
+    `length` positions.
+    """
     return length // size + sequences if packed else sequences * -(-length // size)
 
 
@@ -82,23 +98,32 @@ def first_slot(sequence, begin, seqlen, PACKED: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SIZE: tl.constexpr):
-    """(sequence, batch entry, index of the piece in its sequence, first position and length of that sequence).
+    """(sequence, batch entry, index of the piece in its sequence, first position and length of that
+    sequence).
 
-    A piece that begins at or past the end does not exist, except the first one of an empty sequence.
+    A piece that begins at or past the end does not exist, except the first one of an empty
+    sequence.
     """
     if cu_seqlens_ptr is None:
         pieces = tl.cdiv(seqlen, SIZE)
         sequence = slot // pieces
         return sequence, sequence, slot % pieces, tl.zeros((), tl.int64), seqlen
     else:
-        low, high = tl.zeros((), tl.int32), tl.cast(sequences, tl.int32)  # finds the last sequence not after `slot`
+        # finds the last sequence not after `slot`
+        low, high = tl.zeros((), tl.int32), tl.cast(sequences, tl.int32)
         while high - low > 1:
             middle = (low + high) // 2
             begin, _ = sequence_bounds(middle, cu_seqlens_ptr, cu_seqlens_stride)
             later = first_slot(middle, begin, seqlen, True, SIZE) > slot
             low, high = tl.where(later, low, middle), tl.where(later, middle, high)
         begin, length = sequence_bounds(low, cu_seqlens_ptr, cu_seqlens_stride)
-        return low, tl.zeros((), tl.int32), slot - first_slot(low, begin, seqlen, True, SIZE), begin, length
+        return (
+            low,
+            tl.zeros((), tl.int32),
+            slot - first_slot(low, begin, seqlen, True, SIZE),
+            begin,
+            length,
+        )
 
 
 # --- the inverse of I + L in registers, with L strictly lower triangular.
@@ -106,18 +131,22 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SI
 #     [I + L1        ]^-1   [   A1         ]
 #     [  C     I + L2]    = [-A2 C A1   A2 ]
 #
-# Let A be the block diagonal matrix of the inverses of the diagonal blocks of s rows, and let C hold the entries of L
-# between the two halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.
-# Every entry of these products is an entry of an inverse, which stays small even for collinear keys.  A Neumann series
-# would compute powers of L, which do not stay small.
+# Let A be the block diagonal matrix of the inverses of the diagonal blocks of s rows, and let C
+# hold the entries of L between the two halves of each block of 2s rows.  Then A - A C A holds the
+# inverses of the diagonal blocks of 2s rows.  Every entry of these products is an entry of an
+# inverse, which stays small even for collinear keys.  A Neumann series would compute powers of L,
+# which do not stay small.
 #
-# Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands in MERGE.  fp16 has
-# the precision of tf32 and costs half, but its range is guaranteed to be sufficient only for normalised keys.
+# Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands
+# in MERGE.  fp16 has the precision of tf32 and costs half, but its range is guaranteed to be
+# sufficient only for normalised keys.
 
 
 @triton.jit
 def between_halves(i, j, half: tl.constexpr):
-    """Whether entry (i, j) lies between the lower and the upper half of a diagonal block of 2 * half rows."""
+    """Whether entry (i, j) lies between the lower and the upper half of a diagonal block of 2 *
+    half rows.
+    """
     return (i // (2 * half) == j // (2 * half)) & (i // half > j // half)
 
 
@@ -135,7 +164,8 @@ def leaf_inverses(L):
 
 @triton.jit
 def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 for L (s, s) fp32.  Reads only entries below the diagonal.  s is 16, 32, 64 or 128.
+    """(I + L)^-1 for L (s, s) fp32.  Reads only entries below the diagonal.  s is 16, 32, 64 or
+    128.
 
     MERGE: dtype of the operands of the products that join blocks of 16 rows
     PRECISION: input precision of these products if MERGE is fp32
@@ -162,8 +192,12 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr):
-    """Load positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM and where m_t is false."""
+def load_rows(
+    ptr, strides, o_t, m_t, o_k, KEY_DIM: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Load positions o_t and dimensions o_k of q or k of one head; zeros past KEY_DIM and where m_t
+    is false.
+    """
     p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
         return tl.load(p)
@@ -182,12 +216,24 @@ def log2_decays(g_ptr, stride, o_t, m_t):
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
-    q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr = tensors
+    (
+        q_ptr,
+        k_ptr,
+        g_ptr,
+        beta_ptr,
+        cu_seqlens_ptr,
+        state_factor_ptr,
+        out_factor_ptr,
+        rows_ptr,
+        chunks_ptr,
+    ) = tensors
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
     cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
-    _, i_b, i_c, begin, length = piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK)
+    _, i_b, i_c, begin, length = piece_of_slot(
+        slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK
+    )
     t = i_c * S.CHUNK
     if t >= length:
         return
@@ -202,16 +248,28 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
 
     # stage gate_cumsum
     g_cumsum_log2 = tl.cumsum(
-        log2_decays(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides), g_strides[1], o_t, m_t), axis=0
+        log2_decays(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides), g_strides[1], o_t, m_t),
+        axis=0,
     )
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
-    beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(
+        tl.float32
+    )
     end = tl.sum(tl.where(o_t == S.CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
 
     # stage scaled_dot_kkt
     kk, k_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
     for n in tl.static_range(BLOCKS):
-        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, n * S.BLOCK_K + o_k, S.KEY_DIM, S.ALIGNED, WHOLE)
+        k = load_rows(
+            k_ptr,
+            k_strides,
+            o_t.to(S.OFFSET),
+            m_t,
+            n * S.BLOCK_K + o_k,
+            S.KEY_DIM,
+            S.ALIGNED,
+            WHOLE,
+        )
         k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
         kk = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), kk, input_precision=DOT_PRECISION)
     k_length = tl.full((S.CHUNK,), 1.0, tl.float32)  # reciprocal of the norm
@@ -227,13 +285,19 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     to_end = decay_exp2(end - g_cumsum_log2) * beta
     for n in tl.static_range(BLOCKS):
         o_n = n * S.BLOCK_K + o_k
-        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(S.OPERAND)
+        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(
+            S.OPERAND
+        )
         q = load_rows(q_ptr, q_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
         if S.L2NORM:
             q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
         qk = tl.dot(q.to(S.OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
         X = tl.dot(tl.trans(A), k, input_precision=DOT_PRECISION) * to_end[:, None]
-        tile = place * (S.CHUNK * BLOCKS * S.BLOCK_K) + o_t[:, None] * (BLOCKS * S.BLOCK_K) + o_n[None, :]
+        tile = (
+            place * (S.CHUNK * BLOCKS * S.BLOCK_K)
+            + o_t[:, None] * (BLOCKS * S.BLOCK_K)
+            + o_n[None, :]
+        )
         tl.store(state_factor_ptr + tile, X.to(state_factor_ptr.dtype.element_ty))
 
     # stage out_factor
@@ -252,7 +316,8 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     rows_ptr += place * (2 * S.CHUNK)
     tl.store(rows_ptr + o_t, since_start * k_length)
     tl.store(rows_ptr + S.CHUNK + o_t, since_start * q_scale)
-    # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger beta may
+    # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger
+    # beta may
     stretch = tl.abs(1.0 - beta * k_squares * (k_length * k_length))
     stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))
     tl.store(chunks_ptr + place * 2, decay_exp2(end))
@@ -264,7 +329,9 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
 
 @triton.jit
 def chunks_to_forget(bounds_ptr, stride, count):
-    """Number of chunks before `bounds_ptr` after which a state is negligible; `count`, all of them, if it never is."""
+    """Number of chunks before `bounds_ptr` after which a state is negligible; `count`, all of them,
+    if it never is.
+    """
     o = tl.arange(0, LOOK_BACK)
     needed, block = tl.cast(count, tl.int32), 0
     tail = 0.0
@@ -284,7 +351,9 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
     state = ()
     for n in tl.static_range((KEY_DIM + BLOCK_K - 1) // BLOCK_K):
         o_n = state_k + n * BLOCK_K
-        block = tl.load(ptr + o_n * strides[2] + state_v * strides[3], mask=m_v & (o_n < KEY_DIM), other=0.0)
+        block = tl.load(
+            ptr + o_n * strides[2] + state_v * strides[3], mask=m_v & (o_n < KEY_DIM), other=0.0
+        )
         state = state + (block.to(tl.float32),)
     return state
 
@@ -304,7 +373,9 @@ def state_product(
         o_n = o_k + n * BLOCK_K
         keys = load_rows(ptr, strides, o_t, m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
         if V_ROWS:
-            total = tl.dot(state[n].to(OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION)
+            total = tl.dot(
+                state[n].to(OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION
+            )
         else:
             total = tl.dot(keys, state[n].to(OPERAND), total, input_precision=DOT_PRECISION)
     return total
@@ -330,25 +401,44 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
         if V_ROWS:
             after = after + (tl.dot(Y, X, state[n] * decay, input_precision=DOT_PRECISION),)
         else:
-            after = after + (tl.dot(tl.trans(X), Y, state[n] * decay, input_precision=DOT_PRECISION),)
+            after = after + (
+                tl.dot(tl.trans(X), Y, state[n] * decay, input_precision=DOT_PRECISION),
+            )
     return after
 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     (
-        q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr, initial_states_ptr,
-        cu_seqlens_ptr, out_ptr, final_states_ptr,
-    ) = tensors  # fmt: skip
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        state_factor_ptr,
+        out_factor_ptr,
+        rows_ptr,
+        chunks_ptr,
+        initial_states_ptr,
+        cu_seqlens_ptr,
+        out_ptr,
+        final_states_ptr,
+    ) = tensors
     (
-        q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides,
+        q_strides,
+        k_strides,
+        v_strides,
+        initial_states_strides,
+        cu_seqlens_strides,
+        out_strides,
         final_states_strides,
-    ) = strides  # fmt: skip
+    ) = strides
     # stage setup: which segment of which slice is mine
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     BLOCKS: tl.constexpr = (S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K
     PADDED: tl.constexpr = BLOCKS * S.BLOCK_K
-    rank, unit = tl.program_id(0) // (S.VALUE_HEADS * SLICES), tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    rank, unit = (
+        tl.program_id(0) // (S.VALUE_HEADS * SLICES),
+        tl.program_id(0) % (S.VALUE_HEADS * SLICES),
+    )
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_k = i_h // S.VALUES_PER_KEY
     cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
@@ -372,12 +462,19 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
     place = slot.to(tl.int64) * S.VALUE_HEADS + i_h
     if S.CUT:
-        start -= chunks_to_forget(chunks_ptr + 2 * (place + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
-                                  2 * S.VALUE_HEADS, first)  # fmt: skip
+        start -= chunks_to_forget(
+            chunks_ptr + 2 * (place + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
+            2 * S.VALUE_HEADS,
+            first,
+        )
 
     # stage setup: where its tensors lie
     o_c = tl.arange(0, S.CHUNK)
-    o_t, o_k, o_v = o_c.to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    o_t, o_k, o_v = (
+        o_c.to(S.OFFSET),
+        tl.arange(0, S.BLOCK_K).to(S.OFFSET),
+        tl.arange(0, S.BLOCK_V).to(S.OFFSET),
+    )
     m_v = (o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     if S.V_ROWS:
         state_v, state_k, m_value = o_v[:, None], o_k[None, :], m_v[:, None]
@@ -396,8 +493,12 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     for _ in tl.static_range(BLOCKS):
         state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
     if initial_states_ptr is not None and start == 0:
-        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
-        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_value, S.KEY_DIM, S.BLOCK_K)
+        initial_ptr = initial_states_ptr + ptr_offset(
+            (sequence, i_h, 0, first_v), initial_states_strides
+        )
+        state = take_state(
+            initial_ptr, state_k, state_v, initial_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
+        )
 
     # stage warm_up: the state that enters the segment
     if S.CUT:
@@ -406,12 +507,31 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
             at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
             product = state_product(
-                state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t, o_c >= 0, o_k,
-                True, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
-            )  # fmt: skip
-            Y = residual(product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS, S.OPERAND)
+                state,
+                tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT),
+                k_strides,
+                o_t,
+                o_c >= 0,
+                o_k,
+                True,
+                S.KEY_DIM,
+                S.BLOCK_K,
+                S.V_ROWS,
+                S.OPERAND,
+            )
+            Y = residual(
+                product,
+                v_rows_ptr + v_tile,
+                m_value,
+                rows_ptr + at * (2 * S.CHUNK),
+                o_c,
+                S.V_ROWS,
+                S.OPERAND,
+            )
             decay = tl.load(chunks_ptr + at * 2)
-            state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS)
+            state = next_state(
+                state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS
+            )
 
     # stage chunk_output: the output, chunk after chunk
     for i_c in tl.range(first, stop, num_stages=S.SCAN_STAGES):
@@ -423,23 +543,55 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
         if not S.ALIGNED:
             m_tile = m_value & (m_t[None, :] if S.V_ROWS else m_t[:, None])
         product = state_product(
-            state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t, m_t, o_k,
-            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
-        )  # fmt: skip
+            state,
+            tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT),
+            k_strides,
+            o_t,
+            m_t,
+            o_k,
+            S.ALIGNED,
+            S.KEY_DIM,
+            S.BLOCK_K,
+            S.V_ROWS,
+            S.OPERAND,
+        )
         out = state_product(
-            state, tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT), q_strides, o_t, m_t, o_k,
-            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
-        )  # fmt: skip
-        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS, S.OPERAND)
+            state,
+            tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT),
+            q_strides,
+            o_t,
+            m_t,
+            o_k,
+            S.ALIGNED,
+            S.KEY_DIM,
+            S.BLOCK_K,
+            S.V_ROWS,
+            S.OPERAND,
+        )
+        Y = residual(
+            product,
+            v_rows_ptr + v_tile,
+            m_tile,
+            rows_ptr + at * (2 * S.CHUNK),
+            o_c,
+            S.V_ROWS,
+            S.OPERAND,
+        )
         decay = tl.load(chunks_ptr + at * 2)
-        state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS)
+        state = next_state(
+            state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS
+        )
         row = tl.load(rows_ptr + at * (2 * S.CHUNK) + S.CHUNK + o_c)
-        W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+        W = tl.load(
+            out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :]
+        )
         if S.V_ROWS:
             out = tl.dot(Y, tl.trans(W), out * row[None, :], input_precision=DOT_PRECISION)
         else:
             out = tl.dot(W, Y, out * row[:, None], input_precision=DOT_PRECISION)
-        tl.store(out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile)
+        tl.store(
+            out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
+        )
 
     # stage setup.store
     if stop == nchunks:
@@ -458,8 +610,14 @@ def handed_on(
     slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
     padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
     operand = operand_dtype(inputs.q.dtype, precision)
-    operands = [((slots, heads, config.chunk, columns), operand) for columns in (padded, config.chunk)]
-    return [*operands, ((slots, heads, 2, config.chunk), torch.float32), ((slots, heads, 2), torch.float32)]
+    operands = [
+        ((slots, heads, config.chunk, columns), operand) for columns in (padded, config.chunk)
+    ]
+    return [
+        *operands,
+        ((slots, heads, 2, config.chunk), torch.float32),
+        ((slots, heads, 2), torch.float32),
+    ]
 
 
 def portable_launch(
@@ -470,28 +628,55 @@ def portable_launch(
         handed_on(inputs, precision, config),
         state_strides(*inputs.states_shape[1:], v_first=state_v_first),
     )
-    packed, sizes, segments = inputs.cu_seqlens is not None, (length, inputs.sequences), inputs.sequences
+    packed, sizes, segments = (
+        inputs.cu_seqlens is not None,
+        (length, inputs.sequences),
+        inputs.sequences,
+    )
     if config.segment:
         segments = slot_count(*sizes, config.segment * chunk, packed=packed)
     new = torch.empty(inputs.v.shape, device="meta")
-    q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
+    q_strides, k_strides, cu_strides = (
+        tile_strides(inputs.q),
+        tile_strides(inputs.k),
+        strides_of(inputs.cu_seqlens),
+    )
     common = options_of(inputs, handed[0][1], chunk, (inputs.q, inputs.k, inputs.v), states)
     common |= dict(VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.block_k)
     factors = Launcher(
         _gdn_factors_kernel,
-        ((q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides), *sizes, inputs.scale_or_default),
-        common | options_of_factors(inputs, handed[0][1], config.factors_warps, config.factors_registers),
+        (
+            (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides),
+            *sizes,
+            inputs.scale_or_default,
+        ),
+        common
+        | options_of_factors(inputs, handed[0][1], config.factors_warps, config.factors_registers),
     )
     initial = strides_of(inputs.initial_state)
-    strides = (q_strides, k_strides, tile_strides(inputs.v), initial, cu_strides, tile_strides(new), states)
+    strides = (
+        q_strides,
+        k_strides,
+        tile_strides(inputs.v),
+        initial,
+        cu_strides,
+        tile_strides(new),
+        states,
+    )
     scan = Launcher(
         _gdn_scan_kernel,
         (strides, *sizes),
-        common | dict(
-            VALUE_DIM=value_dim, SEGMENT=config.segment, CUT=config.segment > 0, BLOCK_V=config.block_v,
-            V_ROWS=config.v_rows, SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
+        common
+        | dict(
+            VALUE_DIM=value_dim,
+            SEGMENT=config.segment,
+            CUT=config.segment > 0,
+            BLOCK_V=config.block_v,
+            V_ROWS=config.v_rows,
+            SCAN_STAGES=config.scan_stages,
+            num_warps=config.num_warps,
         ),
-    )  # fmt: skip
+    )
     programs = (
         slot_count(*sizes, chunk, packed=packed) * heads,
         segments * heads * triton.cdiv(value_dim, config.block_v),
@@ -500,10 +685,16 @@ def portable_launch(
 
 
 def two_launches(
-    inputs: GDNInputs, handed: list[tuple[tuple[int, ...], torch.dtype]], states: tuple[int, ...],
-    launchers: tuple[Launcher, Launcher], programs: tuple[int, int], names: tuple[str, ...],
-) -> PreparedLaunch:  # fmt: skip
-    """handed: what the first launch writes for the second.  names: of the second one's inputs before that."""
+    inputs: GDNInputs,
+    handed: list[tuple[tuple[int, ...], torch.dtype]],
+    states: tuple[int, ...],
+    launchers: tuple[Launcher, Launcher],
+    programs: tuple[int, int],
+    names: tuple[str, ...],
+) -> PreparedLaunch:
+    """handed: what the first launch writes for the second.  names: of the second one's inputs
+    before that.
+    """
     index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
 
     def call(inputs: GDNInputs) -> GDNOutput:
@@ -512,7 +703,9 @@ def two_launches(
             between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in handed]
             first(programs[0], inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(states_shape, states, dtype=torch.float32, device=device)
+            final_states = torch.empty_strided(
+                states_shape, states, dtype=torch.float32, device=device
+            )
             own = (getattr(inputs, name) for name in names)
             second(programs[1], *own, *between, inputs.initial_state, cu_seqlens, out, final_states)
         return GDNOutput(out, final_states)
@@ -521,23 +714,47 @@ def two_launches(
 
 
 def options_of(
-    inputs: GDNInputs, operand: torch.dtype, chunk: int, tiled: tuple[torch.Tensor, ...], states: tuple[int, ...]
+    inputs: GDNInputs,
+    operand: torch.dtype,
+    chunk: int,
+    tiled: tuple[torch.Tensor, ...],
+    states: tuple[int, ...],
 ) -> dict[str, Any]:
     """Compile-time arguments of both launches.  tiled: the inputs that are read in tiles."""
-    key_dim, value_dim, new = inputs.q.shape[3], inputs.v.shape[3], torch.empty(inputs.v.shape, device="meta")
+    key_dim, value_dim, new = (
+        inputs.q.shape[3],
+        inputs.v.shape[3],
+        torch.empty(inputs.v.shape, device="meta"),
+    )
     return dict(
-        VALUE_HEADS=inputs.v.shape[2], KEY_DIM=key_dim, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
-        ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0, ALIGNMENT=_alignment(*tiled),
-        OFFSET=offset_dtype(chunk, (*tiled, new), (key_dim, value_dim), strides_of(inputs.initial_state), states),
-    )  # fmt: skip
+        VALUE_HEADS=inputs.v.shape[2],
+        KEY_DIM=key_dim,
+        CHUNK=chunk,
+        OPERAND=TL_DTYPE[operand],
+        ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0,
+        ALIGNMENT=_alignment(*tiled),
+        OFFSET=offset_dtype(
+            chunk, (*tiled, new), (key_dim, value_dim), strides_of(inputs.initial_state), states
+        ),
+    )
 
 
-def options_of_factors(inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int) -> dict[str, Any]:
+def options_of_factors(
+    inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int
+) -> dict[str, Any]:
     """Those of the first one.  registers: most of a thread; 0: no limit."""
     normalised = bool(inputs.use_qk_l2norm)
     merge = tl.float16 if normalised and operand != torch.float32 else tl.float32
     limit = {"maxnreg": registers} if registers else {}
-    return dict(L2NORM=normalised, MERGE=merge, MERGE_PRECISION=inverse_products(operand), num_warps=warps) | limit
+    return (
+        dict(
+            L2NORM=normalised,
+            MERGE=merge,
+            MERGE_PRECISION=inverse_products(operand),
+            num_warps=warps,
+        )
+        | limit
+    )
 
 
 def _alignment(*tensors: torch.Tensor) -> int:

@@ -1,11 +1,14 @@
-"""The gated delta rule token by token, for decoding and short sequences.  All arithmetic is in fp32.
+"""The gated delta rule token by token, for decoding and short sequences.  All arithmetic is in
+fp32.
 
-recurrent      one launch, with the state in registers.  A call with a few tokens moves little more than the states.
-               With T tokens it takes T dependent steps on any GPU; the inputs of several are loaded together.  Any T
-               works; from a few dozen tokens on, the chunked kernels are faster
-unfused_step   one token in three launches: the written value, the state, the output.  It moves two states more.  If the
-               call normalises q and k, two small launches do so.  The six launches of `unfused` would be a slow
-               baseline for one token, because they process chunks
+recurrent      one launch, with the state in registers.  A call with a few tokens moves little more
+               than the states.  With T tokens it takes T dependent steps on any GPU; the inputs of
+               several are loaded together.  Any T works; from a few dozen tokens on, the chunked
+               kernels are faster
+unfused_step   one token in three launches: the written value, the state, the output.  It moves two
+               states more.  If the call normalises q and k, two small launches do so.  The six
+               launches of `unfused` would be a slow baseline for one token, because they process
+               chunks
 
     S   = exp(g_t) S
     S   = S + k_t (beta_t (v_t - S^T k_t))^T
@@ -14,11 +17,14 @@ unfused_step   one token in three launches: the written value, the state, the ou
 Kimi Delta Attention is the same with g (B, T, HV, K): a decay for every row of S.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
-      cu_seqlens (sequences + 1) | state_indices (sequences): the slots of initial_state, then a pool (slots, HV, K, V)
-Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state itself, in place, or
-      the states after every token (B * T, HV, K, V); of a pool with V before K, V is before K in them too
+      cu_seqlens (sequences + 1) | state_indices (sequences): the slots of initial_state, then a
+      pool (slots, HV, K, V)
+Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state
+      itself, in place, or the states after every token (B * T, HV, K, V); of a pool with V before
+      K, V is before K in them too
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
-Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), equation 10.
+Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024
+        (arXiv:2412.06464), equation 10.
 """
 
 from __future__ import annotations
@@ -45,26 +51,33 @@ MOST_TOKENS = 4  # that are loaded together; eight take more registers than they
 MANY_HEADS = 512  # of all sequences, from which every state is written by wider programs
 
 STAGES = {
-    "_gdn_recurrent_kernel": "setup", "_gdn_step_write_kernel": "step_write", "_gdn_step_state_kernel": "step_state",
+    "_gdn_recurrent_kernel": "setup",
+    "_gdn_step_write_kernel": "step_write",
+    "_gdn_step_state_kernel": "step_state",
     "_gdn_step_output_kernel": "step_output",
-}  # fmt: skip
+}
 
 
 def blocks_of(inputs: GDNInputs, *, wide: bool = False) -> dict[str, int]:
     """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together.
 
-    One warp per program, which sums over K without barriers, or for one token wider rows of the state.  On an H200 with
-    K = V = 128, 64 sequences of four tokens take 79 us so, and 128 to 138 us with slices of 32; of one token 71 and
-    68 us.  At most 64 numbers of the state per thread: more would spill.  The choice does not depend on the number of
-    sequences, so that a sequence's result does not depend on it either.
+    One warp per program, which sums over K without barriers, or for one token wider rows of the
+    state.  On an H200 with K = V = 128, 64 sequences of four tokens take 79 us so, and 128 to 138
+    us with slices of 32; of one token 71 and 68 us.  At most 64 numbers of the state per thread:
+    more would spill.  The choice does not depend on the number of sequences, so that a sequence's
+    result does not depend on it either.
 
-    wide: for writes of every state, in rows of 256 bytes instead of 64.  On an H100, 64 sequences of eight tokens take
-    437 us instead of 497, but one sequence 21 us instead of 12.
+    wide: for writes of every state, in rows of 256 bytes instead of 64.  On an H100, 64 sequences
+    of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
     """
-    tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1  # the host does not know packed lengths
+    # the host does not know packed lengths
+    tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
     block_v, per_thread = (64, 128) if wide else (16, 64) if tokens > 1 else (32, 32)
     block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
-    state, turns = triton.next_power_of_2(inputs.q.shape[3]) * block_v, triton.cdiv(tokens, MOST_TOKENS)
+    state, turns = (
+        triton.next_power_of_2(inputs.q.shape[3]) * block_v,
+        triton.cdiv(tokens, MOST_TOKENS),
+    )
     num_warps = max(1, state // (per_thread * 32))
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, turns), "num_warps": num_warps}
 
@@ -78,12 +91,29 @@ def _scale_of_norm(x, NORM: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     (
-        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr, out_ptr, states_ptr,
-    ) = tensors  # fmt: skip
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        g_ptr,
+        beta_ptr,
+        initial_state_ptr,
+        cu_seqlens_ptr,
+        slots_ptr,
+        out_ptr,
+        states_ptr,
+    ) = tensors
     (
-        q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
-        slots_strides, out_strides, states_strides,
-    ) = strides  # fmt: skip
+        q_strides,
+        k_strides,
+        v_strides,
+        g_strides,
+        beta_strides,
+        initial_state_strides,
+        cu_seqlens_strides,
+        slots_strides,
+        out_strides,
+        states_strides,
+    ) = strides
     # stage setup: which slice of which head is mine
     sequence, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
@@ -101,7 +131,10 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     if S.PER_CHANNEL:
         g_ptr += o_k.to(tl.int64) * g_strides[3]
 
-    o_states = o_k.to(tl.int64)[:, None] * S.STATES_STRIDES[0] + o_v.to(tl.int64)[None, :] * S.STATES_STRIDES[1]
+    o_states = (
+        o_k.to(tl.int64)[:, None] * S.STATES_STRIDES[0]
+        + o_v.to(tl.int64)[None, :] * S.STATES_STRIDES[1]
+    )
 
     # stage setup.load
     state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
@@ -112,33 +145,55 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             if S.IN_PLACE:
                 sequence = slot
         initial_state_ptr += ptr_offset((slot, i_h), initial_state_strides[:2])
-        offset = o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0] + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
+        offset = (
+            o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0]
+            + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
+        )
         state = tl.load(initial_state_ptr + offset, mask=m_state, other=0.0).to(tl.float32)
 
     # stage recurrence
     for first in range(0, length, S.BLOCK_T):
-        qs, ks, vs, gs, betas = (), (), (), (), ()  # of a block of tokens: one wait for all of them and the state
+        # of a block of tokens: one wait for all of them and the state
+        qs, ks, vs, gs, betas = (), (), (), (), ()
         for i in tl.static_range(S.BLOCK_T):
             here, step = first + i < length, tl.cast(first + i, tl.int64)
             m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
             qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_row, other=0.0),)
             ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_row, other=0.0),)
-            vs = vs + (tl.load(v_ptr + step * v_strides[1], mask=tl.where(here, m_v, False), other=0.0),)
-            gs = gs + (tl.load(g_ptr + step * g_strides[1], mask=m_row if S.PER_CHANNEL else here, other=0.0),)
+            vs = vs + (
+                tl.load(v_ptr + step * v_strides[1], mask=tl.where(here, m_v, False), other=0.0),
+            )
+            gs = gs + (
+                tl.load(
+                    g_ptr + step * g_strides[1], mask=m_row if S.PER_CHANNEL else here, other=0.0
+                ),
+            )
             betas = betas + (tl.load(beta_ptr + step * beta_strides[1], mask=here, other=0.0),)
         for i in tl.static_range(S.BLOCK_T):
             q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
             decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
             if S.PER_CHANNEL:
                 state = state * decay[:, None]
-                u = betas[i].to(tl.float32) * k_scale * (v - k_scale * tl.sum(state * k[:, None], axis=0))
+                u = (
+                    betas[i].to(tl.float32)
+                    * k_scale
+                    * (v - k_scale * tl.sum(state * k[:, None], axis=0))
+                )
                 state = state + k[:, None] * u[None, :]
             else:
-                u = betas[i].to(tl.float32) * k_scale * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
+                u = (
+                    betas[i].to(tl.float32)
+                    * k_scale
+                    * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
+                )
                 state = state * decay + k[:, None] * u[None, :]
             out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
-            tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=tl.where(here, m_v, False))
+            tl.store(
+                out_ptr + step * out_strides[1],
+                out.to(out_ptr.dtype.element_ty),
+                mask=tl.where(here, m_v, False),
+            )
             if S.EVERY_STATE:
                 at = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
                 tl.store(at + o_states, state, mask=tl.where(here, m_state, False))
@@ -150,42 +205,77 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
 
 
 def recurrent_launch(
-    inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, state_v_first: bool = False
+    inputs: GDNInputs,
+    blocks: dict[str, int],
+    *,
+    in_place: bool = False,
+    state_v_first: bool = False,
 ) -> PreparedLaunch:
     """in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
     index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=v_first)
-    programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
+    programs = (
+        inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
+    )
     new = torch.empty(inputs.v.shape, device="meta")
     states = initial if in_place else inner
     if inputs.state_every:
         states = (inputs.length * inner[0], *inner)
     tokens = (
-        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.g,
+        inputs.beta,
+        inputs.initial_state,
+        inputs.cu_seqlens,
         inputs.state_indices,
-    )  # fmt: skip
+    )
     launcher = Launcher(
         _gdn_recurrent_kernel,
         ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
         dict(
-            VALUE_HEADS=inputs.v.shape[2], VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3],
-            VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
-            BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
-            STATES_STRIDES=states[-2:], PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=bool(inputs.state_every),
-            IN_PLACE=in_place, L2NORM=bool(inputs.use_qk_l2norm), num_warps=blocks["num_warps"],
+            VALUE_HEADS=inputs.v.shape[2],
+            VALUES_PER_KEY=inputs.values_per_key,
+            KEY_DIM=inputs.q.shape[3],
+            VALUE_DIM=inputs.v.shape[3],
+            BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
+            BLOCK_V=blocks["block_v"],
+            BLOCK_T=blocks["block_t"],
+            INITIAL_STRIDES=initial[-2:],
+            STATES_STRIDES=states[-2:],
+            PER_CHANNEL=inputs.g.ndim == 4,
+            EVERY_STATE=bool(inputs.state_every),
+            IN_PLACE=in_place,
+            L2NORM=bool(inputs.use_qk_l2norm),
+            num_warps=blocks["num_warps"],
         ),
-    )  # fmt: skip
+    )
 
     def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            out, states = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), inputs.initial_state
+            out, states = (
+                torch.empty_like(inputs.v, memory_format=torch.contiguous_format),
+                inputs.initial_state,
+            )
             if not in_place or states is None:
-                states = torch.empty_strided(inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device)
+                states = torch.empty_strided(
+                    inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device
+                )
             launcher(
-                programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
-                inputs.cu_seqlens, inputs.state_indices, out, states,
-            )  # fmt: skip
+                programs,
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                inputs.g,
+                inputs.beta,
+                inputs.initial_state,
+                inputs.cu_seqlens,
+                inputs.state_indices,
+                out,
+                states,
+            )
         return GDNOutput(out, states)
 
     return call
@@ -194,21 +284,33 @@ def recurrent_launch(
 _launches: dict[Hashable, PreparedLaunch] = {}
 
 
-def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False) -> GDNOutput:
-    """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for short T.
+def gdn_recurrent(
+    inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False
+) -> GDNOutput:
+    """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for
+    short T.
 
-    in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is returned; of a pool,
-        the slots in state_indices, which must differ.
-    batch_invariant: the last bits of every state do not depend on whether the sequences have 512 heads together.
+    in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is
+        returned; of a pool, the slots in state_indices, which must differ.
+    batch_invariant: the last bits of every state do not depend on whether the sequences have 512
+    heads together.
 
-    Raises ValueError if in_place has no initial_state to write to, an expanded one, or inputs.state_every,
-    and UnsupportedError if the kernel cannot run.
+    Raises ValueError if in_place has no initial_state to write to, an expanded one, or
+    inputs.state_every, and UnsupportedError if the kernel cannot run.
     """
     if in_place and (inputs.initial_state is None or inputs.state_every):
-        raise ValueError("in_place needs an initial_state to write to, and writes one state: no state_every")
+        raise ValueError(
+            "in_place needs an initial_state to write to, and writes one state: no state_every"
+        )
     refuse_gradient("recurrent", vars(inputs).values())
-    wide = inputs.state_every == 1 and not batch_invariant and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
-    return kept(_launches, (inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(inputs)
+    wide = (
+        inputs.state_every == 1
+        and not batch_invariant
+        and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
+    )
+    return kept(_launches, (inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(
+        inputs
+    )
 
 
 def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
@@ -217,7 +319,9 @@ def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")
     refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
-        raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
+        raise ValueError(
+            "in_place cannot write to an expanded initial_state: pass initial_state.contiguous()"
+        )
     return recurrent_launch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
 
 
@@ -243,15 +347,25 @@ def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
     k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
     k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
     i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
-    u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(tl.float32)
+    u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(
+        tl.float32
+    )
     if initial_state_ptr is not None:
         index = (i_b, i_h, o_k[:, None], o_v[None, :])
         state = tl.load(
-            initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
-        ).to(tl.float32)  # fmt: skip
-        k = tl.load(k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides), mask=m_k, other=0.0)
+            initial_state_ptr + ptr_offset(index, initial_state_strides),
+            mask=m_k[:, None] & m_v[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        k = tl.load(
+            k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides),
+            mask=m_k,
+            other=0.0,
+        )
         if S.PER_CHANNEL:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(tl.float32)
+            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(
+                tl.float32
+            )
             u -= tl.sum(state * (decay_exp2(g * LOG2_E) * k.to(tl.float32))[:, None], axis=0)
         else:
             g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
@@ -274,9 +388,13 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
     u = tl.load(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), mask=m_v, other=0.0)
     state = k[:, None] * u[None, :]
     if initial_state_ptr is not None:
-        initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
+        initial = tl.load(
+            initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0
+        )
         if S.PER_CHANNEL:
-            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(tl.float32)
+            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(
+                tl.float32
+            )
             state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)[:, None]
         else:
             g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
@@ -286,16 +404,24 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
 
 @triton.jit
 def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
-    """The output, read from the state after the token, out = S^T (scale q): (B, 1, HV, V), v's dtype."""
+    """The output, read from the state after the token, out = S^T (scale q): (B, 1, HV, V), v's
+    dtype.
+    """
     states_ptr, q_ptr, out_ptr = tensors
     states_strides, q_strides, out_strides = strides
     i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
-    state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_k[:, None] & m_v[None, :], other=0.0)
+    state = tl.load(
+        states_ptr + ptr_offset(index, states_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
+    )
     q_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
     q = tl.load(q_ptr + ptr_offset(q_index, q_strides), mask=m_k, other=0.0).to(tl.float32)
     out = tl.sum(state * (q * scale)[:, None], axis=0)
-    tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_v)
+    tl.store(
+        out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides),
+        out.to(out_ptr.dtype.element_ty),
+        mask=m_v,
+    )
 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
@@ -304,12 +430,19 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
 
     def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
         launch(
-            kernel, batch * heads * triton.cdiv(value_dim, config["block_v"]), tensors,
+            kernel,
+            batch * heads * triton.cdiv(value_dim, config["block_v"]),
+            tensors,
             (strides_of_each(*tensors), *scale),
-            VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"], num_warps=config["num_warps"],
+            VALUE_HEADS=heads,
+            VALUES_PER_KEY=inputs.values_per_key,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_K=triton.next_power_of_2(key_dim),
+            BLOCK_V=config["block_v"],
+            num_warps=config["num_warps"],
             PER_CHANNEL=inputs.g.ndim == 4,
-        )  # fmt: skip
+        )
 
     q, k, v, g, initial = inputs.q, inputs.k, inputs.v, inputs.g, inputs.initial_state
     with torch.cuda.device(q.get_device()):  # no effect for -1, the CPU
@@ -327,7 +460,10 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
 def _step_config(inputs: GDNInputs) -> dict[str, int]:
     """block_v: slice of V per program.  At most 64 numbers of the state per thread."""
     block_v = min(32, triton.next_power_of_2(inputs.v.shape[3]))
-    return {"block_v": block_v, "num_warps": max(2, triton.next_power_of_2(inputs.q.shape[3]) * block_v // (64 * 32))}
+    return {
+        "block_v": block_v,
+        "num_warps": max(2, triton.next_power_of_2(inputs.q.shape[3]) * block_v // (64 * 32)),
+    }
 
 
 # --- the implementations, of Kimi Delta Attention too
@@ -350,25 +486,33 @@ def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
     normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
     reason = "what is written, the state and the output in a launch each; fp32 throughout"
     return Plan(
-        variant="interpreter" if INTERPRETED else "portable", launches=3 + 2 * bool(inputs.use_qk_l2norm),
-        config=_step_config(inputs), workspace_bytes=4 * (inputs.v.numel() + normalised),
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=3 + 2 * bool(inputs.use_qk_l2norm),
+        config=_step_config(inputs),
+        workspace_bytes=4 * (inputs.v.numel() + normalised),
         reason=reason + precision.as_exact,
-    )  # fmt: skip
+    )
 
 
 def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
     refuse_device("recurrent", inputs.q)
     return Plan(
-        variant="interpreter" if INTERPRETED else "portable", launches=1, config=blocks_of(inputs),
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=1,
+        config=blocks_of(inputs),
         reason="one launch, token by token; fp32 throughout" + precision.as_exact,
-    )  # fmt: skip
+    )
 
 
 for _operator in ("gdn", "kda"):
     register(Implementation(operator=_operator, name=_STEP, run=_run_step, plan=_plan_step))
     register(
         Implementation(
-            operator=_operator, name="recurrent", run=lambda inputs, _: gdn_recurrent(inputs), plan=_plan,
-            keeps=lambda inputs: inputs.state_every == 1, pools=True,
+            operator=_operator,
+            name="recurrent",
+            run=lambda inputs, _: gdn_recurrent(inputs),
+            plan=_plan,
+            keeps=lambda inputs: inputs.state_every == 1,
+            pools=True,
         )
-    )  # fmt: skip
+    )

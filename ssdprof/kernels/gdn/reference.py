@@ -4,17 +4,18 @@
     S_t   = exp(g_t) S_{t-1} + k_t u_t^T
     out_t = S_t^T (scale q_t)
 
-A g_t above 0 counts as 0.  Both forms use only torch operations, run on CPU and GPU, and compute in a dtype that the
-caller chooses.
+A g_t above 0 counts as 0.  Both forms use only torch operations, run on CPU and GPU, and compute in
+a dtype that the caller chooses.
 
-Chunked form.  With d_ts = exp(g_{s+1} + ... + g_t), d_t the same from the chunk's start, and S the state that enters
-the chunk,
+Chunked form.  With d_ts = exp(g_{s+1} + ... + g_t), d_t the same from the chunk's start, and S the
+state that enters the chunk,
 
     S_t = d_t S + sum_{s<=t} d_ts k_s u_s^T
     u_t = beta_t (v_t - d_t S^T k_t - sum_{s<t} d_ts (k_t . k_s) u_s)
 
-so u solves a unit lower triangular system, (I + L) U = beta V - (beta d K) S with L_ts = beta_t d_ts (k_t . k_s).  Both
-right-hand sides are solved for all chunks at once, U = U0 - W S, and only S passes from chunk to chunk.
+so u solves a unit lower triangular system, (I + L) U = beta V - (beta d K) S with L_ts = beta_t
+d_ts (k_t . k_s).  Both right-hand sides are solved for all chunks at once, U = U0 - W S, and only S
+passes from chunk to chunk.
 Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 """
 
@@ -37,22 +38,30 @@ from ssdprof.kernels.oracle import (
     sequences,
 )
 
-# (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and the decays since the
-# chunk's start and to its end, of a head or of each channel
-Decayed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+# (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and
+# the decays since the chunk's start and to its end, of a head or of each channel
+Decayed = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]
+]
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
-    """The recurrence, position by position, for short inputs; g of a head, or of each of its K channels.
+    """The recurrence, position by position, for short inputs; g of a head, or of each of its K
+    channels.
 
     Output and final states in `dtype`.
     """
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
     for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
-        state, (all_q, all_k, all_v, g, all_beta) = final_states[span.sequence], _load(inputs, span, dtype)
+        state, (all_q, all_k, all_v, g, all_beta) = (
+            final_states[span.sequence],
+            _load(inputs, span, dtype),
+        )
         for t in range(span.stop - span.start):
-            q, k, v, beta = (tensor[:, t, :, None] for tensor in (all_q, all_k, all_v, all_beta[..., None]))
+            q, k, v, beta = (
+                tensor[:, t, :, None] for tensor in (all_q, all_k, all_v, all_beta[..., None])
+            )
             state = state * g[:, t].reshape(len(g), -1, 1).exp()
             u = beta * (v - state.mT @ k)
             state = state + k @ u.mT
@@ -62,14 +71,21 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
 
 
 def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q (HV, T, K), scaled, k (HV, T, K), both normalised if use_qk_l2norm, v (HV, T, V), g and beta (HV, T)."""
+    """q (HV, T, K), scaled, k (HV, T, K), both normalised if use_qk_l2norm, v (HV, T, V), g and
+    beta (HV, T).
+    """
     q, k, v, g, beta = (
         tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
         for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     )
     if inputs.use_qk_l2norm:
-        q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
-    q, k = (tensor.repeat_interleave(inputs.values_per_key, 0) for tensor in (q * inputs.scale_or_default, k))
+        q, k = (
+            tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k)
+        )
+    q, k = (
+        tensor.repeat_interleave(inputs.values_per_key, 0)
+        for tensor in (q * inputs.scale_or_default, k)
+    )
     return q, k, v, g.clamp(max=0), beta
 
 
@@ -84,7 +100,9 @@ def delta_chunks(
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
         """(HV, T, ...) -> (HV, NT, chunk, ...)"""
         heads, rest = tensor.shape[0], tensor.shape[2:]
-        return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(heads, count, ORACLE_CHUNK, *rest)
+        return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(
+            heads, count, ORACLE_CHUNK, *rest
+        )
 
     q, k, v, g, beta = map(chunks, pieces)
     beta = beta[..., None]
@@ -101,10 +119,17 @@ def delta_chunks(
     return out.flatten(1, 2)[:, :length].transpose(0, 1), state
 
 
-def _decayed(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _decayed(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
     since_start = g.cumsum(-1).exp()[..., None]  # d_t
-    return (q @ k.mT) * decay, (beta * decay * (k @ k.mT)).tril(-1), since_start, decay[..., -1, :, None]
+    return (
+        (q @ k.mT) * decay,
+        (beta * decay * (k @ k.mT)).tril(-1),
+        since_start,
+        decay[..., -1, :, None],
+    )
 
 
 _chunked = partial(delta_chunks, _decayed)

@@ -1,7 +1,7 @@
 """Ring buffers in shared memory, with a `full` and an `empty` mbarrier per slot.
 
-Consumers wait at `full`, the producer at `empty`.  Use n of a ring of DEPTH slots has slot n % DEPTH and phase
-n / DEPTH % 2.
+Consumers wait at `full`, the producer at `empty`.  Use n of a ring of DEPTH slots has slot n %
+DEPTH and phase n / DEPTH % 2.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,12 @@ from ssdprof.kernels._gluon import aggregate, phase, place_in
 
 CHUNK = gl.constexpr(64)  # positions per chunk: rows of one matrix instruction
 
-STAGES = {"barriers": "setup", "allocate_ring": "setup", "begin_pairs": "setup", "begin_ring": "setup"}
+STAGES = {
+    "barriers": "setup",
+    "allocate_ring": "setup",
+    "begin_pairs": "setup",
+    "begin_ring": "setup",
+}
 
 
 @aggregate

@@ -1,4 +1,6 @@
-"""The cut of sequences into segments for the programs of a Hopper kernel, by the operator's model of the time."""
+"""The cut of sequences into segments for the programs of a Hopper kernel, by the operator's model
+of the time.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from typing import Any
 class Cut:
     """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks.
 
-    In a good schedule, long segments fill the GPU first, and short ones balance the end.  The first pass of a long
-    segment stops early, so a smaller share of it is read twice.
-    recompute: a segment's first pass covers all chunks before it, and no segment waits for another; for short sequences
-    shares: if segments are whole sequences, the number of programs that share all of them; if 0, or if there are not
-        more pairs than this, there is one program per segment
+    In a good schedule, long segments fill the GPU first, and short ones balance the end.  The first
+    pass of a long segment stops early, so a smaller share of it is read twice.
+    recompute: a segment's first pass covers all chunks before it, and no segment waits for another;
+    for short sequences
+    shares: if segments are whole sequences, the number of programs that share all of them; if 0, or
+        if there are not more pairs than this, there is one program per segment
     """
 
     segment: int
@@ -30,7 +33,9 @@ class Cut:
         lengths: list[int] = []
         left = nchunks
         while left > 0:
-            lengths.append(min(left, self.long_segment if len(lengths) < self.long_count else self.segment))
+            lengths.append(
+                min(left, self.long_segment if len(lengths) < self.long_count else self.segment)
+            )
             left -= lengths[-1]
         return lengths
 
@@ -41,22 +46,33 @@ class Cut:
 
 @lru_cache(maxsize=2048)
 def cut(
-    nchunks: int, pairs: int, sm_count: int, *, candidates: Callable[[int, int, int], Iterable[Cut]],
-    time: Callable[[Cut, int, int, int], float], classes: int = 1 << 32, whole_from: int = 0,
-) -> Cut:  # fmt: skip
-    """The cut with the least time, for `pairs` of a sequence and a program's heads, with `nchunks` chunks each.
+    nchunks: int,
+    pairs: int,
+    sm_count: int,
+    *,
+    candidates: Callable[[int, int, int], Iterable[Cut]],
+    time: Callable[[Cut, int, int, int], float],
+    classes: int = 1 << 32,
+    whole_from: int = 0,
+) -> Cut:
+    """The cut with the least time, for `pairs` of a sequence and a program's heads, with `nchunks`
+    chunks each.
 
     candidates: of nchunks, pairs and sm_count.  time: of a cut, nchunks, pairs and sm_count
     classes: length classes per power of two; all lengths of a class share one cut
     whole_from: pairs, in addition to one per SM, from which sequences are not cut
     """
     step = 1 << max(0, nchunks.bit_length() - classes.bit_length())
-    model: dict[str, Any] = dict(candidates=candidates, time=time, classes=classes, whole_from=whole_from)
+    model: dict[str, Any] = dict(
+        candidates=candidates, time=time, classes=classes, whole_from=whole_from
+    )
     if nchunks % step:
         return cut(ceil_div(nchunks, step) * step, pairs, sm_count, **model)
     if pairs >= sm_count + whole_from:  # pairs alone give enough parallelism
         return Cut(segment=max(1, nchunks), shares=sm_count)
-    return min(candidates(nchunks, pairs, sm_count), key=lambda one: time(one, nchunks, pairs, sm_count))
+    return min(
+        candidates(nchunks, pairs, sm_count), key=lambda one: time(one, nchunks, pairs, sm_count)
+    )
 
 
 def ceil_div(a: int, b: int) -> int:

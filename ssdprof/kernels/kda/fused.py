@@ -1,27 +1,29 @@
-"""Kimi Delta Attention in two launches, or token by token with GDN's kernel (`../gdn/recurrent.py`).
+"""Kimi Delta Attention in two launches, or token by token with GDN's kernel
+(`../gdn/recurrent.py`).
 
 The two launches: for every chunk and value head what does not depend on the state, then the
 output, with the state in registers from chunk to chunk.
 
-With G_i the sum of g from the chunk's start to position i, S the state that enters it, Q and K normalised if the call
-asks for it, and the decays inside the sums over channels,
+With G_i the sum of g from the chunk's start to position i, S the state that enters it, Q and K
+normalised if the call asks for it, and the decays inside the sums over channels,
 
-    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
-    A = (I + L)^-1                                              decayed_scores, solve_tril
-    keys = k exp(G)      queries = scale q exp(G)               gate_cumsum
-    X = diag(beta) A^T (k exp(G_end - G))                       state_factor
-    W = scale P A diag(beta)                                    out_factor
-    Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y        second launch
+    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id -
+    G_jd)  (i >= j) A = (I + L)^-1                                              decayed_scores,
+    solve_tril keys = k exp(G)      queries = scale q exp(G)               gate_cumsum X =
+    diag(beta) A^T (k exp(G_end - G))                       state_factor W = scale P A diag(beta)
+    out_factor Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y
+    second launch
 
-From one chunk to the next, two products depend on each other: keys S and X^T Y.  One program of the second launch owns
-one slice of V of one head of one sequence.  No program waits for another.
+From one chunk to the next, two products depend on each other: keys S and X^T Y.  One program of the
+second launch owns one slice of V of one head of one sequence.  No program waits for another.
 
-In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states (sequences, HV, K, V)
-         cu_seqlens (sequences + 1)
-Between: keys, queries, state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), all in the
-         operands' dtype | ends (slots, HV, K padded) fp32: exp(G_end)
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
+         (sequences, HV, K, V) cu_seqlens (sequences + 1)
+Between: keys, queries, state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C,
+         C), all in the operands' dtype | ends (slots, HV, K padded) fp32: exp(G_end)
 Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
-Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then heads
+Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then
+heads
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 
@@ -57,7 +59,13 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.kda.prep_kernel import DIM, WARPS, _kda_hopper_prep
-from ssdprof.kernels.kda.unfused import add_scores, cumulative_decays, keys_with_keys, queries_with_keys, score_products
+from ssdprof.kernels.kda.unfused import (
+    add_scores,
+    cumulative_decays,
+    keys_with_keys,
+    queries_with_keys,
+    score_products,
+)
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
@@ -70,7 +78,8 @@ class KDAPortableConfig:
     """chunk: positions per chunk: 16, 32 or 64
     prep_block_k, block_k: block of K per product of the two launches, powers of two of at least 16
     block_v: slice of V per program of the second launch, a power of two of at least 16
-    k_first: states of the second launch are (K, V), so that wgmma serves narrow slices; block_k is the whole of K
+    k_first: states of the second launch are (K, V), so that wgmma serves narrow slices; block_k is
+    the whole of K
     num_warps, scan_stages: of the second launch; stages are chunks in flight
     prep_warps, prep_registers: of the first launch; most registers per thread, 0: no limit
     hopper: the first launch is `prep_kernel.py`
@@ -89,43 +98,66 @@ class KDAPortableConfig:
     reason: str = ""
 
     @classmethod
-    def choose(cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False) -> KDAPortableConfig:
+    def choose(
+        cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
+    ) -> KDAPortableConfig:
         """Slices of V as wide as the number of states allows.
 
-        Chunks of 32: on an H200, 8 sequences of 4K with 32 heads take 2.2 and 0.55 ms so, and in chunks of 64 4.1 and
+        Chunks of 32: on an H200, 8 sequences of 4K with 32 heads take 2.2 and 0.55 ms so, and in
+        chunks of 64 4.1 and
         0.49 ms.
         """
         heads, value_dim = inputs.v.shape[2:]
-        block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (inputs.q.shape[3], value_dim))
+        block_k, block_v = (
+            max(16, triton.next_power_of_2(dim)) for dim in (inputs.q.shape[3], value_dim)
+        )
         if inputs.q.dtype == torch.float32:
             return cls(
-                chunk=16, prep_block_k=min(32, block_k), block_k=min(32, block_k), block_v=min(32, block_v),
+                chunk=16,
+                prep_block_k=min(32, block_k),
+                block_k=min(32, block_k),
+                block_v=min(32, block_v),
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
-            )  # fmt: skip
+            )
         config = cls(
-            chunk=32, prep_block_k=min(64, block_k), block_k=min(128 if block_k <= 128 else 64, block_k),
-            block_v=min(32, block_v), prep_registers=128, scan_stages=3 if block_k <= 128 else 2,
+            chunk=32,
+            prep_block_k=min(64, block_k),
+            block_k=min(128 if block_k <= 128 else 64, block_k),
+            block_v=min(32, block_v),
+            prep_registers=128,
+            scan_stages=3 if block_k <= 128 else 2,
             reason="narrow slices of V, for more programs",
-        )  # fmt: skip
+        )
         slices = triton.cdiv(value_dim, 64)
-        if (1 if batch_invariant else inputs.sequences) * heads * slices >= sm_count and block_v >= 64 >= block_k // 2:
+        if (
+            1 if batch_invariant else inputs.sequences
+        ) * heads * slices >= sm_count and block_v >= 64 >= block_k // 2:
             config = replace(
-                config, block_k=min(64, block_k), block_v=64, reason="slices of 64 of V: one for each multiprocessor"
+                config,
+                block_k=min(64, block_k),
+                block_v=64,
+                reason="slices of 64 of V: one for each multiprocessor",
             )
         return config
 
     @classmethod
-    def choose_hopper(cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False) -> KDAPortableConfig:
-        """Whole states where they fill the GPU, else slices of V, and (K, V) states where each has a multiprocessor.
+    def choose_hopper(
+        cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
+    ) -> KDAPortableConfig:
+        """Whole states where they fill the GPU, else slices of V, and (K, V) states where each has
+        a multiprocessor.
 
-        On an H200, the second launch takes 0.49 ms for 8 sequences of 4K with 32 heads (slices of 32: 0.60), 0.18 ms
-        for one of 8K (with (V, K) states 0.27), and 1.17 ms for one of 64K with 12 heads in slices of 16 (of 32:
+        On an H200, the second launch takes 0.49 ms for 8 sequences of 4K with 32 heads (slices of
+        32: 0.60), 0.18 ms for one of 8K (with (V, K) states 0.27), and 1.17 ms for one of 64K with
+        12 heads in slices of 16 (of 32:
         1.29; (V, K): 1.67).  With 96 heads, (V, K) states take 0.47 ms and (K, V) states 0.51.
         """
         heads, value_dim = inputs.v.shape[2:]
         states = (1 if batch_invariant else inputs.sequences) * heads
         widest = max(16, triton.next_power_of_2(value_dim))
-        narrow = [v for v in (16, 32) if v <= widest and states * triton.cdiv(value_dim, v) <= sm_count]
+        narrow = [
+            v for v in (16, 32) if v <= widest and states * triton.cdiv(value_dim, v) <= sm_count
+        ]
         if states >= sm_count:
             block_v, block_k, warps, stages = min(128, widest), 128, 8, 2
         elif narrow:
@@ -133,23 +165,40 @@ class KDAPortableConfig:
         else:
             block_v, block_k, warps, stages = min(32, widest), 64, 4, 2
         return cls(
-            chunk=CHUNK.value, prep_block_k=DIM.value, prep_warps=WARPS.value, hopper=True, block_v=block_v,
-            block_k=block_k, k_first=bool(narrow), num_warps=warps, scan_stages=stages,
+            chunk=CHUNK.value,
+            prep_block_k=DIM.value,
+            prep_warps=WARPS.value,
+            hopper=True,
+            block_v=block_v,
+            block_k=block_k,
+            k_first=bool(narrow),
+            num_warps=warps,
+            scan_stages=stages,
             reason=f"slices of {block_v} of V for {states} states",
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
     (
-        q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, keys_ptr, queries_ptr, state_factor_ptr, out_factor_ptr,
+        q_ptr,
+        k_ptr,
+        g_ptr,
+        beta_ptr,
+        cu_seqlens_ptr,
+        keys_ptr,
+        queries_ptr,
+        state_factor_ptr,
+        out_factor_ptr,
         ends_ptr,
-    ) = tensors  # fmt: skip
+    ) = tensors
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
     cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
-    _, i_b, i_c, begin, length = piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK)
+    _, i_b, i_c, begin, length = piece_of_slot(
+        slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK
+    )
     t = i_c * S.CHUNK
     if t >= length:
         return
@@ -171,8 +220,12 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         k_squares, q_squares = tl.zeros((S.CHUNK,), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
         for n in tl.static_range(BLOCKS):
             o_n = n * S.BLOCK_K + o_k
-            k = load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
-            q = load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
+            k = load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(
+                tl.float32
+            )
+            q = load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(
+                tl.float32
+            )
             k_squares += tl.sum(k * k, axis=1)
             q_squares += tl.sum(q * q, axis=1)
         k_length, q_length = tl.rsqrt(k_squares + L2NORM_EPS), tl.rsqrt(q_squares + L2NORM_EPS)
@@ -182,10 +235,18 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     for n in tl.static_range(BLOCKS):
         o_n = n * S.BLOCK_K + o_k
         # stage gate_cumsum
-        G = cumulative_decays(load_rows(g_ptr, g_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE))
+        G = cumulative_decays(
+            load_rows(g_ptr, g_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
+        )
         G_end = tl.sum(tl.where(o_t[:, None] == S.CHUNK - 1, G, 0.0), axis=0)
-        k = load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32) * k_length[:, None]
-        q = load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32) * q_length[:, None]
+        k = (
+            load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
+            * k_length[:, None]
+        )
+        q = (
+            load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
+            * q_length[:, None]
+        )
         since_start = decay_exp2(G)
         tile = place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + o_n[None, :]
         tl.store(keys_ptr + tile, (k * since_start).to(S.OPERAND))
@@ -196,24 +257,35 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         scores = add_scores(scores, q.to(S.SCORES), k.to(S.SCORES), G, S.PRECISION)
 
     # stage solve_tril
-    beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(tl.float32)
-    A = unit_lower_inverse(keys_with_keys(scores) * beta[:, None], S.MERGE, S.MERGE_PRECISION).to(S.SCORES)
+    beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(
+        tl.float32
+    )
+    A = unit_lower_inverse(keys_with_keys(scores) * beta[:, None], S.MERGE, S.MERGE_PRECISION).to(
+        S.SCORES
+    )
 
     # stage out_factor
-    W = tl.dot(queries_with_keys(scores).to(S.SCORES), A, input_precision=DOT_PRECISION) * (beta * scale)[None, :]
+    W = (
+        tl.dot(queries_with_keys(scores).to(S.SCORES), A, input_precision=DOT_PRECISION)
+        * (beta * scale)[None, :]
+    )
     tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(o_t[:, None] >= o_t[None, :], W, 0.0).to(S.OPERAND))
 
     # stage state_factor
     for n in tl.static_range(BLOCKS):
-        tile = place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + (n * S.BLOCK_K + o_k)[None, :]
+        tile = (
+            place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + (n * S.BLOCK_K + o_k)[None, :]
+        )
         X = tl.dot(tl.trans(A), at_end[n], input_precision=DOT_PRECISION) * beta[:, None]
         tl.store(state_factor_ptr + tile, X.to(S.OPERAND))
 
 
 @triton.jit
 def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constexpr):
-    """acc + rows state, for rows (position, n) and a state (n, V), or its transpose for a state (V, n)."""
+    """acc + rows state, for rows (position, n) and a state (n, V), or its transpose for a state (V,
+    n).
+    """
     if K_FIRST:
         return tl.dot(rows, state.to(OPERAND), acc, input_precision=DOT_PRECISION)
     else:
@@ -223,14 +295,27 @@ def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constex
 @triton.jit(do_not_specialize=["seqlen"])
 def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     (
-        v_ptr, keys_ptr, queries_ptr, state_factor_ptr, out_factor_ptr, ends_ptr, initial_states_ptr, cu_seqlens_ptr,
-        out_ptr, final_states_ptr,
-    ) = tensors  # fmt: skip
-    v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides = strides
+        v_ptr,
+        keys_ptr,
+        queries_ptr,
+        state_factor_ptr,
+        out_factor_ptr,
+        ends_ptr,
+        initial_states_ptr,
+        cu_seqlens_ptr,
+        out_ptr,
+        final_states_ptr,
+    ) = tensors
+    v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides = (
+        strides
+    )
     # stage setup: which slice of which sequence and head is mine
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     BLOCKS: tl.constexpr = S.PADDED // S.BLOCK_K
-    sequence, unit = tl.program_id(0) // (S.VALUE_HEADS * SLICES), tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    sequence, unit = (
+        tl.program_id(0) // (S.VALUE_HEADS * SLICES),
+        tl.program_id(0) % (S.VALUE_HEADS * SLICES),
+    )
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     if cu_seqlens_ptr is None:
         i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
@@ -241,13 +326,25 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
     place = first.to(tl.int64) * S.VALUE_HEADS + i_h
 
-    o_c, o_k, o_v = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    o_c, o_k, o_v = (
+        tl.arange(0, S.CHUNK),
+        tl.arange(0, S.BLOCK_K),
+        tl.arange(0, S.BLOCK_V).to(S.OFFSET),
+    )
     state = ()
     if S.K_FIRST:  # tiles (K, V) and (position, V)
-        state_k, state_t, state_v = o_k.to(S.OFFSET)[:, None], o_c.to(S.OFFSET)[:, None], o_v[None, :]
+        state_k, state_t, state_v = (
+            o_k.to(S.OFFSET)[:, None],
+            o_c.to(S.OFFSET)[:, None],
+            o_v[None, :],
+        )
         state = (tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32),)
     else:
-        state_k, state_t, state_v = o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None]
+        state_k, state_t, state_v = (
+            o_k.to(S.OFFSET)[None, :],
+            o_c.to(S.OFFSET)[None, :],
+            o_v[:, None],
+        )
         for _ in tl.static_range(BLOCKS):
             state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
     m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
@@ -256,8 +353,12 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     v_tile = state_v * v_strides[3] + state_t * v_strides[1]
     out_tile = state_v * out_strides[3] + state_t * out_strides[1]
     if initial_states_ptr is not None:
-        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
-        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
+        initial_ptr = initial_states_ptr + ptr_offset(
+            (sequence, i_h, 0, first_v), initial_states_strides
+        )
+        state = take_state(
+            initial_ptr, state_k, state_v, initial_states_strides, m_v, S.KEY_DIM, S.BLOCK_K
+        )
 
     # stage chunk_state
     for i_c in tl.range(0, nchunks, num_stages=S.SCAN_STAGES):
@@ -269,7 +370,9 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
             m_tile = m_v & (state_t < length - i_c * S.CHUNK)
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
         v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
-        W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+        W = tl.load(
+            out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :]
+        )
         # stage chunk_state.residual
         product, out = tl.zeros_like(v), tl.zeros_like(v)
         for n in tl.static_range(BLOCKS):
@@ -285,13 +388,17 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
             end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + state_k)
             if S.K_FIRST:
-                after = after + (tl.dot(tl.trans(X), Y, state[n] * end, input_precision=DOT_PRECISION),)
+                after = after + (
+                    tl.dot(tl.trans(X), Y, state[n] * end, input_precision=DOT_PRECISION),
+                )
             else:
                 after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = after
         # stage chunk_output
         out = decayed_product(W, Y, out, S.OPERAND, S.K_FIRST)
-        tl.store(out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile)
+        tl.store(
+            out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
+        )
 
     # stage setup.store
     final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
@@ -310,7 +417,10 @@ def handed_on(
     widest = max(config.prep_block_k, config.block_k)
     padded = triton.cdiv(inputs.q.shape[3], widest) * widest
     operand = operand_dtype(inputs.q.dtype, precision)
-    operands = [((slots, heads, config.chunk, columns), operand) for columns in (padded, padded, padded, config.chunk)]
+    operands = [
+        ((slots, heads, config.chunk, columns), operand)
+        for columns in (padded, padded, padded, config.chunk)
+    ]
     return [*operands, ((slots, heads, padded), torch.float32)]
 
 
@@ -328,26 +438,50 @@ def portable_launch(
     common = options_of(inputs, operand, chunk, (inputs.q, inputs.k, inputs.g, inputs.v), states)
     common |= dict(PADDED=padded)
     cu_strides = strides_of(inputs.cu_seqlens)
-    strides = (*map(tile_strides, (inputs.q, inputs.k, inputs.g)), inputs.beta.stride(), cu_strides or (0,))
+    strides = (
+        *map(tile_strides, (inputs.q, inputs.k, inputs.g)),
+        inputs.beta.stride(),
+        cu_strides or (0,),
+    )
     prep = Launcher(
         _kda_hopper_prep if config.hopper else _kda_prep_kernel,
         (strides, *sizes, inputs.scale_or_default),
-        common | options_of_factors(inputs, operand, config.prep_warps, config.prep_registers) | dict(
-            VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.prep_block_k, num_stages=1,
+        common
+        | options_of_factors(inputs, operand, config.prep_warps, config.prep_registers)
+        | dict(
+            VALUES_PER_KEY=inputs.values_per_key,
+            BLOCK_K=config.prep_block_k,
+            num_stages=1,
             **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
         ),
-    )  # fmt: skip
-    strides = (tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides, tile_strides(new), states)
+    )
+    strides = (
+        tile_strides(inputs.v),
+        strides_of(inputs.initial_state),
+        cu_strides,
+        tile_strides(new),
+        states,
+    )
     scan = Launcher(
         _kda_scan_kernel,
         (strides, length),
-        common | dict(
-            VALUE_DIM=value_dim, BLOCK_K=config.block_k, BLOCK_V=config.block_v, SCAN_STAGES=config.scan_stages,
-            K_FIRST=config.k_first, num_warps=config.num_warps,
+        common
+        | dict(
+            VALUE_DIM=value_dim,
+            BLOCK_K=config.block_k,
+            BLOCK_V=config.block_v,
+            SCAN_STAGES=config.scan_stages,
+            K_FIRST=config.k_first,
+            num_warps=config.num_warps,
         ),
-    )  # fmt: skip
-    programs = slot_count(*sizes, chunk, packed=packed), inputs.sequences * triton.cdiv(value_dim, config.block_v)
-    return two_launches(inputs, handed, states, (prep, scan), (programs[0] * heads, programs[1] * heads), ("v",))
+    )
+    programs = (
+        slot_count(*sizes, chunk, packed=packed),
+        inputs.sequences * triton.cdiv(value_dim, config.block_v),
+    )
+    return two_launches(
+        inputs, handed, states, (prep, scan), (programs[0] * heads, programs[1] * heads), ("v",)
+    )
 
 
 # --- the choice between kernels
@@ -355,10 +489,16 @@ def portable_launch(
 _H200_SMS = 132  # the interpreter divides calls as an H200 does
 
 
-def committed(inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False) -> KDAPortableConfig:
+def committed(
+    inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False
+) -> KDAPortableConfig:
     """The configuration of the Hopper or the portable kernel without tuning."""
     choose = KDAPortableConfig.choose_hopper if kernel == "hopper" else KDAPortableConfig.choose
-    return choose(inputs, sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS, batch_invariant=batch_invariant)
+    return choose(
+        inputs,
+        sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS,
+        batch_invariant=batch_invariant,
+    )
 
 
 @registry.first_reason
@@ -367,19 +507,26 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
     q = inputs.q
     yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
     yield q.shape[3] != DIM.value, f"K {q.shape[3]}"
-    yield q.dtype == torch.float32 or not inputs.use_qk_l2norm, "fp32 inputs, and q and k that it does not normalise"
+    yield (
+        q.dtype == torch.float32 or not inputs.use_qk_l2norm,
+        "fp32 inputs, and q and k that it does not normalise",
+    )
 
 
 PORTABLE: Variant = Variant(
     name="portable",
     configure=partial(configured, partial(committed, kernel="portable"), "portable"),
-    prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
+    prepare=lambda call, config: portable_launch(
+        call.inputs, call.precision, config, state_v_first=call.state_v_first
+    ),
     work=partial(portable_work, handed_on=handed_on),
 )
 HOPPER: Variant = replace(
-    PORTABLE, name="hopper", unsupported=lambda call: hopper_unsupported(call.inputs),
+    PORTABLE,
+    name="hopper",
+    unsupported=lambda call: hopper_unsupported(call.inputs),
     configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
-)  # fmt: skip
+)
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))

@@ -17,10 +17,10 @@ class KDAInputs(GDNInputs):
         S_t   = S~_t + k_t (beta_t (v_t - S~_t^T k_t))^T
         out_t = S_t^T (scale q_t)
 
-    g: (B, T, HV, K), natural logarithm of the decay of each row of the state.  A g above 0 counts as 0, clamped on the
-        device, and -inf forgets the row
-    Everything else is as in `GDNInputs`: q, k (B, T, H, K), v (B, T, HV, V), beta (B, T, HV), states (sequences, HV,
-    K, V).
+    g: (B, T, HV, K), natural logarithm of the decay of each row of the state.  A g above 0 counts
+        as 0, clamped on the device, and -inf forgets the row
+    Everything else is as in `GDNInputs`: q, k (B, T, H, K), v (B, T, HV, V), beta (B, T, HV),
+    states (sequences, HV, K, V).
 
     Raises ValueError, naming the argument.  Source: Kimi Team 2025 (arXiv:2510.26692).
     """

@@ -1,16 +1,16 @@
 """The oracle of Kimi Delta Attention: the plain recurrence, and a chunked form for long inputs.
 
-With G_i the sum of g from the chunk's start to position i, a number for each of K channels, S the state that enters the
-chunk, and the decays inside the sums over channels,
+With G_i the sum of g from the chunk's start to position i, a number for each of K channels, S the
+state that enters the chunk, and the decays inside the sums over channels,
 
-    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
-    (I + L) U = beta V - (beta k exp(G)) S
-    S' = diag(exp(G_end)) S + (k exp(G_end - G))^T U            out = scale ((q exp(G)) S + P U)
+    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id -
+    G_jd)  (i >= j) (I + L) U = beta V - (beta k exp(G)) S S' = diag(exp(G_end)) S + (k exp(G_end -
+    G))^T U            out = scale ((q exp(G)) S + P U)
 
-A product of exp(G_i) and exp(-G_j) would overflow.  `decayed_scores` halves the chunk instead: pairs whose row lies in
-the second half of a block and whose column lies in the first are anchored at the first half's last position, and the
-halves are halved again.  Every exponent is then at most 0, for any gate.  Source: Kimi Team 2025 (arXiv:2510.26692);
-docs/kda-mathematics.md.
+A product of exp(G_i) and exp(-G_j) would overflow.  `decayed_scores` halves the chunk instead:
+pairs whose row lies in the second half of a block and whose column lies in the first are anchored
+at the first half's last position, and the halves are halved again.  Every exponent is then at most
+0, for any gate.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from ssdprof.kernels.gdn.reference import delta_chunks, gdn_recurrence
 from ssdprof.kernels.oracle import blocks_of, chunked, register_oracle
 
-_FORGOTTEN = -800.0  # a decay of exp(-800) is zero in fp64, and sums of 64 such gates keep twelve digits
+# a decay of exp(-800) is zero in fp64, and sums of 64 such gates keep twelve digits
+_FORGOTTEN = -800.0
 
 
 def _unrounded(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,13 +32,17 @@ def _unrounded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def decayed_scores(
-    q: torch.Tensor, k: torch.Tensor, sums: torch.Tensor, exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    sums: torch.Tensor,
+    exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
     operand: Callable[[torch.Tensor], torch.Tensor] = _unrounded,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """sum_d x_id k_jd exp(sums_id - sums_jd) for x = q and i >= j, and for x = k and i > j; zeros elsewhere.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum_d x_id k_jd exp(sums_id - sums_jd) for x = q and i >= j, and for x = k and i > j; zeros
+    elsewhere.
 
-    q, k, sums: (..., C, K), C a power of two.  exp, operand: of the factors, and the rounding of each product's
-    operands.  Returns two (..., C, C).
+    q, k, sums: (..., C, K), C a power of two.  exp, operand: of the factors, and the rounding of
+    each product's operands.  Returns two (..., C, C).
     """
     *lead, size, width = sums.shape
     scores = tuple(q.new_zeros(*lead, size, size) for _ in range(2))
@@ -59,7 +64,9 @@ def decayed_scores(
     return scores[0], scores[1]
 
 
-def _decayed(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _decayed(
+    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     sums = g.clamp(min=_FORGOTTEN).cumsum(-2)
     scores, system = decayed_scores(q, k, sums)
     return scores, beta * system, sums.exp(), (sums[..., -1:, :] - sums).exp()

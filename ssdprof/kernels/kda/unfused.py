@@ -1,8 +1,9 @@
 """Kimi Delta Attention in six launches, one per stage of the algorithm: the baseline.
 
-gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q and k, solve_tril and
-chunk_state are the kernels of unfused GDN, and dtypes are its exact ones (`../gdn/config.py`), with two differences:
-operands of the scores keep 11 significant bits (`score_products`), and relaxed intermediates change fp32 operands only.
+gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q
+and k, solve_tril and chunk_state are the kernels of unfused GDN, and dtypes are its exact ones
+(`../gdn/config.py`), with two differences: operands of the scores keep 11 significant bits
+(`score_products`), and relaxed intermediates change fp32 operands only.
 
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
@@ -16,7 +17,14 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
-from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
+from ssdprof.kernels.functions import (
+    DOT_PRECISION,
+    LOG2_E,
+    TL_DTYPE,
+    decay_exp2,
+    in_units,
+    ptr_offset,
+)
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.portable import FORGOTTEN
@@ -28,69 +36,92 @@ from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.tensors import strides_unit
 
 STAGES = {
-    "half_decays": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
-    "keys_with_keys": "decayed_scores", "cumulative_decays": "gate_cumsum", "_kda_gate_cumsum_kernel": "gate_cumsum",
-    "_kda_decayed_scores_kernel": "decayed_scores", "_kda_recompute_w_u_kernel": "recompute_w_u",
+    "half_decays": "decayed_scores",
+    "add_scores": "decayed_scores",
+    "queries_with_keys": "decayed_scores",
+    "keys_with_keys": "decayed_scores",
+    "cumulative_decays": "gate_cumsum",
+    "_kda_gate_cumsum_kernel": "gate_cumsum",
+    "_kda_decayed_scores_kernel": "decayed_scores",
+    "_kda_recompute_w_u_kernel": "recompute_w_u",
     "_kda_chunk_output_kernel": "chunk_output",
-}  # fmt: skip
+}
 
 
 def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dict[str, int]]:
     """Block sizes and launch options of the stages that are no kernels of GDN."""
     fp32 = operand == torch.float32
-    block_k, block_v = (max(16, min(triton.next_power_of_2(dim), 32 if fp32 else 64)) for dim in (key_dim, value_dim))
+    block_k, block_v = (
+        max(16, min(triton.next_power_of_2(dim), 32 if fp32 else 64))
+        for dim in (key_dim, value_dim)
+    )
     narrow = max(16, min(triton.next_power_of_2(value_dim), 32))
     whole_v = max(16, min(triton.next_power_of_2(value_dim), 32 if fp32 else 128))
     return {
         "gate_cumsum": dict(BLOCK_K=block_k, num_warps=4),
         "decayed_scores": dict(BLOCK_K=block_k, num_warps=8, num_stages=1),
         "recompute_w_u": dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4, num_stages=2),
-        "chunk_state": dict(BLOCK_V=16 if fp32 else narrow, num_warps=8 if fp32 or key_dim > 128 else 4,
-                            num_stages=1 if fp32 else 2 if key_dim > 128 else 3),
-        "chunk_output": dict(BLOCK_K=block_k, BLOCK_V=whole_v, num_warps=8 if fp32 else 4, num_stages=2),
-    }  # fmt: skip
+        "chunk_state": dict(
+            BLOCK_V=16 if fp32 else narrow,
+            num_warps=8 if fp32 or key_dim > 128 else 4,
+            num_stages=1 if fp32 else 2 if key_dim > 128 else 3,
+        ),
+        "chunk_output": dict(
+            BLOCK_K=block_k, BLOCK_V=whole_v, num_warps=8 if fp32 else 4, num_stages=2
+        ),
+    }
 
 
 # --- scores with a decay for every channel, whose exponents are never positive.
 #
-# In a block of 2 h positions, take the last position of its first half as the anchor.  A pair of a row i in the second
-# half and a column j in the first has the decay exp(G_i - G_anchor) exp(G_anchor - G_j), and both exponents are at most
-# 0 for any gate.  The pairs inside a half follow from blocks of half the size.  So h = C / 2, ..., 2, 1 cover all pairs
-# but the diagonal, whose decay is 1.  No choice depends on gates: it would change bits of earlier outputs.
+# In a block of 2 h positions, take the last position of its first half as the anchor.  A pair of a
+# row i in the second half and a column j in the first has the decay exp(G_i - G_anchor)
+# exp(G_anchor - G_j), and both exponents are at most 0 for any gate.  The pairs inside a half
+# follow from blocks of half the size.  So h = C / 2, ..., 2, 1 cover all pairs but the diagonal,
+# whose decay is 1.  No choice depends on gates: it would change bits of earlier outputs.
 
 
 def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
     """The dtype and input precision of the scores' operands.
 
-    They keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of the system.  fp16 is
-    twice as fast as tf32, but its range suffices only for fp16 inputs and for normalised ones.
+    They keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of the
+    system.  fp16 is twice as fast as tf32, but its range suffices only for fp16 inputs and for
+    normalised ones.
     """
     if operand == torch.float32:
         return dict(SCORES=tl.float32, PRECISION="tf32x3")
-    return dict(SCORES=tl.float16 if normalised or operand == torch.float16 else tl.float32, PRECISION="tf32")
+    return dict(
+        SCORES=tl.float16 if normalised or operand == torch.float16 else tl.float32,
+        PRECISION="tf32",
+    )
 
 
 @triton.jit
 def cumulative_decays(g):
-    """Sums of the clamped g over axis 0, in log2 units; NaN stays NaN.  Rounded once, because differences follow."""
+    """Sums of the clamped g over axis 0, in log2 units; NaN stays NaN.  Rounded once, because
+    differences follow.
+    """
     g = tl.clamp(g.to(tl.float32) * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.cumsum(g.to(tl.float64), axis=0).to(tl.float32)
 
 
 @triton.jit
 def half_decays(G, half):
-    """The decay between each position and the anchor of its block of 2 * half positions, for cumulative G (C, n)."""
+    """The decay between each position and the anchor of its block of 2 * half positions, for
+    cumulative G (C, n).
+    """
     i = tl.broadcast_to(tl.arange(0, G.shape[0])[:, None], G.shape)
     return decay_exp2(-tl.abs(G - tl.gather(G, (i & ~(2 * half - 1)) + (half - 1), axis=0)))
 
 
 @triton.jit
 def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
-    """Add a block of channels to `scores` (C, C): q with k on and below the diagonal, k with k, transposed, above it.
+    """Add a block of channels to `scores` (C, C): q with k on and below the diagonal, k with k,
+    transposed, above it.
 
-    q, k: (C, n), in the products' dtype.  One product serves both: a pair's row i has q_i and its column k_j, and with
-    the roles exchanged row j has k_j and column i has k_i.  The loop is not unrolled: its masks and factors would
-    otherwise fill the registers.
+    q, k: (C, n), in the products' dtype.  One product serves both: a pair's row i has q_i and its
+    column k_j, and with the roles exchanged row j has k_j and column i has k_i.  The loop is not
+    unrolled: its masks and factors would otherwise fill the registers.
     """
     o = tl.arange(0, G.shape[0])
     i, j = o[:, None], o[None, :]
@@ -136,15 +167,18 @@ def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_k = o_k < S.KEY_DIM
     b_g = tl.load(
-        g_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_k[None, :]), in_units(g_strides, S.UNIT)),
-        mask=(o_i < count)[:, None] & m_k[None, :], other=0.0,
-    )  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        g_ptr
+        + ptr_offset((i_b, start + o_i[:, None], i_h, o_k[None, :]), in_units(g_strides, S.UNIT)),
+        mask=(o_i < count)[:, None] & m_k[None, :],
+        other=0.0,
+    )  # [CHUNK_SIZE, BLOCK_K]
     index = (i_b, i_c, i_h, o_i[:, None], o_k[None, :])
     tl.store(G_ptr + ptr_offset(index, G_strides), cumulative_decays(b_g), mask=m_k[None, :])
 
 
 def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
-    """Stage 1: the cumulative log decay, G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN, 0).
+    """Stage 1: the cumulative log decay, G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN,
+    0).
 
     Positions past the sequence's end count as g = 0.
 
@@ -156,17 +190,28 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
     options = _blocks(key_dim, key_dim, torch.float32)["gate_cumsum"]
     G = chunks.empty(heads, chunks.size, key_dim)
     chunks.launch(
-        _kda_gate_cumsum_kernel, chunks.total * heads * triton.cdiv(key_dim, options["BLOCK_K"]), (inputs.g,), (G,),
-        heads, chunks.count, KEY_DIM=key_dim, UNIT=strides_unit(inputs.g), **options,
-    )  # fmt: skip
+        _kda_gate_cumsum_kernel,
+        chunks.total * heads * triton.cdiv(key_dim, options["BLOCK_K"]),
+        (inputs.g,),
+        (G,),
+        heads,
+        chunks.count,
+        KEY_DIM=key_dim,
+        UNIT=strides_unit(inputs.g),
+        **options,
+    )
     return G
 
 
 @triton.jit
-def _kda_decayed_scores_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+def _kda_decayed_scores_kernel(
+    tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
+):
     q_ptr, k_ptr, beta_ptr, G_ptr, spans_ptr, L_ptr, P_ptr = tensors
     q_strides, k_strides, beta_strides, G_strides, L_strides, P_strides = strides
-    i_h, i_b, i_c, start, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
@@ -177,54 +222,94 @@ def _kda_decayed_scores_kernel(tensors, strides, length, heads, nchunks, values_
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
         m_ik = m_i[:, None] & m_k[None, :]
-        b_q = _rows(q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES)
-        b_k = _rows(k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES)
+        b_q = _rows(
+            q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES
+        )
+        b_k = _rows(
+            k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES
+        )
         b_G = tl.load(
-            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides), mask=m_k[None, :], other=0.0
-        )  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides),
+            mask=m_k[None, :],
+            other=0.0,
+        )  # [CHUNK_SIZE, BLOCK_K]
         scores = add_scores(scores, b_q, b_k, b_G, S.PRECISION)
     b_beta = tl.load(
         beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
-    ).to(tl.float32)  # fmt: skip
+    ).to(tl.float32)
     index = (i_b, i_c, i_h, o_i[:, None], o_i[None, :])
-    tl.store(P_ptr + ptr_offset(index, P_strides), queries_with_keys(scores).to(P_ptr.dtype.element_ty))
+    tl.store(
+        P_ptr + ptr_offset(index, P_strides), queries_with_keys(scores).to(P_ptr.dtype.element_ty)
+    )
     tl.store(L_ptr + ptr_offset(index, L_strides), keys_with_keys(scores) * b_beta[:, None])
 
 
 def decayed_scores(
     inputs: KDAInputs, G: torch.Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stage 2: the triangular system of each chunk, and the weights of its own values in the output.
+    """Stage 2: the triangular system of each chunk, and the weights of its own values in the
+    output.
 
         L[i, j] = beta[i] * sum_k k[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j < i, else 0
         P[i, j] =           sum_k q[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j <= i, else 0
 
-    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32; normalised: no number of q or k is above 1
+    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32; normalised: no number of q
+          or k is above 1
     Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
-    Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q and k
+    Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q
+          and k
     """
-    operand, (heads, key_dim), size = operand_dtype(inputs.v.dtype, precision), inputs.g.shape[2:], chunks.size
+    operand, (heads, key_dim), size = (
+        operand_dtype(inputs.v.dtype, precision),
+        inputs.g.shape[2:],
+        chunks.size,
+    )
     L, P = chunks.empty(heads, size, size), chunks.empty(heads, size, size, dtype=operand)
     chunks.launch(
-        _kda_decayed_scores_kernel, chunks.total * heads, (inputs.q, inputs.k, inputs.beta, G), (L, P),
-        heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, UNIT=strides_unit(inputs.q, inputs.k),
-        **score_products(operand, normalised=normalised), **_blocks(key_dim, key_dim, operand)["decayed_scores"],
-    )  # fmt: skip
+        _kda_decayed_scores_kernel,
+        chunks.total * heads,
+        (inputs.q, inputs.k, inputs.beta, G),
+        (L, P),
+        heads,
+        chunks.count,
+        inputs.values_per_key,
+        KEY_DIM=key_dim,
+        UNIT=strides_unit(inputs.q, inputs.k),
+        **score_products(operand, normalised=normalised),
+        **_blocks(key_dim, key_dim, operand)["decayed_scores"],
+    )
     return L, P
 
 
 @triton.jit
-def _kda_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+def _kda_recompute_w_u_kernel(
+    tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
+):
     A_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, spans_ptr, w_ptr, u_ptr, k_end_ptr = tensors
-    A_strides, k_strides, v_strides, beta_strides, G_strides, w_strides, u_strides, k_end_strides = strides
+    (
+        A_strides,
+        k_strides,
+        v_strides,
+        beta_strides,
+        G_strides,
+        w_strides,
+        u_strides,
+        k_end_strides,
+    ) = strides
     k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
-    i_h, i_b, i_c, start, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
-    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(tl.float32)
-    b_beta = tl.load(beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0)
+    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(
+        tl.float32
+    )
+    b_beta = tl.load(
+        beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
+    )
     b_A = (b_A * b_beta.to(tl.float32)[None, :]).to(S.OPERAND)
 
     # --- u
@@ -236,8 +321,9 @@ def _kda_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
         b_u = tl.dot(b_A, b_v, input_precision=DOT_PRECISION)
         tl.store(
             u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
-            tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None],
-        )  # fmt: skip
+            tl.trans(b_u).to(S.OPERAND),
+            mask=m_v[:, None],
+        )
 
     # --- w, and the keys as the end of the chunk sees them
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
@@ -246,8 +332,14 @@ def _kda_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
         index = (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :])
         b_k = _rows(k_ptr, k_strides, index, m_i[:, None] & m_k[None, :], tl.float32)
         p_G = G_ptr + ptr_offset((i_b, i_c, i_h), G_strides[:3])
-        b_G = tl.load(p_G + ptr_offset((o_i[:, None], o_k[None, :]), G_strides[3:]), mask=m_k[None, :], other=0.0)
-        G_end = tl.load(p_G + ptr_offset((S.CHUNK_SIZE - 1, o_k), G_strides[3:]), mask=m_k, other=0.0)
+        b_G = tl.load(
+            p_G + ptr_offset((o_i[:, None], o_k[None, :]), G_strides[3:]),
+            mask=m_k[None, :],
+            other=0.0,
+        )
+        G_end = tl.load(
+            p_G + ptr_offset((S.CHUNK_SIZE - 1, o_k), G_strides[3:]), mask=m_k, other=0.0
+        )
         b_w = tl.dot(b_A, (b_k * decay_exp2(b_G)).to(S.OPERAND), input_precision=DOT_PRECISION)
         index = (i_b, i_c, i_h, o_i[:, None], o_k[None, :])
         tl.store(w_ptr + ptr_offset(index, w_strides), b_w.to(S.OPERAND), mask=m_k[None, :])
@@ -266,7 +358,8 @@ def recompute_w_u(
 
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           G (B, NT, HV, C, K) fp32
-    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), operands' dtype; rows past the sequence's end are zero
+    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), operands' dtype; rows past the
+          sequence's end are zero
     Grid: (B * NT * HV)
     """
     k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
@@ -274,15 +367,26 @@ def recompute_w_u(
     w, k_end = (chunks.empty(heads, chunks.size, key_dim, dtype=operand) for _ in range(2))
     u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
     chunks.launch(
-        _kda_recompute_w_u_kernel, chunks.total * heads, (A, k, v, inputs.beta, G), (w, u, k_end),
-        heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(k, v), **_blocks(key_dim, value_dim, operand)["recompute_w_u"],
-    )  # fmt: skip
+        _kda_recompute_w_u_kernel,
+        chunks.total * heads,
+        (A, k, v, inputs.beta, G),
+        (w, u, k_end),
+        heads,
+        chunks.count,
+        inputs.values_per_key,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(k, v),
+        **_blocks(key_dim, value_dim, operand)["recompute_w_u"],
+    )
     return w, u, k_end
 
 
 @triton.jit
-def _kda_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
+def _kda_chunk_output_kernel(
+    tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr
+):
     q_ptr, G_ptr, P_ptr, prev_states_ptr, v_new_ptr, spans_ptr, out_ptr = tensors
     q_strides, G_strides, P_strides, prev_states_strides, v_new_strides, out_strides = strides
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
@@ -306,37 +410,52 @@ def _kda_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_pe
         index = (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :])
         b_q = _rows(q_ptr, q_strides, index, m_i[:, None] & m_k[None, :], tl.float32)
         b_G = tl.load(
-            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides), mask=m_k[None, :], other=0.0
-        )  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides),
+            mask=m_k[None, :],
+            other=0.0,
+        )  # [CHUNK_SIZE, BLOCK_K]
         b_S = tl.load(
-            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
-            mask=m_v[:, None] & m_k[None, :], other=0.0,
-        )  # [BLOCK_V, BLOCK_K]  # fmt: skip
-        acc = tl.dot(b_S, tl.trans((b_q * decay_exp2(b_G)).to(S.OPERAND)), acc, input_precision=DOT_PRECISION)
+            prev_states_ptr
+            + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
+            mask=m_v[:, None] & m_k[None, :],
+            other=0.0,
+        )  # [BLOCK_V, BLOCK_K]
+        acc = tl.dot(
+            b_S, tl.trans((b_q * decay_exp2(b_G)).to(S.OPERAND)), acc, input_precision=DOT_PRECISION
+        )
 
     # --- from the chunk's own values
     b_P = tl.load(P_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), P_strides))
     b_v_new = tl.load(
         v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
-        mask=m_v[:, None], other=0.0,
-    )  # [BLOCK_V, CHUNK_SIZE]  # fmt: skip
+        mask=m_v[:, None],
+        other=0.0,
+    )  # [BLOCK_V, CHUNK_SIZE]
     acc = tl.dot(b_v_new, tl.trans(b_P), acc, input_precision=DOT_PRECISION) * scale
     tl.store(
         out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
-        tl.trans(acc).to(out_ptr.dtype.element_ty), mask=m_i[:, None] & m_v[None, :],
-    )  # fmt: skip
+        tl.trans(acc).to(out_ptr.dtype.element_ty),
+        mask=m_i[:, None] & m_v[None, :],
+    )
 
 
 def chunk_output(
-    inputs: KDAInputs, prev_states: torch.Tensor, v_new: torch.Tensor, P: torch.Tensor, G: torch.Tensor,
-    chunks: Chunks, precision: Precision,
-) -> torch.Tensor:  # fmt: skip
-    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
+    inputs: KDAInputs,
+    prev_states: torch.Tensor,
+    v_new: torch.Tensor,
+    P: torch.Tensor,
+    G: torch.Tensor,
+    chunks: Chunks,
+    precision: Precision,
+) -> torch.Tensor:
+    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
+    values.
 
-        out[i, v] = scale * (sum_k exp(G[i, k]) * q[i, k] * S[v, k] + sum_{j <= i} P[i, j] * v_new[v, j])
+        out[i, v] = scale * (sum_k exp(G[i, k]) * q[i, k] * S[v, k] + sum_{j <= i} P[i, j] *
+        v_new[v, j])
 
-    In:   q (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C) | P (B, NT, HV, C, C)
-          G (B, NT, HV, C, K) fp32
+    In:   q (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C) | P (B, NT, HV,
+          C, C) G (B, NT, HV, C, K) fp32
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
@@ -345,11 +464,20 @@ def chunk_output(
     options = _blocks(key_dim, value_dim, operand)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
     chunks.launch(
-        _kda_chunk_output_kernel, chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (q, G, P, prev_states, v_new), (out,),
-        heads, chunks.count, inputs.values_per_key, inputs.scale_or_default, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], UNIT=strides_unit(q, prev_states, out), **options,
-    )  # fmt: skip
+        _kda_chunk_output_kernel,
+        chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (q, G, P, prev_states, v_new),
+        (out,),
+        heads,
+        chunks.count,
+        inputs.values_per_key,
+        inputs.scale_or_default,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(q, prev_states, out),
+        **options,
+    )
     return out
 
 
@@ -357,7 +485,9 @@ def chunk_output(
 
 
 def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output in v's dtype, final states in fp32.  Raises UnsupportedError as `refuse_unsupported` tells."""
+    """Output in v's dtype, final states in fp32.  Raises UnsupportedError as `refuse_unsupported`
+    tells.
+    """
     refuse_unsupported(inputs)
     with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
         return six_stages(inputs, precision)
@@ -367,16 +497,22 @@ def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
     unit, chunks = bool(inputs.use_qk_l2norm), Chunks.of(inputs)
     inputs = normalised(inputs, precision)
-    options = _blocks(inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision))["chunk_state"]
+    options = _blocks(
+        inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision)
+    )["chunk_state"]
     G = gate_cumsum(inputs, chunks)
     L, P = decayed_scores(inputs, G, chunks, precision, normalised=unit)
     A = solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
     w, u, k_end = recompute_w_u(inputs, A, G, chunks, precision)
     del A
-    prev_states, v_new, final_states = chunk_state(inputs, k_end, w, u, G, chunks, precision, options)
+    prev_states, v_new, final_states = chunk_state(
+        inputs, k_end, w, u, G, chunks, precision, options
+    )
     del w, u, k_end
-    return GDNOutput(chunk_output(inputs, prev_states, v_new, P, G, chunks, precision), final_states)
+    return GDNOutput(
+        chunk_output(inputs, prev_states, v_new, P, G, chunks, precision), final_states
+    )
 
 
 def plan(inputs: KDAInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008

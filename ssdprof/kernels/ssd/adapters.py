@@ -1,12 +1,14 @@
-"""SSD kernels of other libraries.  Each `load_...` imports its library, and raises ImportError if it, or one of its
-dependencies, is missing.
+"""SSD kernels of other libraries.  Each `load_...` imports its library, and raises ImportError if
+it, or one of its dependencies, is missing.
 
 mamba_ssm               the five kernels of https://github.com/state-spaces/mamba, as installed
-selective_state_update  its decoding kernel.  It overwrites the state.  So that every call computes the same, each call
+selective_state_update  its decoding kernel.  It overwrites the state.  So that every call computes
+the same, each call
                         begins with a copy of the initial state, which its time includes
-published               the published single-launch kernel, from a checkout of https://github.com/RishiAstra/mamba.  Its
-                        package has the same name as the library that it was forked from, so its files are loaded by
-                        path, under different module names
+published               the published single-launch kernel, from a checkout of
+                        https://github.com/RishiAstra/mamba.  Its package has the same name as the
+                        library that it was forked from, so its files are loaded by path, under
+                        different module names
 
 final_states have the library's own dtype, so that times do not include a conversion.
 """
@@ -34,12 +36,14 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _MAMBA = "mamba_ssm.ops.triton.ssd_combined"
 _MAMBA_KERNELS = {
-    f"mamba_ssm.ops.triton.{name}" for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
+    f"mamba_ssm.ops.triton.{name}"
+    for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 }
 _STEP = "selective_state_update"
 _FOLDER = Path("mamba_ssm", "ops", "triton")
 _KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
-# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium"; C B^T is tf32
+# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium";
+# C B^T is tf32
 _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
@@ -53,13 +57,27 @@ def load_mamba_ssm() -> Implementation:
         # tune only twice: each time five kernels try dozens of configurations, at two chunk sizes
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
         # without the argument it is C's dtype, also in versions that have no other
-        states = {} if precision.state_dtype == inputs.C.dtype else {"state_dtype": precision.state_dtype}
+        states = (
+            {}
+            if precision.state_dtype == inputs.C.dtype
+            else {"state_dtype": precision.state_dtype}
+        )
         with torch.cuda.device(inputs.x.get_device()):
             out, _, _, _, _, final_states = forward(
-                inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, D=inputs.D, z=inputs.z,
-                dt_bias=inputs.dt_bias, initial_states=inputs.initial_states, dt_softplus=inputs.dt_softplus,
-                dt_limit=inputs.dt_limit, **states,
-            )  # fmt: skip
+                inputs.x,
+                inputs.dt,
+                inputs.A,
+                inputs.B,
+                inputs.C,
+                inputs.chunk_size,
+                D=inputs.D,
+                z=inputs.z,
+                dt_bias=inputs.dt_bias,
+                initial_states=inputs.initial_states,
+                dt_softplus=inputs.dt_softplus,
+                dt_limit=inputs.dt_limit,
+                **states,
+            )
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, _precision: Precision) -> Plan:
@@ -72,7 +90,9 @@ def load_mamba_ssm() -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
-        kind = "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
+        kind = (
+            "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
+        )
         yield precision.exact == (inputs.x.dtype == torch.float32), f"{kind} intermediates only"
         other = precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward)
         yield other, f"this version passes states on in {inputs.C.dtype} only"
@@ -80,8 +100,13 @@ def load_mamba_ssm() -> Implementation:
         yield _uneven(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
         (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
-        farthest = max(states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)))
-        yield farthest > INT32_ELEMENTS, "32-bit offsets, and a tensor here spans more than 2^31 elements"
+        farthest = max(
+            states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+        )
+        yield (
+            farthest > INT32_ELEMENTS,
+            "32-bit offsets, and a tensor here spans more than 2^31 elements",
+        )
 
     return library_kernel("ssd", "mamba_ssm", unsupported, call, plan)
 
@@ -98,7 +123,9 @@ def mamba_ssm_version() -> str:
 
 
 def mamba_ssm_passes_any_states() -> bool:
-    """Whether the installed version can pass states in a dtype other than that of C; older versions cannot."""
+    """Whether the installed version can pass states in a dtype other than that of C; older versions
+    cannot.
+    """
     return _takes_state_dtype(import_module(_MAMBA)._mamba_chunk_scan_combined_fwd)
 
 
@@ -112,18 +139,30 @@ def load_selective_state_update() -> Implementation:
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         heads, width, size = inputs.states_shape[1:]
         x, initial = inputs.x[:, 0], inputs.initial  # of a pool, a copy
-        states = x.new_zeros(inputs.states_shape, dtype=torch.float32) if initial is None else initial
+        states = (
+            x.new_zeros(inputs.states_shape, dtype=torch.float32) if initial is None else initial
+        )
         states = states.clone() if states is inputs.initial_states else states
         with torch.cuda.device(x.get_device()):
             out = function(
-                states, x, inputs.dt[:, 0, :, None].expand(-1, -1, width),
-                inputs.A[:, None, None].expand(heads, width, size), inputs.B[:, 0], inputs.C[:, 0],
-                D=_wide(inputs.D, width), z=None if inputs.z is None else inputs.z[:, 0],
-                dt_bias=_wide(inputs.dt_bias, width), dt_softplus=inputs.dt_softplus,
-            )  # fmt: skip
+                states,
+                x,
+                inputs.dt[:, 0, :, None].expand(-1, -1, width),
+                inputs.A[:, None, None].expand(heads, width, size),
+                inputs.B[:, 0],
+                inputs.C[:, 0],
+                D=_wide(inputs.D, width),
+                z=None if inputs.z is None else inputs.z[:, 0],
+                dt_bias=_wide(inputs.dt_bias, width),
+                dt_softplus=inputs.dt_softplus,
+            )
         return SSDOutput(out[:, None], states)
 
-    plan = Plan(variant="triton", launches=2, reason="each call begins with a copy of the state, in its time")
+    plan = Plan(
+        variant="triton",
+        launches=2,
+        reason="each call begins with a copy of the state, in its time",
+    )
     return replace(library_kernel("ssd", _STEP, _unlike_step, call, plan), pools=True)
 
 
@@ -147,17 +186,28 @@ def load_published(checkout: Path) -> Implementation:
     with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
         kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
     tunings = Tunings([kernel])
-    tunings.zero_before_each_try("sync_atomic")  # unless zeroed, all tries but the first skip two stages
+    # unless zeroed, all tries but the first skip two stages
+    tunings.zero_before_each_try("sync_atomic")
     launch = kernel._fused5_ssd
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         tunings.use_for((inputs.x.shape, inputs.B.shape))
         with torch.cuda.device(inputs.x.get_device()):
             out, _, _, final_states, _, _ = launch(
-                inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, chunk_size=inputs.chunk_size,
-                initial_states=inputs.initial_states, z=inputs.z, dt_bias=inputs.dt_bias,
-                dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit, **_switches(precision),
-            )  # fmt: skip
+                inputs.x,
+                inputs.dt,
+                inputs.A,
+                inputs.B,
+                inputs.C,
+                inputs.D,
+                chunk_size=inputs.chunk_size,
+                initial_states=inputs.initial_states,
+                z=inputs.z,
+                dt_bias=inputs.dt_bias,
+                dt_softplus=inputs.dt_softplus,
+                dt_limit=inputs.dt_limit,
+                **_switches(precision),
+            )
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, precision: Precision) -> Plan:
@@ -167,7 +217,8 @@ def load_published(checkout: Path) -> Implementation:
             variant=setting,
             launches=4,
             config={"chunk_size": inputs.chunk_size},
-            reason=f"its {setting!r} setting{'' if own else ' with the states of the other one'}; also launched: flags "
+            reason=f"its {setting!r} "
+            f"setting{'' if own else ' with the states of the other one'}; also launched: flags "
             "and first state zeroed, last state copied",
         )
 
@@ -190,7 +241,9 @@ def _module(file: Path) -> ModuleType:
 
 @contextmanager
 def _found_as(name: str, module: ModuleType) -> Iterator[None]:
-    """Let `import name` find `module` in the context.  Afterwards restores an installed library of that name."""
+    """Let `import name` find `module` in the context.  Afterwards restores an installed library of
+    that name.
+    """
     before = sys.modules.get(name)
     sys.modules[name] = module
     try:
@@ -205,13 +258,16 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
 @first_reason
 def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
     yield precision.state_dtype not in (torch.float32, torch.float16), "fp32 and fp16 states only"
-    summed = precision != Precision() and inputs.x.dtype != torch.float16  # in 16 bit, which Triton has only for fp16
+    # in 16 bit, which Triton has only for fp16
+    summed = precision != Precision() and inputs.x.dtype != torch.float16
     yield summed, "relaxed intermediates and fp16 states go with fp16 inputs"
     yield inputs.cu_seqlens is not None, "no packed sequences"
     yield _uneven(inputs)
     (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
-    rows = (span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+    rows = (
+        span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
+    )
     far = max(states, *rows) > INT32_ELEMENTS
     yield far, "32-bit offsets, and a sequence here spans more than 2^31 elements"
 

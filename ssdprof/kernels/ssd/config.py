@@ -1,11 +1,14 @@
-"""The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that fits applies.
+"""The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that
+fits applies.
 
-A call searches nothing, with two exceptions.  A model of the time divides sequences into segments for the Hopper kernel
-(`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take precedence, if a program loads them
-(`registry.use_overrides`).  They depend only on the sizes on which the committed rule depends (`call_key`).
+A call searches nothing, with two exceptions.  A model of the time divides sequences into segments
+for the Hopper kernel (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take
+precedence, if a program loads them (`registry.use_overrides`).  They depend only on the sizes on
+which the committed rule depends (`call_key`).
 
-On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared memory.  On majors 8 and
-12 (A100, L4, RTX) and on later ones, operands pass through registers.  Measured on an H200: benchmarks/log/ssd.md.
+On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared
+memory.  On majors 8 and 12 (A100, L4, RTX) and on later ones, operands pass through registers.
+Measured on an H200: benchmarks/log/ssd.md.
 Compiled for others: tests/kernels/test_compile.py.
 """
 
@@ -32,12 +35,21 @@ Table = Sequence[Row]  # the last row fits every call
 
 
 def _row(*, take: Any, why: str, **limits: Any) -> Row:
-    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks are limits, too."""
+    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks
+    are limits, too.
+    """
     return limits, take, why
 
 
 def first_fit(
-    table: Table, *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0, exact: bool = True
+    table: Table,
+    *,
+    wide: bool,
+    dstate: int,
+    headdim: int = 0,
+    gate: bool = False,
+    major: int = 0,
+    exact: bool = True,
 ) -> Row:
     """The first row that fits."""
     equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
@@ -55,19 +67,32 @@ def whole_block(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-def call_key(inputs: SSDInputs, precision: Precision, kernel: str, *, batch_invariant: bool = False) -> CallKey:
+def call_key(
+    inputs: SSDInputs, precision: Precision, kernel: str, *, batch_invariant: bool = False
+) -> CallKey:
     """The calls of a kernel that share a found configuration.
 
-    hopper    those with as many chunks and sequences.  A batch-invariant call uses that of one sequence.  Packed
-              sequences keep the committed configuration, one rule for all.
-    portable  those of one layer of a model, so that a sequence's result is the same in any batch and in any pack.
+    hopper    those with as many chunks and sequences.  A batch-invariant call uses that of one
+              sequence.  Packed sequences keep the committed configuration, one rule for all.
+    portable  those of one layer of a model, so that a sequence's result is the same in any batch
+    and in any pack.
     """
     (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
-    sizes = dict(nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups, gate=inputs.z is not None)
+    sizes = dict(
+        nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups, gate=inputs.z is not None
+    )
     if kernel == "hopper":
-        sizes |= dict(sequences=1 if batch_invariant else inputs.sequences, nchunks=-(-inputs.length // HOPPER_CHUNK))
+        sizes |= dict(
+            sequences=1 if batch_invariant else inputs.sequences,
+            nchunks=-(-inputs.length // HOPPER_CHUNK),
+        )
     return key_of_calls(
-        gpu=gpu_name(inputs.x), operator="ssd", kernel=kernel, dtype=inputs.x.dtype, exact=precision.exact, **sizes
+        gpu=gpu_name(inputs.x),
+        operator="ssd",
+        kernel=kernel,
+        dtype=inputs.x.dtype,
+        exact=precision.exact,
+        **sizes,
     )
 
 
@@ -77,11 +102,17 @@ HOPPER: Table = (
     _row(
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
-        why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
+        why=(
+            "three chunks of B, C and x fill shared memory; what states leave of the registers, "
+            "the scores need"
+        ),
     ),
     _row(
         take=dict(ring=2, score_ring=3, unit_registers=208, other_registers=24),
-        why="two chunks, and scores of three, fill shared memory; with fewer registers ptxas serialises products",
+        why=(
+            "two chunks, and scores of three, fill shared memory; with fewer registers ptxas "
+            "serialises products"
+        ),
     ),
 )
 
@@ -91,13 +122,13 @@ HOPPER: Table = (
 
 @dataclass(frozen=True, kw_only=True)
 class SSDPortableConfig:
-    """Chosen by the shape of one sequence, dtype and GPU, never by the batch, so that a sequence's result does not
-    depend on its neighbours.
+    """Chosen by the shape of one sequence, dtype and GPU, never by the batch, so that a sequence's
+    result does not depend on its neighbours.
 
     chunk: positions per chunk, a power of two of at least 16
-    max_segments, min_chunks, max_chunks: a sequence has max_segments segments, unless these would have fewer than
-        min_chunks or more than max_chunks chunks.  More segments let more programs work on one sequence; fewer segments
-        spend less time on first passes.
+    max_segments, min_chunks, max_chunks: a sequence has max_segments segments, unless these would
+        have fewer than min_chunks or more than max_chunks chunks.  More segments let more programs
+        work on one sequence; fewer segments spend less time on first passes.
     block_p: slice of P per program, a power of two of at least 16
     block_n: block of N per product, a power of two of at least 16
     p_rows: the state is held as (p, n); otherwise as (n, p)
@@ -118,28 +149,49 @@ class SSDPortableConfig:
 
     @classmethod
     def choose(
-        cls, inputs: SSDInputs, capability: tuple[int, int], precision: Precision = Precision()  # noqa: B008
-    ) -> SSDPortableConfig:  # fmt: skip
-        """By `PORTABLE`.  A state of 64 x 128 fp32 numbers fills half the registers of 4 warps, scores and output the
-        other half."""
+        cls,
+        inputs: SSDInputs,
+        capability: tuple[int, int],
+        precision: Precision = Precision(),  # noqa: B008
+    ) -> SSDPortableConfig:
+        """By `PORTABLE`.  A state of 64 x 128 fp32 numbers fills half the registers of 4 warps,
+        scores and output the other half.
+        """
         headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
         wide = inputs.x.dtype == torch.float32
         _, take, why = first_fit(
-            PORTABLE, major=capability[0], wide=wide, exact=precision.exact, headdim=headdim, dstate=dstate, gate=gate
+            PORTABLE,
+            major=capability[0],
+            wide=wide,
+            exact=precision.exact,
+            headdim=headdim,
+            dstate=dstate,
+            gate=gate,
         )
         config: SSDPortableConfig = replace(
-            take, min_chunks=_MIN_SEGMENT // take.chunk, max_chunks=_MAX_SEGMENT // take.chunk,
-            block_p=min(whole_block(headdim), take.block_p), block_n=min(whole_block(dstate), take.block_n), reason=why,
-        )  # fmt: skip
+            take,
+            min_chunks=_MIN_SEGMENT // take.chunk,
+            max_chunks=_MAX_SEGMENT // take.chunk,
+            block_p=min(whole_block(headdim), take.block_p),
+            block_n=min(whole_block(dstate), take.block_n),
+            reason=why,
+        )
         return config.fitted(inputs)
 
     def fitted(self, inputs: SSDInputs) -> SSDPortableConfig:
-        """With a shorter chunk if all sequences are shorter than one chunk; segments keep their lengths."""
+        """With a shorter chunk if all sequences are shorter than one chunk; segments keep their
+        lengths.
+        """
         if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
             return self
         chunk = max(16, triton.next_power_of_2(inputs.x.shape[1]))
         times = self.chunk // chunk
-        return replace(self, chunk=chunk, min_chunks=self.min_chunks * times, max_chunks=self.max_chunks * times)
+        return replace(
+            self,
+            chunk=chunk,
+            min_chunks=self.min_chunks * times,
+            max_chunks=self.max_chunks * times,
+        )
 
     def units(self, inputs: SSDInputs) -> int:
         """Programs per segment: slices of P of all heads."""
@@ -148,7 +200,9 @@ class SSDPortableConfig:
 
     def segment_chunks(self, nchunks: int) -> int:
         """Chunks per segment of a sequence of `nchunks`."""
-        return int(min(max(triton.cdiv(nchunks, self.max_segments), self.min_chunks), self.max_chunks))
+        return int(
+            min(max(triton.cdiv(nchunks, self.max_segments), self.min_chunks), self.max_chunks)
+        )
 
     def handover(self, inputs: SSDInputs) -> bool:
         """Whether a sequence may have more than one segment."""
@@ -156,12 +210,15 @@ class SSDPortableConfig:
         return bool(nchunks > self.segment_chunks(nchunks))
 
     def segments(self, inputs: SSDInputs) -> int:
-        """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
+        """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the
+        device.
+        """
         length = inputs.x.shape[1]
         if inputs.cu_seqlens is None:
             nchunks = triton.cdiv(length, self.chunk)
             return int(inputs.sequences * triton.cdiv(nchunks, self.segment_chunks(nchunks)))
-        # a sequence has at most 1 + len / (chunk * min_chunks) segments, and max_segments + len / (chunk * max_chunks)
+        # a sequence has at most 1 + len / (chunk * min_chunks) segments, and max_segments + len /
+        # (chunk * max_chunks)
         return min(
             inputs.sequences + length // (self.chunk * self.min_chunks),
             inputs.sequences * self.max_segments + length // (self.chunk * self.max_chunks),
@@ -169,12 +226,18 @@ class SSDPortableConfig:
 
 
 _SHORT = (
-    "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in blocks, "
+    "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in "
+    "blocks, "
     "each of which a tensor core sums by itself: it rounds towards zero whenever it adds products"
 )
-_TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
+_TWO_PROGRAMS = (
+    "64 rows, those of one matrix instruction, in every product; 4 warps, so that "
+    "two programs share an SM"
+)
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
-_ONE_TF32 = "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
+_ONE_TF32 = (
+    "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
+)
 PORTABLE: Table = (
     _row(
         wide=True,
@@ -183,27 +246,43 @@ PORTABLE: Table = (
         take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
         why=_ONE_TF32 + "; with one stage in the second pass three do",
     ),
-    _row(wide=True, exact=False, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_ONE_TF32),
-    _row(wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT),
+    _row(
+        wide=True,
+        exact=False,
+        take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
+        why=_ONE_TF32,
+    ),
+    _row(
+        wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT
+    ),
     _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
     _row(
-        majors=FROM_SHARED_MEMORY, headdim=32, take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
-        why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
+        majors=FROM_SHARED_MEMORY,
+        headdim=32,
+        take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
+        why=(
+            "for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too "
+            "short for them"
+        ),
     ),
     _row(
         majors=(9,),
         gate=True,
         dstate=128,
         take=SSDPortableConfig(p_rows=False, state_stages=2),
-        why=_TWO_PROGRAMS + "; two chunks in flight in the first pass, because beside a gate a third makes them spill; "
+        why=_TWO_PROGRAMS
+        + "; two chunks in flight in the first pass, because beside a gate a third makes them "
+        "spill; "
         "the state as (n, p), which ptxas compiles in three quarters of the time",
     ),
     _row(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
     _row(
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
-        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in halves, each "
-        "of which a stage reads by itself, because whole rows of B and C do not fit beside the state",
+        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N "
+        "in halves, each "
+        "of which a stage reads by itself, because whole rows of B and C do not fit beside the "
+        "state",
     ),
     _row(
         majors=FROM_SHARED_MEMORY,
@@ -215,25 +294,45 @@ PORTABLE: Table = (
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
-)  # fmt: skip
+)
 
 
-# --- the unfused kernels: block sizes and launch options by stage.  Blocks are of heads (h), P, N, positions (q) and
-# source positions (s) of a chunk.  `chunk_cumsum` and `state_passing` are memory bound and have one row each.
+# --- the unfused kernels: block sizes and launch options by stage.  Blocks are of heads (h), P, N,
+# positions (q) and source positions (s) of a chunk.  `chunk_cumsum` and `state_passing` are memory
+# bound and have one row each.
 
-_LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, two stages"
+_LARGE = (
+    "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, "
+    "two stages"
+)
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE: Table = (
-    _row(wide=True, take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
-    _row(headdim=64, take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
-    _row(dstate=64, take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
+    _row(
+        wide=True,
+        take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
+        why=_LARGE,
+    ),
+    _row(
+        headdim=64,
+        take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3),
+        why=_WHOLE_STATE,
+    ),
+    _row(
+        dstate=64,
+        take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3),
+        why=_WHOLE_STATE,
+    ),
     _row(
         take=dict(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
 BMM_CHUNK: Table = (
-    _row(wide=True, take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3), why=_LARGE),
+    _row(
+        wide=True,
+        take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
+        why=_LARGE,
+    ),
     _row(
         take=dict(block_q=64, block_s=64, block_n=64, num_warps=4, num_stages=3),
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
@@ -242,17 +341,32 @@ BMM_CHUNK: Table = (
 
 
 def _scan(*sizes: int) -> dict[str, int]:
-    return dict(zip(("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages"), sizes, strict=True))
+    return dict(
+        zip(
+            ("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages"),
+            sizes,
+            strict=True,
+        )
+    )
 
 
-_FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block of rows reads the entering state again"
+_FEW_ROW_BLOCKS = (
+    "a whole head, so that no score is computed twice; each block of rows reads "
+    "the entering state again"
+)
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
-_SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
-# 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6 to 3.8 overwrites
-# registers of a product's operand while the product may still read them (`tests/kernels/operand_races.py`).
+_SLICED = (
+    "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's "
+    "shared memory"
+)
+# 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6
+# to 3.8 overwrites registers of a product's operand while the product may still read them
+# (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: Table = (
     _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
-    _row(gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS),
+    _row(
+        gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
+    ),
     _row(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
     _row(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
     _row(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
@@ -263,19 +377,32 @@ UNFUSED: Mapping[str, Table] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
     "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
-    # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads run 4 ahead
-    "state_passing": (_row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),),
+    # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads
+    # run 4 ahead
+    "state_passing": (
+        _row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
+    ),
     "bmm_chunk": BMM_CHUNK,
     "chunk_scan": CHUNK_SCAN,
 }
 
 
 def unfused_blocks(
-    stage: str, dtype: torch.dtype = torch.float32, *, chunk: int = 0, headdim: int = 0, dstate: int = 0,
+    stage: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    chunk: int = 0,
+    headdim: int = 0,
+    dstate: int = 0,
     gate: bool = False,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """The row of `UNFUSED` for a stage, with blocks limited to the sizes of the call."""
     wide = dtype == torch.float32
     _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
-    most = {"block_p": whole_block(headdim), "block_n": whole_block(dstate), "block_q": chunk, "block_s": chunk}
+    most = {
+        "block_p": whole_block(headdim),
+        "block_n": whole_block(dstate),
+        "block_q": chunk,
+        "block_s": chunk,
+    }
     return {name: min(most.get(name, value), value) for name, value in take.items()}

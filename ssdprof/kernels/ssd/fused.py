@@ -1,7 +1,7 @@
 """SSD in one launch: the public function, the torch operator and the choice between kernels.
 
-Sequences of one position, decode steps, run the recurrent kernel.
-`ssd_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
+Sequences of one position, decode steps, run the recurrent kernel.  `ssd_fused(...)` takes tensors,
+for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,23 @@ MAX_DSTATE = 256
 
 
 def ssd_fused(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, chunk_size: int = 256,
-    D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
-    precision: Precision = Precision(), batch_invariant: bool = False,  # noqa: B008
-) -> SSDOutput:  # fmt: skip
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    chunk_size: int = 256,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+    batch_invariant: bool = False,
+) -> SSDOutput:
     """The SSD (Mamba-2) operator, forward only.
 
         dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
@@ -41,57 +52,115 @@ def ssd_fused(
 
     x, z: (b, l, h, p)    dt: (b, l, h)    A, dt_bias: (h)    B, C: (b, l, g, n)    D: (h) or (h, p)
     initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
-    cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to l, for sequences packed along l; then b = 1.
-        Empty sequences are allowed.  The host does not read the values, so wrong values are not rejected: positions
-        outside all sequences are not written, and for sequences that overlap or end past l, memory outside of the
-        tensors may be read and written.
+    cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to l, for sequences packed
+        along l; then b = 1.  Empty sequences are allowed.  The host does not read the values, so
+        wrong values are not rejected: positions outside all sequences are not written, and for
+        sequences that overlap or end past l, memory outside of the tensors may be read and written.
     x, B, C and z share a dtype: fp32, fp16 or bf16.  Any strides are allowed.
     A must be at most 0.  This is not checked; a positive value counts as 0, no decay.
     chunk_size has no effect on the result, because this kernel chooses its own chunks.
-    precision: "relaxed" cuts operands of fp32 inputs to tf32 instead, and keeps their intermediates in fp32.  One
-        position per sequence is computed in fp32 at every precision, unless sequences are packed.
+    precision: "relaxed" cuts operands of fp32 inputs to tf32 instead, and keeps their intermediates
+        in fp32.  One position per sequence is computed in fp32 at every precision, unless sequences
+        are packed.
 
-    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it, the Hopper kernel
-        divides sequences depending on their number, or not at all, which is faster for large batches of short ones.
+    batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it,
+        the Hopper kernel divides sequences depending on their number, or not at all, which is
+        faster for large batches of short ones.
 
-    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  They are bitwise the same in
-    every call, and do not depend on the contents of other sequences in the batch or pack.  The result of a packed
-    sequence does not depend on the lengths of others either.  The call does not synchronise with the host.  It may be
-    captured in a CUDA graph, and called under torch.compile(fullgraph=True).
+    Returns out (b, l, h, p) in x's dtype and final_states (sequences, h, p, n) in fp32.  They are
+    bitwise the same in every call, and do not depend on the contents of other sequences in the
+    batch or pack.  The result of a packed sequence does not depend on the lengths of others either.
+    The call does not synchronise with the host.  It may be captured in a CUDA graph, and called
+    under torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
+    ones.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
     if torch.compiler.is_compiling():
         refuse_gradient("fused", (x, dt, A, B, C, D, z, dt_bias, initial_states))
         low, high = dt_limit
         out, final_states = torch.ops.ssdprof.ssd_fused(
-            x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, low, high, initial_states, cu_seqlens,
-            precision.intermediates, precision.state_dtype, batch_invariant,
-        )  # fmt: skip
+            x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size,
+            D,
+            z,
+            dt_bias,
+            dt_softplus,
+            low,
+            high,
+            initial_states,
+            cu_seqlens,
+            precision.intermediates,
+            precision.state_dtype,
+            batch_invariant,
+        )
         return SSDOutput(out, final_states)
     inputs = SSDInputs.unchecked(
-        x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-        dt_limit=dt_limit, initial_states=initial_states, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        cu_seqlens=cu_seqlens,
+    )
     return run(inputs, precision, batch_invariant=batch_invariant)
 
 
 @torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
 def _operator(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int,
-    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool, dt_low: float,
-    dt_high: float, initial_states: torch.Tensor | None, cu_seqlens: torch.Tensor | None, intermediates: str,
-    state_dtype: torch.dtype, batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_low: float,
+    dt_high: float,
+    initial_states: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    intermediates: str,
+    state_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`ssd_fused` with a schema that the dispatcher understands."""
+    precision = Precision(
+        intermediates=intermediates,  # type: ignore[arg-type]
+        state_dtype=state_dtype,
+    )
     with torch.no_grad():
         return ssd_fused(
-            x, dt, A, B, C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-            dt_limit=(dt_low, dt_high), initial_states=initial_states, cu_seqlens=cu_seqlens,
-            precision=Precision(intermediates=intermediates, state_dtype=state_dtype),  # type: ignore[arg-type]
+            x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size=chunk_size,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limit=(dt_low, dt_high),
+            initial_states=initial_states,
+            cu_seqlens=cu_seqlens,
+            precision=precision,
             batch_invariant=batch_invariant,
-        )  # fmt: skip
+        )
 
 
 @_operator.register_fake
@@ -100,7 +169,9 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x, _, _, B, *_ = arguments
     cu_seqlens = arguments[13]
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return x.new_empty(x.shape), x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(
+        sequences, *x.shape[2:], B.shape[3], dtype=torch.float32
+    )
 
 
 # --- the kernels
@@ -109,8 +180,8 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _recurrent_unsupported(call: FusedCall) -> str:
     """On an H200, `recurrent` is faster for sequences of one position, whatever their number.
 
-    Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a sequence's result, and
-    must not depend on the lengths of the others.
+    Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a
+    sequence's result, and must not depend on the lengths of the others.
     """
     step = call.inputs.cu_seqlens is None and call.inputs.x.shape[1] == 1
     return "" if step else "longer or packed sequences"
@@ -120,20 +191,34 @@ def hopper_cut(call: FusedCall) -> SSDHopperConfig:
     """The division of the call into programs on a Hopper GPU."""
     inputs, batch_invariant = call.inputs, call.batch_invariant
     packed = inputs.cu_seqlens is not None  # these keep the committed rule
-    found = None if packed else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
-    return found or SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
+    found = (
+        None
+        if packed
+        else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
+    )
+    return found or SSDHopperConfig.choose(
+        inputs, sm_count(inputs.x), batch_invariant=batch_invariant
+    )
 
 
 def portable_config(call: FusedCall) -> SSDPortableConfig:
     found: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return found.fitted(call.inputs) if found else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
+    return (
+        found.fitted(call.inputs)
+        if found
+        else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
+    )
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
     others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * ("sync" in buffers)
-    return 1 + len(others), nbytes(buffers), "; ".join((", and ".join(("one launch", *others)), *reasons))
+    return (
+        1 + len(others),
+        nbytes(buffers),
+        "; ".join((", and ".join(("one launch", *others)), *reasons)),
+    )
 
 
 RECURRENT = Variant(
@@ -142,24 +227,32 @@ RECURRENT = Variant(
     configure=lambda call: blocks_of(call.inputs),
     prepare=lambda call, _blocks: recurrent_launch(call.inputs),
     work=lambda call, _blocks: (
-        1, 0, "one launch, position by position: sequences are one position long" + call.precision.as_exact,
+        1,
+        0,
+        "one launch, position by position: sequences are one position long"
+        + call.precision.as_exact,
     ),
-)  # fmt: skip
+)
 HOPPER = Variant(
-    name="hopper", unsupported=lambda call: hopper_config.unsupported(call.inputs), configure=hopper_cut,
+    name="hopper",
+    unsupported=lambda call: hopper_config.unsupported(call.inputs),
+    configure=hopper_cut,
     prepare=lambda call, config: hopper.hopper_launch(call.inputs, call.precision, config),
-    work=lambda call, config: _work(hopper.buffer_sizes(call.inputs, call.precision, config), config.reason),
-)  # fmt: skip
+    work=lambda call, config: _work(
+        hopper.buffer_sizes(call.inputs, call.precision, config), config.reason
+    ),
+)
 PORTABLE = Variant(
     name="portable",
     configure=portable_config,
     prepare=lambda call, config: portable.portable_launch(call.inputs, call.precision, config),
     work=lambda call, config: _work(
-        portable.buffer_sizes(call.inputs, call.precision, config), config.reason,
+        portable.buffer_sizes(call.inputs, call.precision, config),
+        config.reason,
         f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
         scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
     ),
-)  # fmt: skip
+)
 
 
 def _refuse(inputs: SSDInputs) -> None:

@@ -17,15 +17,19 @@ SSDOutput = Output
 class SSDInputs(Inputs):
     """Inputs of one SSD (Mamba-2) call, whose mathematics is in `reference.py`; any strides.
 
-    x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple of g
+    x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple
+    of g
     D: (h) or (h, p)   z: as x               dt_bias: (h)
-    chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk` or their own
+    chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk`
+    or their own
     initial_states: (b, h, p, n); one per sequence if packed
-    cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
-        x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
-    state_every: N: the states after every N positions and at the end are wanted, (b * ceil(l / N), h, p, n)
-    state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and sequence i begins with
-        slot state_indices[i].  The host does not read the values; they must name slots
+    cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence
+        i is x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
+    state_every: N: the states after every N positions and at the end are wanted, (b * ceil(l / N),
+    h, p, n)
+    state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and
+        sequence i begins with slot state_indices[i].  The host does not read the values; they must
+        name slots
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.
@@ -63,13 +67,18 @@ class SSDInputs(Inputs):
             if tensor.numel() == 0:
                 raise ValueError(f"{name} is empty: {tuple(tensor.shape)}")
         if h % g:
-            raise ValueError(f"the number of heads ({h}) must be a multiple of B's number of groups ({g})")
+            raise ValueError(
+                f"the number of heads ({h}) must be a multiple of B's number of groups ({g})"
+            )
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise ValueError(f"chunk_size must be a positive integer, not {self.chunk_size!r}")
         if len(self.dt_limit) != 2 or not self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"dt_limit must be (low, high), not {self.dt_limit}")
         if self.dt_limit[0] < 0 and not self.dt_softplus:
-            raise ValueError(f"dt_limit must not let a negative dt pass, as {self.dt_limit} does without softplus")
+            raise ValueError(
+                f"dt_limit must not let a negative dt pass, as {self.dt_limit} does without "
+                "softplus"
+            )
         self._check("dt", (b, l, h))
         self._check("A", (h,))
         self._check("B", (b, l, g, n), same_dtype=True)
@@ -84,18 +93,28 @@ class SSDInputs(Inputs):
 
     @property
     def signature(self) -> Hashable:
-        """Equal for inputs that differ only in the values of their tensors, and in addresses by a multiple of 16 bytes.
-        It determines whether inputs fit together, which kernels run, and what Triton compiles."""
+        """Equal for inputs that differ only in the values of their tensors, and in addresses by a
+        multiple of 16 bytes.  It determines whether inputs fit together, which kernels run, and
+        what Triton compiles.
+        """
         return (
             *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
-            *map(tensor_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
+            *map(
+                tensor_signature,
+                (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens),
+            ),
             tensor_signature(self.state_indices),
-            self.chunk_size, bool(self.dt_softplus), *map(float, self.dt_limit), self.state_every,
-        )  # fmt: skip
+            self.chunk_size,
+            bool(self.dt_softplus),
+            *map(float, self.dt_limit),
+            self.state_every,
+        )
 
     @property
     def power_of_two_chunk(self) -> int:
-        """The largest power of two up to chunk_size, limited to 16 .. 256.  It affects only rounding."""
+        """The largest power of two up to chunk_size, limited to 16 .. 256.  It affects only
+        rounding.
+        """
         return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
 
     @property

@@ -19,7 +19,8 @@ def nbytes(buffers: Buffers) -> int:
 
 
 def allocated(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor]:
-    """`sync`, tickets and flags, is zeroed; it comes first, so that the GPU zeroes it during the host's work.
+    """`sync`, tickets and flags, is zeroed; it comes first, so that the GPU zeroes it during the
+    host's work.
 
     Torch aligns new tensors to far more than 16 bytes, so launches need not check their alignment.
     """
@@ -30,10 +31,16 @@ def allocated(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor]
 
 
 def prepared(
-    launcher: Launcher, programs: int, inputs: SSDInputs, tensors: Callable[..., tuple[Any, ...]], buffers: Buffers,
-    *, in_place: bool = False,
-) -> PreparedLaunch:  # fmt: skip
-    """inputs: any of the signature.  tensors: the launch's, of inputs, out, final states and, by name, the buffers.
+    launcher: Launcher,
+    programs: int,
+    inputs: SSDInputs,
+    tensors: Callable[..., tuple[Any, ...]],
+    buffers: Buffers,
+    *,
+    in_place: bool = False,
+) -> PreparedLaunch:
+    """inputs: any of the signature.  tensors: the launch's, of inputs, out, final states and, by
+    name, the buffers.
 
     in_place: final states overwrite the initial ones.
     """

@@ -1,16 +1,20 @@
-"""SSD position by position, with the state in registers, for decoding and short sequences; all arithmetic in fp32.
+"""SSD position by position, with the state in registers, for decoding and short sequences; all
+arithmetic in fp32.
 
-recurrent            one launch.  A call with one position moves little more than the states.  With l positions it takes
-                     l dependent steps; from a few dozen positions on, the chunked kernels are faster
+recurrent            one launch.  A call with one position moves little more than the states.  With
+                     l positions it takes l dependent steps; from a few dozen positions on, the
+                     chunked kernels are faster
 recurrent_in_place   the same over a copy of the state; a bench times it only when it is named
-unfused_step         one position in two launches: the first writes the state, the second reads it for the output.  It
-                     moves one state more.  The five launches of `unfused` process chunks: a slow baseline for one token
+unfused_step         one position in two launches: the first writes the state, the second reads it
+for the output.  It
+                     moves one state more.  The five launches of `unfused` process chunks: a slow
+                     baseline for one token
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
-      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1) | state_indices (sequences): the slots of
-      initial_states, then a pool (slots, h, p, n)
-Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32, or initial_states itself, in place, or
-      the states after every position (b * l, h, p, n)
+      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1) | state_indices (sequences):
+      the slots of initial_states, then a pool (slots, h, p, n)
+Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32, or initial_states
+      itself, in place, or the states after every position (b * l, h, p, n)
 Grid: (sequences * h * slices of p), slices fastest, then heads.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 """
@@ -26,7 +30,14 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds, softplus
+from ssdprof.kernels.functions import (
+    LOG2_E,
+    decay_exp,
+    decay_exp2,
+    ptr_offset,
+    sequence_bounds,
+    softplus,
+)
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
@@ -38,8 +49,10 @@ from ssdprof.kernels.tensors import is_expanded, strides_of_each
 MAX_DSTATE = 256
 
 STAGES = {
-    "_ssd_recurrent_kernel": "setup", "_ssd_step_state_kernel": "step_state", "_ssd_step_output_kernel": "step_output",
-}  # fmt: skip
+    "_ssd_recurrent_kernel": "setup",
+    "_ssd_step_state_kernel": "step_state",
+    "_ssd_step_output_kernel": "step_output",
+}
 
 
 def blocks_of(inputs: SSDInputs) -> dict[str, int]:
@@ -51,10 +64,15 @@ def _settings(inputs: SSDInputs) -> tuple[int, dict[str, Any]]:
     """The programs of all three kernels, and their compile-time arguments and launch options."""
     (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
     return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
-        HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
-        BLOCK_P=blocks["block_p"], BLOCK_N=triton.next_power_of_2(dstate), DT_SOFTPLUS=bool(inputs.dt_softplus),
+        HEADS=heads,
+        HEADS_PER_GROUP=inputs.heads_per_group,
+        HEADDIM=headdim,
+        DSTATE=dstate,
+        BLOCK_P=blocks["block_p"],
+        BLOCK_N=triton.next_power_of_2(dstate),
+        DT_SOFTPLUS=bool(inputs.dt_softplus),
         num_warps=blocks["num_warps"],
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -70,15 +88,38 @@ def _own_slice(S: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
     (
-        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, slots_ptr,
-        out_ptr, final_states_ptr,
-    ) = tensors  # fmt: skip
+        x_ptr,
+        dt_ptr,
+        A_ptr,
+        B_ptr,
+        C_ptr,
+        D_ptr,
+        z_ptr,
+        dt_bias_ptr,
+        initial_states_ptr,
+        cu_seqlens_ptr,
+        slots_ptr,
+        out_ptr,
+        final_states_ptr,
+    ) = tensors
     (
-        x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
-        initial_states_strides, cu_seqlens_strides, slots_strides, out_strides, final_states_strides,
-    ) = strides  # fmt: skip
+        x_strides,
+        dt_strides,
+        A_strides,
+        B_strides,
+        C_strides,
+        D_strides,
+        z_strides,
+        dt_bias_strides,
+        initial_states_strides,
+        cu_seqlens_strides,
+        slots_strides,
+        out_strides,
+        final_states_strides,
+    ) = strides
     # stage setup: which slice of which head is mine
-    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P  # `_own_slice` here makes other machine code
+    # `_own_slice` here makes other machine code
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     unit = tl.program_id(0) % (S.HEADS * SLICES)
     sequence, i_h, i_slice = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES, unit % SLICES
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
@@ -103,7 +144,9 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     D = tl.zeros((S.BLOCK_P,), tl.float32)
     if D_ptr is not None:
         if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(tl.float32)
+            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )
         else:
             D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
 
@@ -116,7 +159,9 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
             if S.IN_PLACE:
                 sequence = slot
         index = (slot, i_h, o_p[:, None], o_n[None, :])
-        initial = tl.load(initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0)
+        initial = tl.load(
+            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0
+        )
         state = initial.to(tl.float32)
 
     # stage recurrence
@@ -160,26 +205,39 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLa
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a launch.  new: out, final_states."""
     return (
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
-        inputs.initial_states, inputs.cu_seqlens, inputs.state_indices, *new,
-    )  # fmt: skip
+        inputs.x,
+        inputs.dt,
+        inputs.A,
+        inputs.B,
+        inputs.C,
+        inputs.D,
+        inputs.z,
+        inputs.dt_bias,
+        inputs.initial_states,
+        inputs.cu_seqlens,
+        inputs.state_indices,
+        *new,
+    )
 
 
 _launches: dict[Hashable, PreparedLaunch] = {}
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
-    """Output in x's dtype, final states in fp32.  Takes l dependent steps, and so is meant for short l.
+    """Output in x's dtype, final states in fp32.  Takes l dependent steps, and so is meant for
+    short l.
 
-    in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is returned; of a pool,
-        the slots in state_indices, which must differ.
+    in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is
+        returned; of a pool, the slots in state_indices, which must differ.
 
-    Raises ValueError if in_place has no initial_states to write to, expanded ones, or inputs.state_every, and
-    UnsupportedError for N above MAX_DSTATE, for inputs that require a gradient, and, outside Triton's interpreter, for
-    tensors not on a GPU.
+    Raises ValueError if in_place has no initial_states to write to, expanded ones, or
+    inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require a
+    gradient, and, outside Triton's interpreter, for tensors not on a GPU.
     """
     if in_place and (inputs.initial_states is None or inputs.state_every):
-        raise ValueError("in_place needs initial_states to write to, and writes one state: no state_every")
+        raise ValueError(
+            "in_place needs initial_states to write to, and writes one state: no state_every"
+        )
     refuse_gradient("recurrent", _tensors(inputs))
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
@@ -190,7 +248,9 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     if inputs.state_every > 1:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")
     if in_place and is_expanded(inputs.initial_states):
-        raise ValueError("in_place cannot write to expanded initial_states: pass initial_states.contiguous()")
+        raise ValueError(
+            "in_place cannot write to expanded initial_states: pass initial_states.contiguous()"
+        )
     return recurrent_launch(inputs, in_place=in_place)
 
 
@@ -206,7 +266,15 @@ def _run_in_place(inputs: SSDInputs) -> SSDOutput:
 def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
     """The state after the token, exp(dt A) state + dt x B^T."""
     x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr = tensors
-    x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides, final_states_strides = strides
+    (
+        x_strides,
+        dt_strides,
+        A_strides,
+        B_strides,
+        dt_bias_strides,
+        initial_states_strides,
+        final_states_strides,
+    ) = strides
     i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
@@ -218,12 +286,18 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
         dt = softplus(dt)
     dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
-    x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(
+        tl.float32
+    )
     i_g = i_h // S.HEADS_PER_GROUP
-    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_g, o_n), B_strides), mask=m_n, other=0.0).to(tl.float32)
+    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_g, o_n), B_strides), mask=m_n, other=0.0).to(
+        tl.float32
+    )
     state = (dt * x)[:, None] * B[None, :]
     if initial_states_ptr is not None:
-        initial = tl.load(initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0)
+        initial = tl.load(
+            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0
+        )
         state += initial.to(tl.float32) * decay_exp2(dt * A * LOG2_E)
     tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
 
@@ -236,21 +310,35 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
     i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
-    state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0)
+    state = tl.load(
+        states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0
+    )
     i_g = i_h // S.HEADS_PER_GROUP
-    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_g, o_n), C_strides), mask=m_n, other=0.0).to(tl.float32)
+    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_g, o_n), C_strides), mask=m_n, other=0.0).to(
+        tl.float32
+    )
     out = tl.sum(state * C[None, :], axis=1)
     if D_ptr is not None:
-        x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(
+            tl.float32
+        )
         if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(tl.float32)
+            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )
         else:
             D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
         out += D * x
     if z_ptr is not None:
-        z = tl.load(z_ptr + ptr_offset((i_b, 0, i_h, o_p), z_strides), mask=m_p, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + ptr_offset((i_b, 0, i_h, o_p), z_strides), mask=m_p, other=0.0).to(
+            tl.float32
+        )
         out *= z / (1.0 + tl.exp2(-z * LOG2_E))
-    tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_p), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_p)
+    tl.store(
+        out_ptr + ptr_offset((i_b, 0, i_h, o_p), out_strides),
+        out.to(out_ptr.dtype.element_ty),
+        mask=m_p,
+    )
 
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
@@ -285,18 +373,33 @@ def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
     refuse_device(name, inputs.x)
 
 
-def _register(name: str, function: Callable[[SSDInputs], SSDOutput], launches: int, reason: str, **more: Any) -> None:
+def _register(
+    name: str, function: Callable[[SSDInputs], SSDOutput], launches: int, reason: str, **more: Any
+) -> None:
     def plan(inputs: SSDInputs, precision: Precision) -> Plan:
         _refuse_unsupported(name.removesuffix("_in_place"), inputs)
         return Plan(
-            variant="interpreter" if INTERPRETED else "portable", launches=launches, config=blocks_of(inputs),
+            variant="interpreter" if INTERPRETED else "portable",
+            launches=launches,
+            config=blocks_of(inputs),
             reason=f"{reason}; fp32 throughout{precision.as_exact}",
-        )  # fmt: skip
+        )
 
-    register(Implementation(operator="ssd", name=name, run=lambda inputs, _: function(inputs), plan=plan, **more))
+    register(
+        Implementation(
+            operator="ssd", name=name, run=lambda inputs, _: function(inputs), plan=plan, **more
+        )
+    )
 
 
 _ONE = "one launch, position by position"
-_register("recurrent", ssd_recurrent, 1, _ONE, keeps=lambda inputs: inputs.state_every == 1, pools=True)
+_register(
+    "recurrent", ssd_recurrent, 1, _ONE, keeps=lambda inputs: inputs.state_every == 1, pools=True
+)
 _register("unfused_step", _run_step, 2, "the state in one launch, the output in another")
-_register("recurrent_in_place", _run_in_place, 2, f"each call begins with a copy of the state, in its time; {_ONE}")
+_register(
+    "recurrent_in_place",
+    _run_in_place,
+    2,
+    f"each call begins with a copy of the state, in its time; {_ONE}",
+)

@@ -4,10 +4,10 @@
     h_t   = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
     out_t = (h_t C_t + D x_t) * silu(z_t)
 
-Both use only torch operations, run on CPU and GPU, and compute in a dtype that the caller chooses.  The chunked form is
-that of Dao and Gu 2024 (arXiv:2405.21060), section 6, with one change: the decay between two positions is the
-exponential of the *sum* of the steps between them.  In a difference of two cumulative sums, one huge step would cancel
-the digits of later ones.
+Both use only torch operations, run on CPU and GPU, and compute in a dtype that the caller chooses.
+The chunked form is that of Dao and Gu 2024 (arXiv:2405.21060), section 6, with one change: the
+decay between two positions is the exponential of the *sum* of the steps between them.  In a
+difference of two cumulative sums, one huge step would cancel the digits of later ones.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from ssdprof.kernels.oracle import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
-_FORGETS = -1e30  # as A = -inf: the decay is 0 at every step; but times a step of 0, which decays by nothing, it is 0
+# as A = -inf: the decay is 0 at every step; but times a step of 0, which decays by nothing, it is 0
+_FORGETS = -1e30
 
 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
-    """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
+    """The recurrence, position by position, for short inputs.  Output and final states in
+    `dtype`.
+    """
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = initial_states(inputs, dtype)
     for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
@@ -40,23 +43,34 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
         for t in range(span.start, span.stop):
             here = Span(sequence=span.sequence, batch=span.batch, start=t, stop=t + 1)
             (x,), (dt,), A, (B,), (C,) = _load(inputs, here, dtype)
-            group_of_head = torch.arange(state.shape[0], device=state.device) // inputs.heads_per_group
+            group_of_head = (
+                torch.arange(state.shape[0], device=state.device) // inputs.heads_per_group
+            )
             B, C = B[group_of_head], C[group_of_head]  # (h, n)
-            state = state * (dt * A).exp()[:, None, None] + (dt[:, None] * x)[:, :, None] * B[:, None, :]
-            out[span.batch, t] = _skip_and_gate(inputs, here, (state * C[:, None, :]).sum(-1)[None])[0]
+            state = (
+                state * (dt * A).exp()[:, None, None]
+                + (dt[:, None] * x)[:, :, None] * B[:, None, :]
+            )
+            out[span.batch, t] = _skip_and_gate(
+                inputs, here, (state * C[:, None, :]).sum(-1)[None]
+            )[0]
         final_states[span.sequence] = state
     return SSDOutput(out, final_states)
 
 
 def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """x (l, h, p), dt (l, h) after bias, softplus and limit, A (h), B and C (l, g, n) of the span, in `dtype`."""
+    """x (l, h, p), dt (l, h) after bias, softplus and limit, A (h), B and C (l, g, n) of the span,
+    in `dtype`.
+    """
     x, dt, B, C = (
-        tensor[span.batch, span.start : span.stop].to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
+        tensor[span.batch, span.start : span.stop].to(dtype)
+        for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
     )
     if inputs.dt_bias is not None:
         dt = dt + inputs.dt_bias.to(dtype)
     if inputs.dt_softplus:
-        # log(exp(dt) + exp(0)), without the threshold of torch's softplus, which is the identity above 20
+        # log(exp(dt) + exp(0)), without the threshold of torch's softplus, which is the identity
+        # above 20
         dt = torch.logaddexp(dt, torch.zeros_like(dt))
     return x, dt.clamp(*inputs.dt_limit), inputs.A.to(dtype).clamp(min=_FORGETS), B, C
 
@@ -67,7 +81,9 @@ def _skip_and_gate(inputs: SSDInputs, span: Span, out: torch.Tensor) -> torch.Te
         x = inputs.x[span.batch, span.start : span.stop].to(out.dtype)
         out = out + inputs.D.to(out.dtype).reshape(x.shape[1], -1) * x
     if inputs.z is not None:
-        out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].to(out.dtype))
+        out = out * torch.nn.functional.silu(
+            inputs.z[span.batch, span.start : span.stop].to(out.dtype)
+        )
     return out
 
 
@@ -76,8 +92,8 @@ def _chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (l, h, p) and the state (h, p, n) after the span.
 
-    Heads are split into (g, r), with r heads per group.  Every product with B or C is then one matrix product per chunk
-    and group, and B and C are not repeated.
+    Heads are split into (g, r), with r heads per group.  Every product with B or C is then one
+    matrix product per chunk and group, and B and C are not repeated.
     """
     x, dt, A, B, C = _load(inputs, span, dtype)
     (l, h, p), (g, n) = x.shape, B.shape[1:]
@@ -100,7 +116,8 @@ def _chunked(
     out = scores @ x.permute(0, 2, 3, 1, 4)  # (c, g, r, q, p)
 
     # from chunk to chunk
-    weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)  # (c, g, s, r): up to the chunk's end
+    # (c, g, s, r): up to the chunk's end
+    weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)
     weighted_x = (x.transpose(1, 2) * weights[..., None]).reshape(c, g, q, r * p)
     chunk_states = (B.mT @ weighted_x).reshape(c, g, n, r, p)
     since_start = steps.cumsum(-1)  # (c, g, r, q)
@@ -117,7 +134,8 @@ def _chunked(
     return _skip_and_gate(inputs, span, out), carried.permute(0, 2, 3, 1).reshape(h, p, n)
 
 
-# Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of the dtype.
+# Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements
+# of the dtype.
 ssd_blocks = partial(blocks_of, _chunked)
 ssd_chunked = partial(chunked, _chunked)
 ssd_reference = register_oracle("ssd", _chunked)

@@ -1,11 +1,13 @@
 """SSD in five launches, one per stage of the algorithm, in their order: the baseline.
 
-`ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes `SSDInputs`.
-By default, dtypes are those of the original unfused kernels of state-spaces/mamba.  Launchers of a stage run on the
-current device, and `SSDInputs` has checked the shapes.  Block sizes: `config.py`, `UNFUSED`.
+`ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes
+`SSDInputs`.  By default, dtypes are those of the original unfused kernels of state-spaces/mamba.
+Launchers of a stage run on the current device, and `SSDInputs` has checked the shapes.  Block
+sizes: `config.py`, `UNFUSED`.
 
-Shapes: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p), and of chunks:
-        dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | CB (b, c, g, q, s)
+Shapes: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p),
+        and of chunks: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | CB (b,
+        c, g, q, s)
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
 
@@ -31,14 +33,20 @@ MAX_HEADDIM, MAX_DSTATE = 128, 256
 Blocks = Mapping[str, int]  # block sizes and launch options by name
 
 STAGES = {
-    "_softplus": "chunk_cumsum", "_chunk_cumsum_kernel": "chunk_cumsum", "_chunk_state_kernel": "chunk_state",
-    "_state_passing_kernel": "state_passing", "_bmm_chunk_kernel": "bmm_chunk", "_chunk_scan_kernel": "chunk_scan",
-}  # fmt: skip
+    "_softplus": "chunk_cumsum",
+    "_chunk_cumsum_kernel": "chunk_cumsum",
+    "_chunk_state_kernel": "chunk_state",
+    "_state_passing_kernel": "state_passing",
+    "_bmm_chunk_kernel": "bmm_chunk",
+    "_chunk_scan_kernel": "chunk_scan",
+}
 
 
 def _constants(blocks: Blocks) -> dict[str, int]:
     """Blocks as compile-time arguments, which are in capitals, beside the launch options."""
-    return {name.upper() if name.startswith("block") else name: value for name, value in blocks.items()}
+    return {
+        name.upper() if name.startswith("block") else name: value for name, value in blocks.items()
+    }
 
 
 @triton.jit
@@ -46,13 +54,16 @@ def _softplus(x):
     """log(1 + exp(x)).  Returns x above 20, where both agree in fp32."""
     e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
     u = 1.0 + e
-    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding, which matters for small e
+    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding, which matters
+    # for small e
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, log1p)
 
 
 @triton.jit
-def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_high, S: tl.constexpr):
+def _chunk_cumsum_kernel(
+    tensors, strides, seqlen, nheads, nchunks, dt_low, dt_high, S: tl.constexpr
+):
     dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr = tensors
     dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides = strides
     # --- this program's heads and chunk
@@ -69,50 +80,70 @@ def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_h
 
     # --- time step
     dt_raw_offset = ptr_offset((i_b, start + o_q[None, :], o_h[:, None]), dt_raw_strides)
-    b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]
+    # [BLOCK_H, CHUNK_SIZE]
+    b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)
     if dt_bias_ptr is not None:
-        b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(tl.float32)
+        b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(
+            tl.float32
+        )
         b_dt += b_bias[:, None]
     if S.DT_SOFTPLUS:
         b_dt = _softplus(b_dt)
     b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     b_dt = tl.where(m, b_dt, 0.0)
 
-    # --- cumulative log decay
-    # later stages subtract these sums, so that their rounding becomes a relative error of the decay.  It is not visible
-    # with 16-bit inputs.  With fp32 inputs it is, so their sums are computed in fp64 and rounded once
-    SUM_DTYPE: tl.constexpr = tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
+    # --- cumulative log decay later stages subtract these sums, so that their rounding becomes a
+    # relative error of the decay.  It is not visible with 16-bit inputs.  With fp32 inputs it is,
+    # so their sums are computed in fp64 and rounded once
+    SUM_DTYPE: tl.constexpr = (
+        tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
+    )
     b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
     b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
 
     index = (i_b, o_h[:, None], i_c, o_q[None, :])
     tl.store(dt_ptr + ptr_offset(index, dt_strides), b_dt, mask=m_h[:, None])
-    tl.store(dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides), b_dA_cumsum_log2, mask=m_h[:, None])
+    tl.store(
+        dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides),
+        b_dA_cumsum_log2,
+        mask=m_h[:, None],
+    )
 
 
 def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 1: the time step of every position, and its cumulative log decay in the chunk.
 
-        dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
-        dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
+        dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of
+        the sequence dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
 
-    Logarithms have base 2, because later stages take exp2 of their differences many times per element.
+    Logarithms have base 2, because later stages take exp2 of their differences many times per
+    element.
 
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
     blocks, (batch, _, nheads) = unfused_blocks("chunk_cumsum"), inputs.dt.shape
     shape = (batch, nheads, chunks.count, chunks.size)
-    dt, dA_cumsum_log2 = (torch.empty(shape, device=inputs.device, dtype=torch.float32) for _ in range(2))
+    dt, dA_cumsum_log2 = (
+        torch.empty(shape, device=inputs.device, dtype=torch.float32) for _ in range(2)
+    )
     chunks.launch(
-        _chunk_cumsum_kernel, chunks.total * triton.cdiv(nheads, blocks["block_h"]),
-        (inputs.dt, inputs.A, inputs.dt_bias), (dt, dA_cumsum_log2), nheads, chunks.count,
-        *map(float, inputs.dt_limit), DT_SOFTPLUS=inputs.dt_softplus, **_constants(blocks),
-    )  # fmt: skip
+        _chunk_cumsum_kernel,
+        chunks.total * triton.cdiv(nheads, blocks["block_h"]),
+        (inputs.dt, inputs.A, inputs.dt_bias),
+        (dt, dA_cumsum_log2),
+        nheads,
+        chunks.count,
+        *map(float, inputs.dt_limit),
+        DT_SOFTPLUS=inputs.dt_softplus,
+        **_constants(blocks),
+    )
     return dt, dA_cumsum_log2
 
 
 @triton.jit
-def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
+def _chunk_state_kernel(
+    tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr
+):
     x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr = tensors
     x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides = strides
     # --- this program's tile; heads of one chunk are in neighbouring programs, because they share B
@@ -129,7 +160,9 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
     # --- sum over the chunk
-    end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides))
+    end = tl.load(
+        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
+    )
     acc = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
     for q in range(0, length, S.BLOCK_Q):
         o_q = q + tl.arange(0, S.BLOCK_Q)
@@ -137,14 +170,18 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
         m_l = o_q < length
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, o_l[None, :], i_h, o_p[:, None]), x_strides),
-            mask=m_p[:, None] & m_l[None, :], other=0.0,
-        )  # [BLOCK_P, BLOCK_Q]  # fmt: skip
+            mask=m_p[:, None] & m_l[None, :],
+            other=0.0,
+        )  # [BLOCK_P, BLOCK_Q]
         b_B = tl.load(
             B_ptr + ptr_offset((i_b, o_l[:, None], i_g, o_n[None, :]), B_strides),
-            mask=m_l[:, None] & m_n[None, :], other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+            mask=m_l[:, None] & m_n[None, :],
+            other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
-        b_dA = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
+        b_dA = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides)
+        )
         weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
         # scale x, not B: the scaled operand then stays in registers
         b_x = (b_x.to(S.INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
@@ -152,34 +189,65 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
 
     tl.store(
         states_ptr + ptr_offset((i_b, i_c, i_h, o_p[:, None], o_n[None, :]), states_strides),
-        acc, mask=m_p[:, None] & m_n[None, :],
-    )  # fmt: skip
+        acc,
+        mask=m_p[:, None] & m_n[None, :],
+    )
 
 
 def chunk_state(
-    inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
+    inputs: SSDInputs,
+    dt: torch.Tensor,
+    dA_cumsum_log2: torch.Tensor,
+    chunks: Chunks,
+    precision: Precision,
 ) -> torch.Tensor:
     """Stage 2: the state after each chunk, starting from a zero state.
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
-    Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one head.
+    Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one
+          head.
     """
-    (nheads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], _blocks("chunk_state", inputs)
+    (nheads, headdim), dstate, blocks = (
+        inputs.x.shape[2:],
+        inputs.B.shape[3],
+        _blocks("chunk_state", inputs),
+    )
     states = chunks.empty(nheads, headdim, dstate)
     tiles = triton.cdiv(headdim, blocks["block_p"]) * triton.cdiv(dstate, blocks["block_n"])
     chunks.launch(
-        _chunk_state_kernel, chunks.total * nheads * tiles, (inputs.x, inputs.B, dt, dA_cumsum_log2), (states,),
-        nheads, chunks.count, inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
-        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)], **_constants(blocks),
-    )  # fmt: skip
+        _chunk_state_kernel,
+        chunks.total * nheads * tiles,
+        (inputs.x, inputs.B, dt, dA_cumsum_log2),
+        (states,),
+        nheads,
+        chunks.count,
+        inputs.heads_per_group,
+        HEADDIM=headdim,
+        DSTATE=dstate,
+        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
+        **_constants(blocks),
+    )
     return states
 
 
 @triton.jit
 def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
-    states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr, final_states_ptr = tensors
-    states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides, final_states_strides = strides
+    (
+        states_ptr,
+        dA_cumsum_log2_ptr,
+        initial_states_ptr,
+        bounds_ptr,
+        prev_states_ptr,
+        final_states_ptr,
+    ) = tensors
+    (
+        states_strides,
+        dA_cumsum_log2_strides,
+        initial_states_strides,
+        prev_states_strides,
+        final_states_strides,
+    ) = strides
     # --- this program's part of a state
     BLOCKS: tl.constexpr = (S.HEADDIM * S.DSTATE + S.BLOCK - 1) // S.BLOCK
     i_sh = tl.program_id(0) // BLOCKS
@@ -190,7 +258,11 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     if bounds_ptr is None:
         i_b, first, after = i_s, 0, nchunks
     else:
-        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        i_b, first, after = (
+            0,
+            tl.load(bounds_ptr + i_s).to(tl.int32),
+            tl.load(bounds_ptr + i_s + 1).to(tl.int32),
+        )
 
     # --- loop over chunks
     state = tl.zeros((S.BLOCK,), dtype=tl.float32)
@@ -198,26 +270,40 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
         initial_offset = ptr_offset((i_s, i_h, o_p, o_n), initial_states_strides)
         state += tl.load(initial_states_ptr + initial_offset, mask=m, other=0.0).to(tl.float32)
     for i_c in tl.range(first, after, num_stages=S.NUM_STAGES):
-        b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_p, o_n), states_strides), mask=m, other=0.0)
-        end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides))
+        b_states = tl.load(
+            states_ptr + ptr_offset((i_b, i_c, i_h, o_p, o_n), states_strides), mask=m, other=0.0
+        )
+        end = tl.load(
+            dA_cumsum_log2_ptr
+            + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
+        )
         prev_offset = ptr_offset((i_b, i_c, i_h, o_p, o_n), prev_states_strides)
         tl.store(prev_states_ptr + prev_offset, state.to(prev_states_ptr.dtype.element_ty), mask=m)
         state = state * decay_exp2(end) + b_states
-    tl.store(final_states_ptr + ptr_offset((i_s, i_h, o_p, o_n), final_states_strides), state, mask=m)
+    tl.store(
+        final_states_ptr + ptr_offset((i_s, i_h, o_p, o_n), final_states_strides), state, mask=m
+    )
 
 
 def state_passing(
-    inputs: SSDInputs, states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
+    inputs: SSDInputs,
+    states: torch.Tensor,
+    dA_cumsum_log2: torch.Tensor,
+    chunks: Chunks,
+    precision: Precision,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 3: the state that enters each chunk, and the final state.
 
         prev_states[0]   = initial_states, or 0
         prev_states[c+1] = exp(dA_cumsum[c, -1]) * prev_states[c] + states[c]
 
-    States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of prev_states.
+    States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of
+    prev_states.
 
-    Out:  prev_states, as states, in the precision's state_dtype | final_states (sequences, h, p, n) fp32
-    Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over its chunks.
+    Out:  prev_states, as states, in the precision's state_dtype | final_states (sequences, h, p, n)
+          fp32
+    Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over
+          its chunks.
     """
     blocks, initial_states = unfused_blocks("state_passing"), inputs.initial_states
     blocks["block"] = 4096 if INTERPRETED else blocks["block"]
@@ -226,12 +312,17 @@ def state_passing(
     final_states = torch.empty(inputs.states_shape, device=states.device, dtype=torch.float32)
     strides = strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states)
     launch(
-        _state_passing_kernel, inputs.sequences * nheads * triton.cdiv(headdim * dstate, blocks["block"]),
+        _state_passing_kernel,
+        inputs.sequences * nheads * triton.cdiv(headdim * dstate, blocks["block"]),
         (states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states),
         (strides, nheads, chunks.count),
-        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate, BLOCK=blocks["block"],
-        NUM_STAGES=blocks["num_stages"], num_warps=blocks["num_warps"],
-    )  # fmt: skip
+        CHUNK_SIZE=chunks.size,
+        HEADDIM=headdim,
+        DSTATE=dstate,
+        BLOCK=blocks["block"],
+        NUM_STAGES=blocks["num_stages"],
+        num_warps=blocks["num_warps"],
+    )
     return prev_states, final_states
 
 
@@ -244,7 +335,9 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     S_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_S - 1) // S.BLOCK_S
     i_tile = tl.program_id(0) % (Q_TILES * S_TILES)
     unit = tl.program_id(0) // (Q_TILES * S_TILES)
-    i_g, i_b, i_c, start, length = own_chunk(unit, spans_ptr, seqlen, ngroups, nchunks, S.CHUNK_SIZE)
+    i_g, i_b, i_c, start, length = own_chunk(
+        unit, spans_ptr, seqlen, ngroups, nchunks, S.CHUNK_SIZE
+    )
     first_q, first_s = (i_tile // S_TILES) * S.BLOCK_Q, (i_tile % S_TILES) * S.BLOCK_S
     if (first_s >= first_q + S.BLOCK_Q) | (first_q >= length):
         return
@@ -258,16 +351,19 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
         m_n = o_n < S.DSTATE
         b_C = tl.load(
             C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
-            mask=m_q[:, None] & m_n[None, :], other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+            mask=m_q[:, None] & m_n[None, :],
+            other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]
         b_B = tl.load(
             B_ptr + ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides),
-            mask=m_n[:, None] & m_s[None, :], other=0.0,
-        )  # [BLOCK_N, BLOCK_S]  # fmt: skip
+            mask=m_n[:, None] & m_s[None, :],
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_S]
         acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
 
     tl.store(
-        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides), acc.to(CB_ptr.dtype.element_ty)
+        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides),
+        acc.to(CB_ptr.dtype.element_ty),
     )
 
 
@@ -276,29 +372,59 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.
 
         CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
 
-    Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does not use them.
+    Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does
+    not use them.
 
     Out:  CB, fp32 if exact and 16 bit if relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
     (ngroups, dstate), blocks = inputs.B.shape[2:], _blocks("bmm_chunk", inputs)
-    CB = chunks.empty(ngroups, chunks.size, chunks.size, dtype=precision.intermediate_dtype(inputs.B.dtype))
-    tiles = triton.cdiv(chunks.size, blocks["block_q"]) * triton.cdiv(chunks.size, blocks["block_s"])
+    CB = chunks.empty(
+        ngroups, chunks.size, chunks.size, dtype=precision.intermediate_dtype(inputs.B.dtype)
+    )
+    tiles = triton.cdiv(chunks.size, blocks["block_q"]) * triton.cdiv(
+        chunks.size, blocks["block_s"]
+    )
     chunks.launch(
-        _bmm_chunk_kernel, chunks.total * ngroups * tiles, (inputs.C, inputs.B), (CB,), ngroups, chunks.count,
-        DSTATE=dstate, **_constants(blocks),
-    )  # fmt: skip
+        _bmm_chunk_kernel,
+        chunks.total * ngroups * tiles,
+        (inputs.C, inputs.B),
+        (CB,),
+        ngroups,
+        chunks.count,
+        DSTATE=dstate,
+        **_constants(blocks),
+    )
     return CB
 
 
 @triton.jit
 def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
-    CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr, out_ptr = tensors
     (
-        CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides, D_strides,
-        z_strides, out_strides,
-    ) = strides  # fmt: skip
-    # --- this program's block; heads of one chunk are in neighbouring programs, because they share CB and C
+        CB_ptr,
+        x_ptr,
+        dt_ptr,
+        dA_cumsum_log2_ptr,
+        C_ptr,
+        prev_states_ptr,
+        D_ptr,
+        z_ptr,
+        spans_ptr,
+        out_ptr,
+    ) = tensors
+    (
+        CB_strides,
+        x_strides,
+        dt_strides,
+        dA_cumsum_log2_strides,
+        C_strides,
+        prev_states_strides,
+        D_strides,
+        z_strides,
+        out_strides,
+    ) = strides
+    # --- this program's block; heads of one chunk are in neighbouring programs, because they share
+    #   CB and C
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
@@ -310,10 +436,15 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
-    o_q, o_p = first_q + tl.arange(0, S.BLOCK_Q), (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
+    o_q, o_p = (
+        first_q + tl.arange(0, S.BLOCK_Q),
+        (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P),
+    )
     m_q, m_p = o_q < length, o_p < S.HEADDIM
     b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
-    dA_first = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides))
+    dA_first = tl.load(
+        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
+    )
 
     # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
     acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
@@ -322,27 +453,36 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         m_n = o_n < S.DSTATE
         b_C = tl.load(
             C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
-            mask=m_q[:, None] & m_n[None, :], other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+            mask=m_q[:, None] & m_n[None, :],
+            other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]
         b_state = tl.load(
-            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
-            mask=m_n[:, None] & m_p[None, :], other=0.0,
-        )  # [BLOCK_N, BLOCK_P]  # fmt: skip
+            prev_states_ptr
+            + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
+            mask=m_n[:, None] & m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_P]
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
-    # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row, then to each row
+    # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row,
+    # then to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
+        )
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-            mask=m_p[None, :], other=0.0,
-        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
+            mask=m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
-        acc = tl.dot((b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
+        acc = tl.dot(
+            (b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION
+        )
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
     # stage chunk_scan.current: the block's own positions
@@ -350,12 +490,15 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
+        )
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
         b_x = tl.load(
             x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-            mask=m_s[:, None] & m_p[None, :], other=0.0,
-        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
+            mask=m_s[:, None] & m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
@@ -366,10 +509,14 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     m = m_q[:, None] & m_p[None, :]
     if D_ptr is not None:
         if len(D_strides) == 2:
-            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(tl.float32)[None, :]
+            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )[None, :]
         else:
             b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
-        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(tl.float32)
+        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
+            tl.float32
+        )
     if z_ptr is not None:
         b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
         acc *= b_z * tl.sigmoid(b_z)
@@ -377,9 +524,13 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
 
 
 def chunk_scan(
-    inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, prev_states: torch.Tensor, CB: torch.Tensor,
+    inputs: SSDInputs,
+    dt: torch.Tensor,
+    dA_cumsum_log2: torch.Tensor,
+    prev_states: torch.Tensor,
+    CB: torch.Tensor,
     chunks: Chunks,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Stage 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
         a         = dA_cumsum
@@ -387,21 +538,30 @@ def chunk_scan(
                   + sum_{s <= q} CB[q, s] * exp(a[q] - a[s]) * dt[s] * x[s, p]
         out[q, p] = (y[q, p] + D * x[q, p]) * silu(z[q, p])
 
-    Let r be the first position of a program's block of q.  For every s before the block, exp(a[q] - a[s]) =
-    exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most 1.  Only blocks on the
-    diagonal need an exponential per element.
+    Let r be the first position of a program's block of q.  For every s before the block, exp(a[q] -
+    a[s]) = exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most
+    1.  Only blocks on the diagonal need an exponential per element.
 
-    Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk and head.
+    Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk
+          and head.
     """
     x, (nheads, headdim), blocks = inputs.x, inputs.x.shape[2:], _blocks("chunk_scan", inputs)
-    blocks["block_s"] = blocks["block_q" if INTERPRETED else "block_s"]  # the interpreter's time is by operations
+    # the interpreter's time is by operations
+    blocks["block_s"] = blocks["block_q" if INTERPRETED else "block_s"]
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
     chunks.launch(
-        _chunk_scan_kernel, chunks.total * nheads * tiles,
-        (CB, x, dt, dA_cumsum_log2, inputs.C, prev_states, inputs.D, inputs.z), (out,),
-        nheads, chunks.count, inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.C.shape[3], **_constants(blocks),
-    )  # fmt: skip
+        _chunk_scan_kernel,
+        chunks.total * nheads * tiles,
+        (CB, x, dt, dA_cumsum_log2, inputs.C, prev_states, inputs.D, inputs.z),
+        (out,),
+        nheads,
+        chunks.count,
+        inputs.heads_per_group,
+        HEADDIM=headdim,
+        DSTATE=inputs.C.shape[3],
+        **_constants(blocks),
+    )
     return out
 
 
@@ -409,28 +569,55 @@ def chunk_scan(
 
 
 def ssd_unfused(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, chunk_size: int = 256,
-    D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
-    precision: Precision = Precision(), batch_invariant: bool = False,  # noqa: ARG001, B008
-) -> SSDOutput:  # fmt: skip
-    """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of `ssd_fused`.
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    chunk_size: int = 256,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+    batch_invariant: bool = False,  # noqa: ARG001
+) -> SSDOutput:
+    """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of
+    `ssd_fused`.
 
-    chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.  batch_invariant: no effect, every
-    call is batch invariant.  Does not support torch.compile(fullgraph=True).
+    chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.
+    batch_invariant: no effect, every call is batch invariant.  Does not support
+    torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
+    ones.
     """
     inputs = SSDInputs(
-        x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
-        dt_limit=dt_limit, initial_states=initial_states, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        cu_seqlens=cu_seqlens,
+    )
     return run(inputs, precision)
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output in x's dtype, final states in fp32.  Raises UnsupportedError as `_refuse_unsupported` tells."""
+    """Output in x's dtype, final states in fp32.  Raises UnsupportedError as `_refuse_unsupported`
+    tells.
+    """
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
         return five_stages(inputs, precision)
@@ -447,7 +634,9 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     if inputs.state_every:
         step = inputs.state_every // chunks.size
-        final_states = torch.cat([prev_states[:, step::step].float(), final_states[:, None]], 1).flatten(0, 1)
+        final_states = torch.cat(
+            [prev_states[:, step::step].float(), final_states[:, None]], 1
+        ).flatten(0, 1)
     return SSDOutput(out, final_states)
 
 
@@ -464,21 +653,33 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
         variant="interpreter" if INTERPRETED else "portable",
         launches=5 if inputs.cu_seqlens is None else 6,
         config={"chunk_size": size}
-        | {f"{stage}.{key}": value for stage in UNFUSED for key, value in _blocks(stage, inputs).items()},
+        | {
+            f"{stage}.{key}": value
+            for stage in UNFUSED
+            for key, value in _blocks(stage, inputs).items()
+        },
         workspace_bytes=gate + precision.state_dtype.itemsize * states + max(4 * states, CB),
-        reason="five stages, one launch each" + ("" if inputs.cu_seqlens is None else ", and one for the chunk table"),
+        reason="five stages, one launch each"
+        + ("" if inputs.cu_seqlens is None else ", and one for the chunk table"),
     )
 
 
 def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
     headdim, dstate, chunk = inputs.x.shape[3], inputs.B.shape[3], inputs.power_of_two_chunk
     gate = inputs.z is not None
-    return unfused_blocks(stage, inputs.x.dtype, chunk=chunk, headdim=headdim, dstate=dstate, gate=gate)
+    return unfused_blocks(
+        stage, inputs.x.dtype, chunk=chunk, headdim=headdim, dstate=dstate, gate=gate
+    )
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
-    """Larger sizes, inputs that require a gradient, and, outside Triton's interpreter, tensors not on a GPU."""
-    for name, value, limit in (("headdim", inputs.x.shape[3], MAX_HEADDIM), ("dstate", inputs.B.shape[3], MAX_DSTATE)):
+    """Larger sizes, inputs that require a gradient, and, outside Triton's interpreter, tensors not
+    on a GPU.
+    """
+    for name, value, limit in (
+        ("headdim", inputs.x.shape[3], MAX_HEADDIM),
+        ("dstate", inputs.B.shape[3], MAX_DSTATE),
+    ):
         if value > limit:
             raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")
     refuse_gradient("unfused", vars(inputs).values())

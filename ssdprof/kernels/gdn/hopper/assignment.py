@@ -1,14 +1,16 @@
-"""Assignment of work to programs: a segment of a sequence and one head, or whole sequences one after the other.
+"""Assignment of work to programs: a segment of a sequence and one head, or whole sequences one
+after the other.
 
-A segment that does not begin its sequence needs the state that enters it.  A first pass over the chunks before it
-computes that state.  It begins at chunk c where the state S_c that enters c has a negligible effect on the state at the
-segment's first chunk f:
+A segment that does not begin its sequence needs the state that enters it.  A first pass over the
+chunks before it computes that state.  It begins at chunk c where the state S_c that enters c has a
+negligible effect on the state at the segment's first chunk f:
 
     |effect of S_c on the state at f|  <=  2^(sum of the bounds of chunks c .. f - 1) |S_c|
 
-The transition of a token is exp(g) (I - beta k k^T), and its 2-norm is at most exp(g) max(1, |1 - beta |k|^2|).  The
-bound of a chunk is the sum of the logarithms of these norms (`prep_kernel.py`).  For a head that forgets slowly,
-earlier launches compute the state that enters a segment (`parts.py`), or the first pass covers all chunks before it.
+The transition of a token is exp(g) (I - beta k k^T), and its 2-norm is at most exp(g) max(1, |1 -
+beta |k|^2|).  The bound of a chunk is the sum of the logarithms of these norms (`prep_kernel.py`).
+For a head that forgets slowly, earlier launches compute the state that enters a segment
+(`parts.py`), or the first pass covers all chunks before it.
 """
 
 from triton.experimental import gluon
@@ -18,13 +20,21 @@ from ssdprof.kernels._gluon import add, aggregate, chunks, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 
 BLOCK = gl.constexpr(256)  # bounds that one iteration reads
-FIRST_PASS_16THS = gl.constexpr(9)  # time of a first-pass chunk, in sixteenths of a second-pass chunk
+# time of a first-pass chunk, in sixteenths of a second-pass chunk
+FIRST_PASS_16THS = gl.constexpr(9)
 
 STAGES = {
-    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "chunk_at": "ticket", "sequence_at": "ticket",
-    "packed_slot": "ticket", "segment_of": "ticket", "first_segment_extra": "ticket", "boundary": "ticket",
+    "segments": "ticket",
+    "segment_at": "ticket",
+    "chunks": "ticket",
+    "chunk_at": "ticket",
+    "sequence_at": "ticket",
+    "packed_slot": "ticket",
+    "segment_of": "ticket",
+    "first_segment_extra": "ticket",
+    "boundary": "ticket",
     "first_pass_of": "ticket",
-}  # fmt: skip
+}
 
 
 @aggregate
@@ -49,7 +59,8 @@ class GDNSegment:
     back: gl.tensor  # chunks of the first pass, directly before `first`
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
-    row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
+    # row, among the states of slow heads, of the state that enters or that it computes; -1: none
+    row: gl.tensor
 
     segments, segment_at, chunks = segments, segment_at, chunks
 
@@ -61,7 +72,9 @@ class GDNSegment:
 
 @aggregate
 class Persistent:
-    """Whole sequences of equal length: every `programs`-th pair of a sequence and a head, heads fastest."""
+    """Whole sequences of equal length: every `programs`-th pair of a sequence and a head, heads
+    fastest.
+    """
 
     program: gl.tensor
     programs: gl.tensor
@@ -80,7 +93,9 @@ class Persistent:
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
         zero, head = gl.to_tensor(0), pair % self.HEADS
-        return GDNSegment(sequence, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
+        return GDNSegment(
+            sequence, head, zero, zero, self.nchunks, k >= 0, zero - 1
+        ), k * self.nchunks
 
     @gluon.jit
     def chunks(self):
@@ -94,7 +109,9 @@ class Persistent:
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
-    """Sequence i.  The slots of a packed sequence begin at begin // CHUNK + i, so that no two sequences overlap."""
+    """Sequence i.  The slots of a packed sequence begin at begin // CHUNK + i, so that no two
+    sequences overlap.
+    """
     if cu_seqlens_ptr is None:
         return Sequence(i, gl.to_tensor(0), seqlen, i, gl.to_tensor(0), i * gl.cdiv(seqlen, CHUNK))
     else:
@@ -117,12 +134,14 @@ def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
 
 @gluon.jit
 def segment_of(
-    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, truncation_log2, warmup_lengths_ptr,
-    S: gl.constexpr,
+    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, truncation_log2,
+    warmup_lengths_ptr, S: gl.constexpr,
 ):  # fmt: skip
-    """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then segments of K chunks.
+    """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then
+    segments of K chunks.
 
-    With FIRST_SEGMENT_EXTRA, segments have K chunks on average, and the first one is longer (`first_segment_extra`).
+    With FIRST_SEGMENT_EXTRA, segments have K chunks on average, and the first one is longer
+    (`first_segment_extra`).
     bounds: None if segments are whole sequences
     warmup_lengths: of first passes from `parts.py`, or None
     """
@@ -154,7 +173,8 @@ def segment_of(
 
 @gluon.jit
 def first_segment_extra(bounds_ptr, last, truncation_log2):
-    """Chunks by which a head's first segment is longer than the others, because it has no first pass.
+    """Chunks by which a head's first segment is longer than the others, because it has no first
+    pass.
 
     This is the cost of the last segment's first pass, if that segment begins at chunk `last`.
     """
@@ -169,7 +189,9 @@ def boundary(s, count, extra, length):
 
 @gluon.jit
 def first_pass_of(bounds_ptr, first, truncation_log2):
-    """Chunks of the first pass of a segment that begins at chunk `first`: until the bounds' sum is truncation_log2."""
+    """Chunks of the first pass of a segment that begins at chunk `first`: until the bounds' sum is
+    truncation_log2.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, BLOCK, layout)
     seen, left = gl.to_tensor(0), gl.to_tensor(0.0)

@@ -18,13 +18,15 @@ from ssdprof.kernels.tensors import unreadable
 
 # Times are in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass
-WORTH_EXTRA = 8  # least chunks of a segment for `first_segment_extra`: computing the extra takes half a chunk's time
+# least chunks of a segment for `first_segment_extra`: computing the extra takes half a chunk's time
+WORTH_EXTRA = 8
 START = 3.0  # time to start and end a program
 REACH = 10  # chunks of a first pass with gates as models are initialised
 MOST_WAVES = 3  # programs that run on an SM one after the other
-WORTH_WAVES = 0.96  # more than one wave only below this share of the time of one: more segments, more first passes
-# Slow heads are computed in parts if more chunks than this precede the last segment.  This takes two more launches,
-# whatever the gates.
+# more than one wave only below this share of the time of one: more segments, more first passes
+WORTH_WAVES = 0.96
+# Slow heads are computed in parts if more chunks than this precede the last segment.  This takes
+# two more launches, whatever the gates.
 WORTH_PARTS = 64
 MOST_PARTS_OF_SEGMENT, MOST_PARTS = 8, 2048  # MOST_PARTS: of all rows, 256 MiB
 # Microseconds on an H200: a chunk of a part, a part, both launches, a step of the second one
@@ -38,18 +40,22 @@ NEVER = 1 << 30
 @dataclass(frozen=True, kw_only=True)
 class GDNHopperConfig:
     """segment: chunks of 64 positions in one program's segment of one head
-    persistent_programs: number of programs that each process several whole sequences; 0: one program per segment
-    truncation_log2: log2 of the share of a state that a first pass may neglect where it begins; -inf: none
-    first_segment_extra: the first segment of a sequence has no first pass, and is longer than the others by the cost of
-        theirs, which the device computes for each head; `segment` is then the mean length
-    transition_parts: equal parts of a segment, for heads whose first pass would be longer than longest_first_pass; in
-        heads that forget that slowly before the last segment, all segments after more than least_first_pass chunks have
-        parts
-        (`parts.py`); 0: first passes may have any length
+    persistent_programs: number of programs that each process several whole sequences; 0: one
+    program per segment
+    truncation_log2: log2 of the share of a state that a first pass may neglect where it begins;
+    -inf: none
+    first_segment_extra: the first segment of a sequence has no first pass, and is longer than the
+        others by the cost of theirs, which the device computes for each head; `segment` is then the
+        mean length
+    transition_parts: equal parts of a segment, for heads whose first pass would be longer than
+        longest_first_pass; in heads that forget that slowly before the last segment, all segments
+        after more than least_first_pass chunks have parts (`parts.py`); 0: first passes may have
+        any length
     transition_programs: number of programs that compute those parts
     fused_inverse: the main launch also inverts the chunks, for segments that are whole sequences
     key_ring, ring: slots of the rings of k and of vectors, and of the other rings
-    state_registers, other_registers: registers per thread of the role `states`, and of gates, loads and stores
+    state_registers, other_registers: registers per thread of the role `states`, and of gates, loads
+    and stores
     """
 
     segment: int
@@ -71,8 +77,9 @@ class GDNHopperConfig:
     def choose(cls, inputs: GDNInputs, sm_count: int, *, batch_invariant: bool) -> GDNHopperConfig:
         """Choose by the length and number of sequences, the number of heads and the GPU.
 
-        With `batch_invariant`, choose as for one sequence, so that a sequence's result is bitwise the same in any
-        batch.  Packed sequences are then not cut, because the host does not know their lengths.
+        With `batch_invariant`, choose as for one sequence, so that a sequence's result is bitwise
+        the same in any batch.  Packed sequences are then not cut, because the host does not know
+        their lengths.
         """
         nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
@@ -82,13 +89,21 @@ class GDNHopperConfig:
         found = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
         if found.shares:
             reason = f"whole sequences for {sm_count} programs"
-            return _of_whole_sequences(cls(segment=nchunks, persistent_programs=sm_count, reason=reason), inputs)
+            return _of_whole_sequences(
+                cls(segment=nchunks, persistent_programs=sm_count, reason=reason), inputs
+            )
         programs = pairs * found.count(nchunks)
-        reason = f"least estimated time: {programs} programs of {found.segment} chunks on {sm_count} SMs"
+        reason = (
+            f"least estimated time: {programs} programs of {found.segment} chunks on {sm_count} SMs"
+        )
         config = cls(segment=found.segment, reason=reason)
         if not batch_invariant:  # parts depend on the number of rows, and that on the batch
             config = _with_parts(config, inputs, nchunks, sm_count)
-        extra = WORTH_EXTRA <= config.segment < nchunks and not config.transition_parts and inputs.cu_seqlens is None
+        extra = (
+            WORTH_EXTRA <= config.segment < nchunks
+            and not config.transition_parts
+            and inputs.cu_seqlens is None
+        )
         return replace(config, first_segment_extra=extra)
 
 
@@ -106,16 +121,23 @@ def _estimated_time(one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
 
 
 def _of_whole_sequences(config: GDNHopperConfig, inputs: GDNInputs) -> GDNHopperConfig:
-    """One launch, unless the call normalises keys.  It is 3 % faster on an H200; other register counts are slower."""
+    """One launch, unless the call normalises keys.  It is 3 % faster on an H200; other register
+    counts are slower.
+    """
     if inputs.cu_seqlens is not None:
-        config = replace(config, persistent_programs=0, reason="packed: a program for each sequence and head")
+        config = replace(
+            config, persistent_programs=0, reason="packed: a program for each sequence and head"
+        )
     if inputs.use_qk_l2norm:
         return config
     one_launch = dict(fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
-    return replace(config, **one_launch, reason=config.reason + ", one launch")  # type: ignore[arg-type]
+    reason = config.reason + ", one launch"
+    return replace(config, **one_launch, reason=reason)  # type: ignore[arg-type]
 
 
-def _with_parts(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> GDNHopperConfig:
+def _with_parts(
+    config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int
+) -> GDNHopperConfig:
     """For long sequences, divide segments into parts, and round the segment up to whole parts."""
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
@@ -129,19 +151,28 @@ def _with_parts(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_cou
         each = ceil_div(config.segment, parts) * PART_CHUNK + PART_START
         return rounds * each + PART_LAUNCHES + boundaries * parts * PART_STEP
 
-    parts = min((1 << k for k in range(max(most, 1).bit_length())), key=lambda parts: 3 * time(parts) + time(parts, 4))
+    parts = min(
+        (1 << k for k in range(max(most, 1).bit_length())),
+        key=lambda parts: 3 * time(parts) + time(parts, 4),
+    )
     segment = parts * ceil_div(config.segment, parts)
     longest, least = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS), NEVER
     if segment <= longest:  # the whole past of the second segment is a short first pass
         longest, least = SHORT_SEGMENTS_FIRST_PASS, 3 * segment // 4
     return replace(
-        config, segment=segment, transition_parts=parts, longest_first_pass=longest, least_first_pass=least,
+        config,
+        segment=segment,
+        transition_parts=parts,
+        longest_first_pass=longest,
+        least_first_pass=least,
         transition_programs=sm_count,
-    )  # fmt: skip
+    )
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
-    """Segments of all heads that do not begin their sequence; an upper bound for packed sequences."""
+    """Segments of all heads that do not begin their sequence; an upper bound for packed
+    sequences.
+    """
     segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
@@ -149,11 +180,17 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
 def shared_bytes(key_ring: int, ring: int) -> int:
     """Shared memory of one program of the second kernel, without its barriers."""
     wide, square = 2 * CHUNK.value * DIM.value, 2 * CHUNK.value * CHUNK.value
-    return int(key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide)
+    return int(
+        key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value)
+        + ring * (2 * wide + 2 * square)
+        + wide
+    )
 
 
 def slot_count(inputs: GDNInputs) -> int:
-    """Chunks of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
+    """Chunks of all sequences; an upper bound for packed sequences, whose lengths are on the
+    device.
+    """
     batch, seqlen = inputs.v.shape[:2]
     if inputs.cu_seqlens is None:
         return int(batch * ceil_div(seqlen, CHUNK.value))
@@ -171,7 +208,9 @@ def unsupported(inputs: GDNInputs) -> Reasons:
 
 @first_reason
 def unsupported_otherwise(inputs: GDNInputs) -> Reasons:
-    """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it does."""
+    """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it
+    does.
+    """
     q, k, v = inputs.q, inputs.k, inputs.v
     yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
     yield q.dtype == torch.float32, "fp32 inputs"

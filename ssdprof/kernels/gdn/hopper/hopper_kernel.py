@@ -1,16 +1,21 @@
-"""Gated delta rule for Hopper, after `prep_kernel.py`, with warp roles, TMA copies and states in registers.
+"""Gated delta rule for Hopper, after `prep_kernel.py`, with warp roles, TMA copies and states in
+registers.
 
-A program owns a segment of a sequence and one value head.  If the segment does not begin its sequence, a first pass
-over chunks before it computes the state that enters it (`assignment.py`).  For a head that forgets slowly, two earlier
-launches compute that state instead (`parts.py`).  No program waits for another.  The warps of a program have roles
-(`rings.py`): `states` updates the state chunk by chunk, and `scores` computes its factors from the chunk's inverse.
+A program owns a segment of a sequence and one value head.  If the segment does not begin its
+sequence, a first pass over chunks before it computes the state that enters it (`assignment.py`).
+For a head that forgets slowly, two earlier launches compute that state instead (`parts.py`).  No
+program waits for another.  The warps of a program have roles
+(`rings.py`): `states` updates the state chunk by chunk, and `scores` computes its factors from the
+chunk's inverse.
 
-In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
-      inverse, decays, bounds, norms: from `prep_kernel.py` | entering: `_combine_kernel` | warmup_lengths: `parts.py`
+In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens
+      (sequences + 1) inverse, decays, bounds, norms: from `prep_kernel.py` | entering:
+      `_combine_kernel` | warmup_lengths: `parts.py`
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
-Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per SM, which processes
-      several whole sequences
-Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.  The reason for this
+Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per
+      SM, which processes several whole sequences
+Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
+        The reason for this
 form of the products: docs/gdn-performance.md.
 """
 
@@ -28,7 +33,12 @@ from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.hopper.ring import CHUNK
 
-STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup", "as_tensors": "setup"}
+STAGES = {
+    "_hopper_kernel": "setup",
+    "_parts_kernel": "setup",
+    "run_roles": "setup",
+    "as_tensors": "setup",
+}
 
 
 @aggregate
@@ -44,7 +54,8 @@ class GDNEnv:
     decays_ptr: gl.tensor | gl.constexpr
     norms_ptr: gl.tensor | gl.constexpr
     scale: gl.tensor | gl.constexpr  # None without such a launch: then it is in `gates`
-    descs: gl.tuple  # of q, k, v, the inverse if there is one, out; of k, v and the inverse for parts
+    # of q, k, v, the inverse if there is one, out; of k, v and the inverse for parts
+    descs: gl.tuple
     gates: gl.tuple | gl.constexpr  # pointers to g and beta, their strides, scale
     S: gl.constexpr  # compile-time arguments
 
@@ -62,21 +73,29 @@ def run_roles(env):
     if env.inversion is None:
         gl.warp_specialize(
             [
-                (states, (env, 0)), (states, (env, 1)), (scores, (env,)), (gates, (env,)), (loads, (env,)),
+                (states, (env, 0)),
+                (states, (env, 1)),
+                (scores, (env,)),
+                (gates, (env,)),
+                (loads, (env,)),
                 (stores, (env,)),
             ],
             [4, 4, 2, 1, 1],
             [STATES, SCORES, OTHERS, OTHERS, OTHERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (states, (env, 0)), (states, (env, 1)), (scores_and_lower, (env,)), (inverses, (env,)),
-                (copies, (env,)), (gates_of_inputs, (env,)),
+                (states, (env, 0)),
+                (states, (env, 1)),
+                (scores_and_lower, (env,)),
+                (inverses, (env,)),
+                (copies, (env,)),
+                (gates_of_inputs, (env,)),
             ],
             [4, 4, 2, 1, 1],
             [STATES, SCORES, OTHERS, OTHERS, OTHERS],
-        )  # fmt: skip
+        )
 
 
 @gluon.jit
@@ -88,26 +107,48 @@ def as_tensors(strides):
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, strides, scale, truncation_log2, seqlen, sequences, slots, K,
-    S: gl.constexpr,
+    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, strides, scale, truncation_log2, seqlen,
+    sequences, slots, K, S: gl.constexpr,
 ):  # fmt: skip
     """strides: of g, beta, cu_seqlens."""
     (
-        initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr, bounds_ptr, norms_ptr,
-        g_ptr, beta_ptr,
-    ) = tensors  # fmt: skip
+        initial_ptr,
+        cu_seqlens_ptr,
+        entering_ptr,
+        warmup_lengths_ptr,
+        final_ptr,
+        decays_ptr,
+        bounds_ptr,
+        norms_ptr,
+        g_ptr,
+        beta_ptr,
+    ) = tensors
     rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, True)
     exists = True
     if S.PERSISTENT:
         work = Persistent(
-            gl.program_id(0), gl.num_programs(0), sequences * S.HEADS, seqlen, gl.cdiv(seqlen, CHUNK), S.HEADS
-        )  # fmt: skip
+            gl.program_id(0),
+            gl.num_programs(0),
+            sequences * S.HEADS,
+            seqlen,
+            gl.cdiv(seqlen, CHUNK),
+            S.HEADS,
+        )
     else:
         work, exists = segment_of(
-            gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, strides[2][0], bounds_ptr, slots, K, truncation_log2,
-            warmup_lengths_ptr, S,
-        )  # fmt: skip
+            gl.program_id(0),
+            seqlen,
+            sequences,
+            cu_seqlens_ptr,
+            strides[2][0],
+            bounds_ptr,
+            slots,
+            K,
+            truncation_log2,
+            warmup_lengths_ptr,
+            S,
+        )
     role_barrier()
     if not exists:
         pass
@@ -116,38 +157,93 @@ def _hopper_kernel(
         role_barrier()
         inputs = (g_ptr, beta_ptr, as_tensors(strides[0]), as_tensors(strides[1]), scale)
         env = GDNEnv(
-            rings, work, initial_ptr, None, (final_ptr,), inversion, None, None, None,
-            (q_desc, k_desc, v_desc, out_desc), inputs, S,
-        )  # fmt: skip
+            rings,
+            work,
+            initial_ptr,
+            None,
+            (final_ptr,),
+            inversion,
+            None,
+            None,
+            None,
+            (q_desc, k_desc, v_desc, out_desc),
+            inputs,
+            S,
+        )
         run_roles(env)
     else:
         env = GDNEnv(
-            rings, work, initial_ptr, entering_ptr, (final_ptr,), None, decays_ptr, norms_ptr, scale,
-            (q_desc, k_desc, v_desc, A_desc, out_desc), None, S,
-        )  # fmt: skip
+            rings,
+            work,
+            initial_ptr,
+            entering_ptr,
+            (final_ptr,),
+            None,
+            decays_ptr,
+            norms_ptr,
+            scale,
+            (q_desc, k_desc, v_desc, A_desc, out_desc),
+            None,
+            S,
+        )
         run_roles(env)
 
 
 @gluon.jit(do_not_specialize=["rows", "limit", "least", "seqlen", "sequences", "slots", "K"])
 def _parts_kernel(
-    k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots, K, rows, limit,
-    least, S: gl.constexpr,
+    k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots,
+    K, rows, limit, least, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of `parts.py`, and lengths of first passes (rows).  A program computes several parts."""
-    cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
+    """Computes the parts of `parts.py`, and lengths of first passes (rows).  A program computes
+    several parts.
+    """
+    cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
+        tensors
+    )
     rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
-        gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
-        slots, K, limit, least, truncation_log2, warmup_lengths_ptr, S.HEADS, S.ROWS, S.PARTS, S.MOST,
-    )  # fmt: skip
+        gl.program_id(0),
+        gl.num_programs(0),
+        rows,
+        seqlen,
+        sequences,
+        cu_seqlens_ptr,
+        cu_strides[0],
+        bounds_ptr,
+        slots,
+        K,
+        limit,
+        least,
+        truncation_log2,
+        warmup_lengths_ptr,
+        S.HEADS,
+        S.ROWS,
+        S.PARTS,
+        S.MOST,
+    )
     if work.count > 0:
         env = GDNEnv(
-            rings, work, None, None, (parts_ptr, moves_ptr), None, decays_ptr, norms_ptr, scale,
-            (k_desc, v_desc, A_desc), None, S,
-        )  # fmt: skip
+            rings,
+            work,
+            None,
+            None,
+            (parts_ptr, moves_ptr),
+            None,
+            decays_ptr,
+            norms_ptr,
+            scale,
+            (k_desc, v_desc, A_desc),
+            None,
+            S,
+        )
         gl.warp_specialize(
-            [(part_states, (env, 0)), (part_states, (env, 1)), (part_gates, (env,)), (part_loads, (env,))],
+            [
+                (part_states, (env, 0)),
+                (part_states, (env, 1)),
+                (part_gates, (env,)),
+                (part_loads, (env,)),
+            ],
             [4, 2, 1],
             [S.STATE_REGISTERS, S.OTHER_REGISTERS, S.OTHER_REGISTERS],
         )

@@ -1,17 +1,18 @@
 """Inverts the unit lower triangular matrices I + L of a chunk, for one or two heads.
 
-The diagonal blocks of 16 x 16 are inverted by substitution in fp32.  Each thread computes one column, so that a block
-uses half a warp, and two heads need as many instructions as one.  The rest is computed by rows of blocks, transposed,
-with fp16 operands and fp32 sums:
+The diagonal blocks of 16 x 16 are inverted by substitution in fp32.  Each thread computes one
+column, so that a block uses half a warp, and two heads need as many instructions as one.  The rest
+is computed by rows of blocks, transposed, with fp16 operands and fp32 sums:
 
-    A_i^T = (E_i^T - sum_{j < i} A_j^T L_ij^T) D_i^T,      D_i = (I + L_ii)^-1,  E_i the block row i of the identity
+    A_i^T = (E_i^T - sum_{j < i} A_j^T L_ij^T) D_i^T,      D_i = (I + L_ii)^-1,  E_i the block row i
+    of the identity
 
-fp16 has three more bits of precision than bf16, and entries of A are at most 2 for unit keys and beta up to 2.  Powers
-of L, which may be large, are never formed.
+fp16 has three more bits of precision than bf16, and entries of A are at most 2 for unit keys and
+beta up to 2.  Powers of L, which may be large, are never formed.
 
-In calls without a launch of `prep_kernel.py`, the role `inverses` computes A = (I + L)^-1 as that kernel stores it,
-while `role_scores.py` computes L of the next chunk.  `Inversion` is the shared memory of these two roles, `rings.py`
-that of all roles.
+In calls without a launch of `prep_kernel.py`, the role `inverses` computes A = (I + L)^-1 as that
+kernel stores it, while `role_scores.py` computes L of the next chunk.  `Inversion` is the shared
+memory of these two roles, `rings.py` that of all roles.
 """
 
 from triton.experimental import gluon
@@ -29,17 +30,26 @@ HALF = gl.constexpr(32)  # columns of the inverse per step of the role: 16 for e
 in_blocks = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]],
+        [],
         [4, 16, 4, 16],
     )
-)  # fmt: skip
-of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # layout (block, row, column) of the diagonal blocks
+)
+# layout (block, row, column) of the diagonal blocks
+of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))
 
 STAGES = {
-    "allocate_scratch": "solve_tril", "diagonal_blocks": "solve_tril", "store_lower": "solve_tril",
-    "inverse_of_blocks": "solve_tril", "block_row": "solve_tril", "invert_blocks": "solve_tril",
-    "side_by_side": "solve_tril", "begin_inversion": "setup", "inverses": "solve_tril",
-}  # fmt: skip
+    "allocate_scratch": "solve_tril",
+    "diagonal_blocks": "solve_tril",
+    "store_lower": "solve_tril",
+    "inverse_of_blocks": "solve_tril",
+    "block_row": "solve_tril",
+    "invert_blocks": "solve_tril",
+    "side_by_side": "solve_tril",
+    "begin_inversion": "setup",
+    "inverses": "solve_tril",
+}
 WAITS = {"lowers": "waiting.inverse", "inverses": "ahead"}
 
 
@@ -51,20 +61,30 @@ def narrow(warps):
 
 @gluon.constexpr_function
 def by_column(heads, warps):
-    """Layout (head, block, column, row) for one or two heads: a thread holds a column, half a warp holds a block."""
-    half, *whole = [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]] if warps >= 4 else [[0, 1, 0, 0], [0, 2, 0, 0]]
+    """Layout (head, block, column, row) for one or two heads: a thread holds a column, half a warp
+    holds a block.
+    """
+    half, *whole = (
+        [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]]
+        if warps >= 4
+        else [[0, 1, 0, 0], [0, 2, 0, 0]]
+    )
     whole += [[0, 0, 0, 0]] * (warps == 8)  # the second half of the warps computes the same
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half], whole, [], [heads, 4, 16, 16],
-    )  # fmt: skip
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half],
+        whole,
+        [],
+        [heads, 4, 16, 16],
+    )
 
 
 @aggregate
 class Scratch:
     lower: gl.shared_memory_descriptor  # (head, i, j) fp16: L
     diagonal: gl.shared_memory_descriptor  # (head, j * BLOCKS + block, i) fp32: L_ii, transposed
-    inverted: gl.shared_memory_descriptor  # (head * CHUNK + block * BLOCK + j, i) fp16: D_i, transposed
+    # (head * CHUNK + block * BLOCK + j, i) fp16: D_i, transposed
+    inverted: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -91,7 +111,8 @@ def diagonal_blocks(matrix):
 
 @gluon.jit
 def store_lower(product, blocks, beta, lower, diagonal):
-    """Store L_ij = beta_i product_ij of a head, and its diagonal blocks.  blocks: the diagonal blocks of `product`.
+    """Store L_ij = beta_i product_ij of a head, and its diagonal blocks.  blocks: the diagonal
+    blocks of `product`.
 
     Entries on and above the diagonal are not masked, because nothing reads them.
     """
@@ -103,10 +124,16 @@ def store_lower(product, blocks, beta, lower, diagonal):
 
 @gluon.jit
 def inverse_of_blocks(diagonal, HEADS: gl.constexpr):
-    """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j minus the contribution of rows above."""
+    """D_i (head, block, j, i), by forward substitution: column j of D_i is e_j minus the
+    contribution of rows above.
+    """
     layout: gl.constexpr = by_column(HEADS, gl.num_warps())
-    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[None, None, :, None]
-    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, None, None, :]
+    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))[
+        None, None, :, None
+    ]
+    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[
+        None, None, None, :
+    ]
     zero = gl.full([HEADS, BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, layout)
     D, _ = gl.broadcast(gl.where(o_j == o_i, 1.0, 0.0), zero)
     for m in gl.static_range(BLOCK - 1):
@@ -136,7 +163,10 @@ def block_row(
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
-    o_j, o_i = gl.arange(0, COLUMNS, gl.SliceLayout(1, layout)), gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    o_j, o_i = (
+        gl.arange(0, COLUMNS, gl.SliceLayout(1, layout)),
+        gl.arange(0, BLOCK, gl.SliceLayout(0, layout)),
+    )
     zero = gl.full([COLUMNS, BLOCK], 0.0, gl.float32, layout)
     known = zero
     for j in gl.static_range(BEGIN, i):
@@ -157,7 +187,9 @@ def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
 
 @gluon.jit
 def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
-    """Join the four blocks of 16 columns of a head into one tile.  Four stores would each wait for the previous one."""
+    """Join the four blocks of 16 columns of a head into one tile.  Four stores would each wait for
+    the previous one.
+    """
     first = gl.join(blocks[head], blocks[HEADS + head])
     second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])
     return gl.join(first, second).permute((0, 3, 2, 1)).reshape([first.shape[0], CHUNK])
@@ -171,7 +203,8 @@ class Inversion:
     """Shared memory for the inversion."""
 
     lowers: Ring  # (i, j) fp16: L
-    diagonals: gl.shared_memory_descriptor  # (slots of lowers, 1, j * BLOCKS + block, i) fp32: L_ii, transposed
+    # (slots of lowers, 1, j * BLOCKS + block, i) fp32: L_ii, transposed
+    diagonals: gl.shared_memory_descriptor
     inverted: gl.shared_memory_descriptor  # (block * BLOCK + j, i) fp16: D_i, transposed
 
     @gluon.jit
@@ -210,7 +243,9 @@ def inverses(env):
             for _ in gl.static_range(2 * half):  # above the diagonal
                 scaled += (gl.full([HALF, BLOCK], 0.0, dtype, layout),)
             for i in gl.static_range(2 * half, BLOCKS):
-                row = block_row(i, 0, 1, rows, inversion.lowers.tile(n), inversion.inverted, 2 * half, HALF)
+                row = block_row(
+                    i, 0, 1, rows, inversion.lowers.tile(n), inversion.inverted, 2 * half, HALF
+                )
                 rows += (gl.convert_layout(row.to(gl.float16), left),)
                 scaled += ((row * betas[:, None]).to(dtype),)
             rings.inverses.tile(n).slice(HALF * half, HALF).store(side_by_side(0, 1, scaled))

@@ -23,36 +23,44 @@ from ssdprof.kernels.tensors import Described, Part, places, row_stride, rows, s
 AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 PARTS_RING = 3  # slots of the rings of `parts.py`
 PARTS_REGISTERS = 240  # of a role of two matrices
-WIDE = 16  # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
+# most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
+WIDE = 16
 
-Begun = tuple[dict[str, Part | None], tuple[Any, Any, Any]]  # the workspace; descriptors of q, k and the inverses
+# the workspace; descriptors of q, k and the inverses
+Begun = tuple[dict[str, Part | None], tuple[Any, Any, Any]]
 
 
 def workspace(
     inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False
 ) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
-    """Bytes and places of the tensors that one launch writes for another; None if a call has no such launch.
+    """Bytes and places of the tensors that one launch writes for another; None if a call has no
+    such launch.
 
-    `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
-        norms (slots, H, 2, 64) fp32, if it normalises q and k
-    `parts.py`: backs (rows) int32 | parts (rows, parts, V, K) fp32 | moves (rows, parts, 2, K, K) bf16
+    `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 |
+        bounds (HV, slots) fp32 norms (slots, H, 2, 64) fp32, if it normalises q and k
+    `parts.py`: backs (rows) int32 | parts (rows, parts, V, K) fp32 | moves (rows, parts, 2, K, K)
+    bf16
     `_combine_kernel`: entering (rows, V, K) fp32
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
     single, chunk, dim = torch.float32, CHUNK.value, DIM.value
     slots, heads, count = slot_count(inputs), inputs.v.shape[2], config.transition_parts
     first, slow = not config.fused_inverse, row_count(inputs, config.segment) if count else 0
-    return places({
-        "inverse": (inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
-        "decays": (single, slots, heads, chunk) if first else None,
-        "bounds": (single, heads, slots) if first else None,
-        "norms": (single, slots, inputs.q.shape[2], 2, chunk) if first and inputs.use_qk_l2norm else None,
-        "backs": (torch.int32, slow) if slow else None,
-        "parts": (single, slow, count, dim, dim) if slow else None,
-        "moves": (torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
-        "entering": (single, slow, dim, dim) if slow else None,
-        "padded": (single, inputs.sequences, heads, dim, dim) if padded else None,
-    })  # fmt: skip
+    return places(
+        {
+            "inverse": (inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
+            "decays": (single, slots, heads, chunk) if first else None,
+            "bounds": (single, heads, slots) if first else None,
+            "norms": (single, slots, inputs.q.shape[2], 2, chunk)
+            if first and inputs.use_qk_l2norm
+            else None,
+            "backs": (torch.int32, slow) if slow else None,
+            "parts": (single, slow, count, dim, dim) if slow else None,
+            "moves": (torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
+            "entering": (single, slow, dim, dim) if slow else None,
+            "padded": (single, inputs.sequences, heads, dim, dim) if padded else None,
+        }
+    )
 
 
 def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
@@ -61,16 +69,26 @@ def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
-def hopper_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> PreparedLaunch:
-    index, (begin, finish) = inputs.q.get_device(), launches(inputs, config, state_v_first=state_v_first)
-    shape, strides = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+def hopper_launch(
+    inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False
+) -> PreparedLaunch:
+    index, (begin, finish) = (
+        inputs.q.get_device(),
+        launches(inputs, config, state_v_first=state_v_first),
+    )
+    shape, strides = (
+        inputs.states_shape,
+        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
+    )
 
     def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             begun = begin(inputs)
             # the host does the rest while the GPU runs the first launch
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(shape, strides, dtype=torch.float32, device=inputs.q.device)
+            final_states = torch.empty_strided(
+                shape, strides, dtype=torch.float32, device=inputs.q.device
+            )
             finish(begun, inputs, out, final_states)
         return GDNOutput(out, final_states)
 
@@ -80,20 +98,26 @@ def hopper_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: 
 def launches(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool, padded: bool = False
 ) -> tuple[Callable[[GDNInputs], Begun], Callable[..., None]]:
-    """Two halves of a call, which keep no tensors; the current device must be that of the inputs in both.
+    """Two halves of a call, which keep no tensors; the current device must be that of the inputs in
+    both.
 
-    begin: allocates the workspace, and launches the kernel that inverts the chunks, unless the last launch inverts
-        them.  finish: launches the others; its arguments: what `begin` returned, inputs, out, final states.
+    begin: allocates the workspace, and launches the kernel that inverts the chunks, unless the last
+        launch inverts them.  finish: launches the others; its arguments: what `begin` returned,
+        inputs, out, final states.
     padded: final states are written to the workspace with K = V = 128.
     """
     seqlen, key_heads = inputs.q.shape[1:3]
     heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
     slots, device = slot_count(inputs), inputs.q.device
     nbytes, own = workspace(inputs, config, padded=padded)
-    q_tiles, k_tiles, v_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
+    q_tiles, k_tiles, v_tiles = (
+        _tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v)
+    )
     row = heads * inputs.v.shape[3]
     out_tiles = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
-    inverse_rows = rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
+    inverse_rows = rows(
+        inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value)
+    )
     # value heads per program of the first kernel
     at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
     if config.persistent_programs:
@@ -103,7 +127,9 @@ def launches(
         programs = segments * inputs.sequences * heads
     sizes = (seqlen, inputs.sequences, slots)
     cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
-    gate_strides = tuple((gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta))
+    gate_strides = tuple(
+        (gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta)
+    )
     prep = Launcher(
         _prep_kernel,
         (*gate_strides, cu_strides, *sizes),
@@ -111,37 +137,72 @@ def launches(
         | dict(num_warps=4, maxnreg=96),  # five programs per SM
     )
     initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-    final = state_strides(heads, *((DIM.value,) * 2 if padded else inputs.states_shape[2:]), v_first=state_v_first)
+    final = state_strides(
+        heads, *((DIM.value,) * 2 if padded else inputs.states_shape[2:]), v_first=state_v_first
+    )
     options: dict[str, Any] = dict(  # GROUP: value heads per key head
-        KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
-        PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
-        STATE_STRIDES=(*initial, *final), KEY_DEPTH=config.key_ring, DEPTH=config.ring,
-        STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=4,
-    )  # fmt: skip
+        KEY_HEADS=key_heads,
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        PACKED=packed,
+        PERSISTENT=config.persistent_programs > 0,
+        FIRST_SEGMENT_EXTRA=config.first_segment_extra,
+        STATE_STRIDES=(*initial, *final),
+        KEY_DEPTH=config.key_ring,
+        DEPTH=config.ring,
+        STATE_REGISTERS=config.state_registers,
+        OTHER_REGISTERS=config.other_registers,
+        num_warps=4,
+    )
     scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
     main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
     enter = _entering(inputs, config, (cu_strides, *scalars), options)
 
     def begin(inputs: GDNInputs) -> Begun:
         memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device) if nbytes else None
-        parts = {name: None if place is None else Part(memory, *place) for name, place in own.items()}
+        parts = {
+            name: None if place is None else Part(memory, *place) for name, place in own.items()
+        }
         q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), None
         if parts["inverse"] is not None:
             inverse = inverse_rows(parts["inverse"])
             gates = parts["decays"], parts["bounds"], parts["norms"]
-            prep(slots * heads // at_once, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
+            prep(
+                slots * heads // at_once,
+                k,
+                q,
+                inverse,
+                inputs.g,
+                inputs.beta,
+                inputs.cu_seqlens,
+                *gates,
+            )
         return parts, (q, k, inverse)
 
-    def finish(begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
+    def finish(
+        begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
+    ) -> None:
         parts, (q, k, inverse) = begun
         v, gates = v_tiles(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
         if enter is not None:
             enter(parts, k, v, inverse, inputs, gates)
         g, beta = (inputs.g, inputs.beta) if config.fused_inverse else (None, None)
         main(
-            programs, q, k, v, inverse, out_tiles(out), inputs.initial_state, inputs.cu_seqlens, parts["entering"],
-            parts["backs"], final_states, *gates, g, beta,
-        )  # fmt: skip
+            programs,
+            q,
+            k,
+            v,
+            inverse,
+            out_tiles(out),
+            inputs.initial_state,
+            inputs.cu_seqlens,
+            parts["entering"],
+            parts["backs"],
+            final_states,
+            *gates,
+            g,
+            beta,
+        )
 
     return begin, finish
 
@@ -149,7 +210,9 @@ def launches(
 def _entering(
     inputs: GDNInputs, config: GDNHopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
 ) -> Callable[..., None] | None:
-    """The launches that compute the states entering segments of slow heads; None without such segments."""
+    """The launches that compute the states entering segments of slow heads; None without such
+    segments.
+    """
     count = row_count(inputs, config.segment) if config.transition_parts else 0
     if not count:
         return None
@@ -157,22 +220,32 @@ def _entering(
     boundaries, programs = count // pairs, min(config.transition_programs, tasks)
     block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
     parts_options = options | dict(
-        ROWS=max(LEAST_ROWS, next_power_of_2(count)), PARTS=config.transition_parts,
-        MOST=next_power_of_2(ceil_div(tasks, programs)), KEY_DEPTH=PARTS_RING, DEPTH=PARTS_RING,
+        ROWS=max(LEAST_ROWS, next_power_of_2(count)),
+        PARTS=config.transition_parts,
+        MOST=next_power_of_2(ceil_div(tasks, programs)),
+        KEY_DEPTH=PARTS_RING,
+        DEPTH=PARTS_RING,
         STATE_REGISTERS=PARTS_REGISTERS,
-    )  # fmt: skip
+    )
     limits = config.longest_first_pass, config.least_first_pass
     make = Launcher(_parts_kernel, (*scalars, count, *limits), parts_options)
     combine = Launcher(
         _combine_kernel,
         (options["STATE_STRIDES"][:4], pairs, boundaries, config.segment),
         dict(
-            HEADS=inputs.v.shape[2], PARTS=config.transition_parts, BOUNDARIES=next_power_of_2(boundaries),
-            DIM=DIM.value, BLOCK_V=block_v, AHEAD=AHEAD, num_warps=warps,
+            HEADS=inputs.v.shape[2],
+            PARTS=config.transition_parts,
+            BOUNDARIES=next_power_of_2(boundaries),
+            DIM=DIM.value,
+            BLOCK_V=block_v,
+            AHEAD=AHEAD,
+            num_warps=warps,
         ),
-    )  # fmt: skip
+    )
 
-    def enter(parts: dict[str, Part | None], k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: Any) -> None:
+    def enter(
+        parts: dict[str, Part | None], k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: Any
+    ) -> None:
         made = parts["parts"], parts["moves"], parts["backs"]
         make(programs, k, v, inverse, inputs.cu_seqlens, *made, *gates)
         combine(pairs * DIM.value // block_v, *made, inputs.initial_state, parts["entering"])
@@ -180,8 +253,12 @@ def _entering(
     return enter
 
 
-def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Described:
+def _tiles(
+    tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool
+) -> Described:
     """Tiles of one head and one chunk."""
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
-    return tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
+    return tiles(
+        tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed
+    )

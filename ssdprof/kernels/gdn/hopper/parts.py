@@ -1,34 +1,49 @@
-"""Segments of heads that forget too slowly for a first pass, and the parts of a sequence that replace it.
+"""Segments of heads that forget too slowly for a first pass, and the parts of a sequence that
+replace it.
 
-If a first pass would be too long (`first_passes`), the state that enters the segment is computed from the parts of the
-preceding segment.  A part has two matrices: N, its final state from a zero state, and M, its transition matrix, which
-is the final state from the identity with zeros as values:
+If a first pass would be too long (`first_passes`), the state that enters the segment is computed
+from the parts of the preceding segment.  A part has two matrices: N, its final state from a zero
+state, and M, its transition matrix, which is the final state from the identity with zeros as
+values:
 
     state after a part = M (state before it) + N
 
-The state before a segment's first part is known at the sequence's start, or if a first pass can compute it.  Then N and
-M of that part start where that first pass begins, and the state before that is the initial one or negligible.
-`_combine_kernel` combines the parts.  It multiplies by M as the sum of two bf16 numbers, which have 16 bits of its
-mantissa together.
+The state before a segment's first part is known at the sequence's start, or if a first pass can
+compute it.  Then N and M of that part start where that first pass begins, and the state before that
+is the initial one or negligible.  `_combine_kernel` combines the parts.  It multiplies by M as the
+sum of two bf16 numbers, which have 16 bits of its mantissa together.
 
-A row is a pair of a head and a segment that does not begin its sequence.  Heads vary fastest, then sequences, then
-segments, as programs of `hopper_kernel.py` do.  All programs find the same rows, and program p of n computes items p,
-p + n, p + 2n and so on.
+A row is a pair of a head and a segment that does not begin its sequence.  Heads vary fastest, then
+sequences, then segments, as programs of `hopper_kernel.py` do.  All programs find the same rows,
+and program p of n computes items p, p + n, p + 2n and so on.
 """
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-import ssdprof.kernels.device  # noqa: F401  chooses the interpreter or a GPU before the kernel is defined
+# chooses the interpreter or a GPU before the kernel is defined
+import ssdprof.kernels.device  # noqa: F401
 from ssdprof.kernels._gluon import add, aggregate, arrive, product_layout, role_barrier, scalar
 from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Sequence, sequence_at
 from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_END
 from ssdprof.kernels.gdn.hopper.role_copies import load_keys, load_tile
 from ssdprof.kernels.gdn.hopper.role_gates import chunk_gates
-from ssdprof.kernels.gdn.hopper.role_states import ROWS, by_i, by_k, i_operand, k_operand, own_rows, row_tile
+from ssdprof.kernels.gdn.hopper.role_states import (
+    ROWS,
+    by_i,
+    by_k,
+    i_operand,
+    k_operand,
+    own_rows,
+    row_tile,
+)
 from ssdprof.kernels.hopper.ring import CHUNK
 
 LEAST_ROWS, MOST_ROWS = 128, 512
@@ -39,10 +54,16 @@ by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 STAGES = {
     "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
     "write_part": "ticket", "parts_of": "ticket", "field": "ticket", "begin_update": "state_factor",
-    "store_update": "state_factor", "pass_pair": "warm_up", "store_rows": "setup", "part_states": "setup",
-    "part_gates": "gate_cumsum", "part_loads": "loads", "_combine_kernel": "warm_up",
+    "store_update": "state_factor", "pass_pair": "warm_up", "store_rows": "setup",
+    "part_states": "setup", "part_gates": "gate_cumsum", "part_loads": "loads",
+    "_combine_kernel": "warm_up",
 }  # fmt: skip
-WAITS = {"keys": "waiting.chunk", "values": "waiting.chunk", "inverses": "waiting.inverse", "updates": "waiting.update"}
+WAITS = {
+    "keys": "waiting.chunk",
+    "values": "waiting.chunk",
+    "inverses": "waiting.inverse",
+    "updates": "waiting.update",
+}
 
 
 @aggregate
@@ -62,19 +83,34 @@ class Parts:
 
     @gluon.jit
     def segment_at(self, k):
-        """The k-th part, as a segment with a first pass only, and the number of the program's chunks before it."""
+        """The k-th part, as a segment with a first pass only, and the number of the program's
+        chunks before it.
+        """
         sequence = Sequence(
-            self.field(k, 0), self.field(k, 1), self.field(k, 2), self.field(k, 3), self.field(k, 4), self.field(k, 5)
-        )  # fmt: skip
+            self.field(k, 0),
+            self.field(k, 1),
+            self.field(k, 2),
+            self.field(k, 3),
+            self.field(k, 4),
+            self.field(k, 5),
+        )
         segment = GDNSegment(
-            sequence, self.field(k, 6), self.field(k, 7), self.field(k, 8), gl.to_tensor(0), k < 0, self.field(k, 9)
-        )  # fmt: skip
+            sequence,
+            self.field(k, 6),
+            self.field(k, 7),
+            self.field(k, 8),
+            gl.to_tensor(0),
+            k < 0,
+            self.field(k, 9),
+        )
         return segment, self.field(k, 10)
 
 
 @gluon.jit
 def reach_back(first, wanted, bounds, limit, enough, LOOK: gl.constexpr, layout: gl.constexpr):
-    """Chunks of a first pass before chunk `first` of each row; all chunks before it if the state stays relevant."""
+    """Chunks of a first pass before chunk `first` of each row; all chunks before it if the state
+    stays relevant.
+    """
     o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
     back, left = gl.where(wanted, -1, 0), wanted.to(gl.float32) * 0.0
     seen = gl.to_tensor(0)
@@ -97,31 +133,39 @@ def first_passes(
     rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least, enough,
     HEADS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not exist.
+    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not
+    exist.
 
-    A head forgets too slowly if a first pass would have more than `limit` chunks.  If that is so at its sequence's last
-    segment, segments that begin after more than `least` chunks have parts, too.
+    A head forgets too slowly if a first pass would have more than `limit` chunks.  If that is so at
+    its sequence's last segment, segments that begin after more than `least` chunks have parts, too.
     """
     LOOK: gl.constexpr = LOOKS // ROWS
-    layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])  # a row a thread
+    # a row a thread
+    layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
     first, length = (row // HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
     exists = (row < rows) & (first < length)
     bounds = bounds_ptr + (row % HEADS).to(gl.int64) * slots + sequence.slot
     late = exists & (first > least)
-    at_last = reach_back(gl.where(late, (length - 1) // K * K, 0), late, bounds, limit, enough, LOOK, layout)
+    at_last = reach_back(
+        gl.where(late, (length - 1) // K * K, 0), late, bounds, limit, enough, LOOK, layout
+    )
     slow = late & (at_last > limit)
     back = reach_back(first, exists & (slow == 0), bounds, limit, enough, LOOK, layout)
     return gl.where(exists, gl.where(slow | (back > limit), -1, back), 0)
 
 
 @gluon.jit
-def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl.constexpr, PARTS: gl.constexpr):
-    """Write item t % PARTS of a row as the program's k-th part.  Returns `before` plus the chunks of the part.
+def write_part(
+    table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl.constexpr, PARTS: gl.constexpr
+):
+    """Write item t % PARTS of a row as the program's k-th part.  Returns `before` plus the chunks
+    of the part.
 
     before: the program's chunks before this part
-    previous: chunks of the preceding segment's first pass, -1 if the head forgets too slowly for one
+    previous: chunks of the preceding segment's first pass, -1 if the head forgets too slowly for
+    one
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     part = t % PARTS
@@ -129,9 +173,18 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl
     # if the state before is known: with the first pass before it
     chunks = K // PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
     fields = (
-        sequence.index, sequence.begin, sequence.length, sequence.tile, sequence.row, sequence.slot, row % HEADS, end,
-        chunks, row * PARTS + part, before,
-    )  # fmt: skip
+        sequence.index,
+        sequence.begin,
+        sequence.length,
+        sequence.tile,
+        sequence.row,
+        sequence.slot,
+        row % HEADS,
+        end,
+        chunks,
+        row * PARTS + part,
+        before,
+    )
     for i in gl.static_range(FIELDS):
         table.index(k * FIELDS + i).store(gl.full([1], 0, gl.int32, layout) + fields[i])
     return before + chunks
@@ -139,27 +192,45 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl
 
 @gluon.jit
 def parts_of(
-    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least,
-    enough, backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K,
+    limit, least, enough, backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr,
+    MOST: gl.constexpr,
 ):  # fmt: skip
-    """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next launches."""
+    """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next
+    launches.
+    """
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     backs = first_passes(
-        rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least, enough, HEADS, ROWS
-    )  # fmt: skip
+        rows,
+        seqlen,
+        sequences,
+        cu_seqlens_ptr,
+        cu_stride,
+        bounds_ptr,
+        slots,
+        K,
+        limit,
+        least,
+        enough,
+        HEADS,
+        ROWS,
+    )
     backs, o_r = gl.convert_layout(backs, vector), gl.arange(0, ROWS, vector)
     if program == 0:
         gl.store(backs_ptr + o_r, backs, mask=o_r < rows)
     slow = (backs < 0).to(gl.int32)
     upto = gl.associative_scan(slow, 0, add)
-    table = gl.allocate_shared_memory(gl.int32, [MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    table = gl.allocate_shared_memory(
+        gl.int32, [MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     count = gl.maximum(gl.cdiv(gl.sum(slow, 0) * PARTS - program, programs), 0)
     pairs = sequences * HEADS
     before = gl.to_tensor(0)
     for k in range(count):
         t = program + k * programs
         row = gl.sum((upto <= t // PARTS).to(gl.int32), 0)
-        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)  # 0 if that segment begins its sequence
+        # 0 if that segment begins its sequence
+        previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)
         sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
     role_barrier()
@@ -188,10 +259,11 @@ def store_update(rings, n, product, LANE: gl.constexpr):
 
 @gluon.jit
 def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
-    """The lane's rows of N and M after the program's n-th chunk.  Also computes the lane's columns of the next X.
+    """The lane's rows of N and M after the program's n-th chunk.  Also computes the lane's columns
+    of the next X.
 
-    entered: N as an operand.  The order of products is such that sums and conversions of one run beside products of
-    the other.
+    entered: N as an operand.  The order of products is such that sums and conversions of one run
+    beside products of the other.
     """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
@@ -204,10 +276,12 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
     Y = (v.to(gl.float32) - gl.convert_layout(KN, i_operand) * from_state[None, :]).to(dtype)
     rings.updates.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
-    N_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), N * decay, is_async=True)
+    N_begun = warpgroup_mma(
+        gl.convert_layout(Y, k_operand), rings.updates.tile(n), N * decay, is_async=True
+    )
     KM = warpgroup_mma(
         gl.convert_layout(M.to(dtype), i_operand), k, zero, use_acc=False, is_async=True
-    )  # fmt: skip
+    )
     N, KM = warpgroup_mma_wait(0, deps=[N_begun, KM])
     arrive(rings.values.empty_at(n))
     rings.keys.wait_full(n + 1)
@@ -215,7 +289,9 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
     from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
     Z = (gl.convert_layout(KM, i_operand) * -from_state[None, :]).to(dtype)
     X_begun = begin_update(rings, n + 1, LANE)
-    M_begun = warpgroup_mma(gl.convert_layout(Z, k_operand), rings.updates.tile(n), M * decay, is_async=True)
+    M_begun = warpgroup_mma(
+        gl.convert_layout(Z, k_operand), rings.updates.tile(n), M * decay, is_async=True
+    )
     X = warpgroup_mma_wait(1, deps=[X_begun])
     store_update(rings, n + 1, X, LANE)
     entered = gl.convert_layout(N.to(dtype), i_operand)
@@ -230,24 +306,33 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
 def store_rows(moves_ptr, row, value, lane):
     """Store rows of a matrix of 16-bit numbers, 16 bytes a thread.  lane: the first of them"""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    o_v, o_k = lane + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    o_v, o_k = (
+        lane + gl.arange(0, ROWS, gl.SliceLayout(1, layout)),
+        gl.arange(0, DIM, gl.SliceLayout(0, layout)),
+    )
     tile = moves_ptr + row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
     gl.store(tile, gl.convert_layout(value, layout))
 
 
 @gluon.jit
 def part_states(env, LANE: gl.constexpr):
-    """Role of a lane: compute its rows of N and M of each part.  Stores M as the sum of two bf16 numbers."""
+    """Role of a lane: compute its rows of N and M of each part.  Stores M as the sum of two bf16
+    numbers.
+    """
     parts_ptr, moves_ptr = env.to
     rings, work = env.rings, env.work
-    o_v, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    o_v, o_k = (
+        gl.arange(0, ROWS, gl.SliceLayout(1, by_k)),
+        gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
+    )
     rings.keys.wait_full(gl.to_tensor(0))
     rings.inverses.wait_full(gl.to_tensor(0))
     X = warpgroup_mma_wait(0, deps=[begin_update(rings, gl.to_tensor(0), LANE)])
     store_update(rings, gl.to_tensor(0), X, LANE)
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
-        # The compiler does not know that the minimum is 0, so it computes addresses here and keeps none in registers.
+        # The compiler does not know that the minimum is 0, so it computes addresses here and keeps
+        # none in registers.
         lane = LANE * ROWS + gl.minimum(segment.row, 0)
         N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
         M = gl.where((lane + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
@@ -264,7 +349,9 @@ def part_states(env, LANE: gl.constexpr):
 
 @gluon.jit
 def part_gates(env):
-    """Role: as `gates`.  After the last chunk come its vectors once more, for an X that nobody uses."""
+    """Role: as `gates`.  After the last chunk come its vectors once more, for an X that nobody
+    uses.
+    """
     work = env.work
     for k in range(work.segments()):
         segment, n = work.segment_at(k)
@@ -274,7 +361,9 @@ def part_gates(env):
 
 @gluon.jit
 def part_loads(env):
-    """Role: load k, v and the inverse of each chunk, and after the last chunk its k and inverse once more."""
+    """Role: load k, v and the inverse of each chunk, and after the last chunk its k and inverse
+    once more.
+    """
     k_desc, v_desc, A_desc = env.descs
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
@@ -288,20 +377,22 @@ def part_loads(env):
 
 @triton.jit(do_not_specialize=["pairs", "boundaries", "K"])
 def _combine_kernel(
-    parts_ptr, moves_ptr, backs_ptr, initial_ptr, entering_ptr, initial_strides, pairs, boundaries, K,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr, DIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    AHEAD: tl.constexpr,
+    parts_ptr, moves_ptr, backs_ptr, initial_ptr, entering_ptr, initial_strides, pairs, boundaries,
+    K, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The states that enter segments of heads that forget slowly, from their parts.
 
-    From the sequence's start on, each part updates S <- M S + N, transposed as the parts are: S^T <- S^T M^T + N^T.  S
-    and M are sums of two bf16 numbers in the product, without the product of the two smaller ones: what is missing is
-    at most 2^-16 of the product, which inputs of 16 bits hide.
+    From the sequence's start on, each part updates S <- M S + N, transposed as the parts are: S^T
+    <- S^T M^T + N^T.  S and M are sums of two bf16 numbers in the product, without the product of
+    the two smaller ones: what is missing is at most 2^-16 of the product, which inputs of 16 bits
+    hide.
 
-    In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T | backs (rows)
-          initial_state (sequences, hv, K, V)
+    In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T | backs
+          (rows) initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for rows with backs < 0
-    Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered by boundary, then by pair
+    Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered by boundary,
+          then by pair
     """
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
     o_b = tl.arange(0, BOUNDARIES)
@@ -312,7 +403,8 @@ def _combine_kernel(
     begin = tl.min(tl.where(slow_rows, o_b, boundaries), 0)
     end = tl.max(tl.where(slow_rows, o_b + 1, 0), 0)
     state = tl.zeros([BLOCK_V, DIM], tl.float32)
-    # Rows between that are not slow have no parts.  What is read there is not used: the next row has a known state.
+    # Rows between that are not slow have no parts.  What is read there is not used: the next row
+    # has a known state.
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=AHEAD):
         row, part = i // PARTS * pairs + pair, i % PARTS
         at = (row * PARTS + part).to(tl.int64) * (DIM * DIM)
@@ -326,10 +418,13 @@ def _combine_kernel(
         ):  # its first pass begins at the sequence's start, or where the state is negligible
             state = tl.zeros([BLOCK_V, DIM], tl.float32)
             if initial_ptr is not None:
-                own = (pair // HEADS).to(tl.int64) * initial_strides[0] + (pair % HEADS).to(tl.int64) * initial_strides[
-                    1
-                ]
-                at_v, at_k = o_v.to(tl.int64) * initial_strides[3], o_k.to(tl.int64) * initial_strides[2]
+                own = (pair // HEADS).to(tl.int64) * initial_strides[0] + (pair % HEADS).to(
+                    tl.int64
+                ) * initial_strides[1]
+                at_v, at_k = (
+                    o_v.to(tl.int64) * initial_strides[3],
+                    o_k.to(tl.int64) * initial_strides[2],
+                )
                 begins = before == i // PARTS * K
                 tile_of_initial = initial_ptr + own + at_v[:, None] + at_k[None, :]
                 state = tl.load(tile_of_initial, mask=begins, other=0.0).to(tl.float32)

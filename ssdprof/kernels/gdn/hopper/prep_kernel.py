@@ -1,20 +1,23 @@
 """Computes the parts of each chunk that do not depend on the state, for `hopper_kernel.py`.
 
-With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's start, a chunk of 64
-tokens has
+With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's
+start, a chunk of 64 tokens has
 
-    L_ij = beta_i e_i e_j k_i . k_j  for j < i,     A = (I + L)^-1,     stored: e_i A_ij beta_j, transposed
+    L_ij = beta_i e_i e_j k_i . k_j  for j < i,     A = (I + L)^-1,     stored: e_i A_ij beta_j,
+    transposed
 
-A is free of decays.  The other kernel multiplies by them: between tokens j < i of a chunk they are 2^(G_i - G_j).
+A is free of decays.  The other kernel multiplies by them: between tokens j < i of a chunk they are
+2^(G_i - G_j).
 
 In:   k, q (b, l, h, K) through TMA | g, beta (b, l, hv) | cu_seqlens (sequences + 1)
-Out:  inverse (slots, hv, j, i), k's dtype
-      decays (slots, hv, 64) fp32: G_i, not increasing
-      bounds (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition (`assignment.py`)
-      norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if the call normalises q and k
-Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a program owns one to
-three value heads of a key head.  The kernel is limited by latency.  So the heads of a program share k and its products,
-two heads also share the instructions of the substitution (`inverse.py`), and g and beta are loaded before k.
+Out:  inverse (slots, hv, j, i), k's dtype decays (slots, hv, 64) fp32: G_i, not increasing bounds
+      (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition
+      (`assignment.py`) norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if the call
+      normalises q and k
+Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a
+program owns one to three value heads of a key head.  The kernel is limited by latency.  So the
+heads of a program share k and its products, two heads also share the instructions of the
+substitution (`inverse.py`), and g and beta are loaded before k.
 """
 
 from triton import next_power_of_2
@@ -28,7 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import async_load, async_store, product_layout, reinterpret, role_barrier
+from ssdprof.kernels._gluon import (
+    async_load,
+    async_store,
+    product_layout,
+    reinterpret,
+    role_barrier,
+)
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
@@ -50,10 +59,15 @@ EPSILON = gl.constexpr(1e-6)  # added to squared norms
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
-    "begin_times_transposed": "scaled_dot_kkt", "diagonal_of": "scaled_dot_kkt", "begin_inverses": "solve_tril",
-    "load_gates": "gate_cumsum", "store_decays": "gate_cumsum", "store_bounds": "gate_cumsum",
-    "inverses_of": "solve_tril", "_prep_kernel": "setup",
-}  # fmt: skip
+    "begin_times_transposed": "scaled_dot_kkt",
+    "diagonal_of": "scaled_dot_kkt",
+    "begin_inverses": "solve_tril",
+    "load_gates": "gate_cumsum",
+    "store_decays": "gate_cumsum",
+    "store_bounds": "gate_cumsum",
+    "inverses_of": "solve_tril",
+    "_prep_kernel": "setup",
+}
 
 
 @gluon.jit
@@ -68,7 +82,10 @@ def begin_times_transposed(tile):
 def diagonal_of(product):
     """The diagonal of `product`, in the layout of its rows."""
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    o_i, o_j = (
+        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
+        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
+    )
     return gl.sum(gl.where(o_i[:, None] == o_j[None, :], product, 0.0), 1)
 
 
@@ -81,7 +98,9 @@ def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
     inside = (o_h < AT_ONCE)[:, None] & (o_i < left)[None, :]
     o_h, o_i = (first_head + o_h).to(gl.int64)[:, None], o_i.to(gl.int64)[None, :]
     g = gl.load(g_ptr + first[0] + o_h * g_strides[2] + o_i * g_strides[1], mask=inside, other=0.0)
-    beta = gl.load(beta_ptr + first[1] + o_h * beta_strides[2] + o_i * beta_strides[1], mask=inside, other=0.0)
+    beta = gl.load(
+        beta_ptr + first[1] + o_h * beta_strides[2] + o_i * beta_strides[1], mask=inside, other=0.0
+    )
     return g, beta
 
 
@@ -96,7 +115,9 @@ def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: 
 
 @gluon.jit
 def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
-    """Store the bounds of a chunk's heads.  squares: |k_i|^2, of normalised keys if the call normalises them."""
+    """Store the bounds of a chunk's heads.  squares: |k_i|^2, of normalised keys if the call
+    normalises them.
+    """
     o_h = gl.arange(0, next_power_of_2(AT_ONCE), gl.SliceLayout(1, by_head))
     grows = gl.log2(gl.maximum(gl.abs(1.0 - beta * squares[None, :]), 1.0))
     bound = gl.sum(g + grows, 1)
@@ -119,7 +140,8 @@ def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
 
 @gluon.jit
 def inverses_of(
-    scratch, betas, factors, dtype: gl.constexpr, FIRST: gl.constexpr, HEADS: gl.constexpr, NORMALISE: gl.constexpr
+    scratch, betas, factors, dtype: gl.constexpr, FIRST: gl.constexpr, HEADS: gl.constexpr,
+    NORMALISE: gl.constexpr,
 ):  # fmt: skip
     """Compute e_i A_ij beta_j (j, i) of these heads, in shared memory."""
     layout: gl.constexpr = narrow(gl.num_warps())
@@ -129,7 +151,9 @@ def inverses_of(
     rows, scaled = (), ()
     for i in gl.static_range(BLOCKS):
         for head in gl.static_range(HEADS):
-            row = block_row(i, head, HEADS, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK)
+            row = block_row(
+                i, head, HEADS, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK
+            )
             rows += (gl.convert_layout(row.to(gl.float16), left),)
             row *= betas.index(FIRST + head).load(gl.SliceLayout(1, layout))[:, None]
             if NORMALISE:
@@ -144,7 +168,8 @@ def inverses_of(
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots"])
 def _prep_kernel(
-    k_desc, q_desc, A_desc, tensors, g_strides, beta_strides, cu_strides, seqlen, sequences, slots, S: gl.constexpr
+    k_desc, q_desc, A_desc, tensors, g_strides, beta_strides, cu_strides, seqlen, sequences, slots,
+    S: gl.constexpr,
 ):  # fmt: skip
     g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
     HEADS: gl.constexpr = S.HEADS
@@ -169,9 +194,13 @@ def _prep_kernel(
     if t < sequence.length:
         batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
         position = (sequence.begin + t).to(gl.int64)
-        first = (batch * g_strides[0] + position * g_strides[1], batch * beta_strides[0] + position * beta_strides[1])
+        first = (
+            batch * g_strides[0] + position * g_strides[1],
+            batch * beta_strides[0] + position * beta_strides[1],
+        )
         gates = (g_ptr, beta_ptr, g_strides, beta_strides)
-        g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)  # overlaps the load of k
+        # overlaps the load of k
+        g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)
         k = gl.allocate_shared_memory(k_desc.dtype, [CHUNK, DIM], wide)
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
         mbarrier.init(full, count=1)
@@ -215,8 +244,15 @@ def _prep_kernel(
         if NORMALISE:
             mbarrier.invalidate(q_full)
         store_bounds(
-            g, beta, squares.load(gl.SliceLayout(0, by_head)), first_head, slot, slots, bounds_ptr, AT_ONCE
-        )  # fmt: skip
+            g,
+            beta,
+            squares.load(gl.SliceLayout(0, by_head)),
+            first_head,
+            slot,
+            slots,
+            bounds_ptr,
+            AT_ONCE,
+        )
         blocks = diagonal_blocks(KK)
         pair = begin_inverses(KK, blocks, betas, 0, PAIR)
         if AT_ONCE == 3:

@@ -1,10 +1,11 @@
 """Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
 
-    states      2 x 4     holds half of the transposed state (a lane); computes outputs   role_states.py
-    scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
-    gates       2 warps   computes vectors of decays                                  role_gates.py
-    loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_copies.py
-    stores      1 warp    stores the output of a chunk through TMA                    role_copies.py
+    states      2 x 4     holds half of the transposed state (a lane); computes outputs
+    role_states.py scores      4 warps   computes X and W of a chunk from its inverse
+    role_scores.py gates       2 warps   computes vectors of decays
+    role_gates.py loads       1 warp    loads q, k, v and the inverse of a chunk through TMA
+    role_copies.py stores      1 warp    stores the output of a chunk through TMA
+    role_copies.py
 
 TMA is the Tensor Memory Accelerator.
 """
@@ -33,8 +34,9 @@ STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 @aggregate
 class Rings:
-    """The rings of a program.  Uses of `queries`, `weights` and `outputs` count the chunks of the second pass, those of
-    the other rings count the chunks of both passes."""
+    """The rings of a program.  Uses of `queries`, `weights` and `outputs` count the chunks of the
+    second pass, those of the other rings count the chunks of both passes.
+    """
 
     keys: Ring  # k (i, K); its barriers also cover the vectors
     values: Ring  # v (i, V)
@@ -44,7 +46,8 @@ class Rings:
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
-    turns: gl.shared_memory_descriptor  # mbarriers: the role `states` of each lane waits for the other's products
+    # mbarriers: the role `states` of each lane waits for the other's products
+    turns: gl.shared_memory_descriptor
 
     @gluon.jit
     def vector(self, n, which: gl.constexpr):
@@ -56,28 +59,35 @@ def allocate(dtype: gl.constexpr, KEY_DEPTH: gl.constexpr, DEPTH: gl.constexpr):
     """Allocate all rings.  The barriers are not initialised yet."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Rings(
-        keys=allocate_ring(dtype, KEY_DEPTH, DIM), values=allocate_ring(dtype, DEPTH, DIM),
-        queries=allocate_ring(dtype, DEPTH, DIM), inverses=allocate_ring(dtype, DEPTH, CHUNK),
-        updates=allocate_ring(dtype, DEPTH, DIM), weights=allocate_ring(dtype, DEPTH, CHUNK),
+        keys=allocate_ring(dtype, KEY_DEPTH, DIM),
+        values=allocate_ring(dtype, DEPTH, DIM),
+        queries=allocate_ring(dtype, DEPTH, DIM),
+        inverses=allocate_ring(dtype, DEPTH, CHUNK),
+        updates=allocate_ring(dtype, DEPTH, DIM),
+        weights=allocate_ring(dtype, DEPTH, CHUNK),
         outputs=allocate_ring(dtype, 1, DIM),
-        vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector), turns=barriers(2),
-    )  # fmt: skip
+        vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector),
+        turns=barriers(2),
+    )
 
 
 @gluon.jit
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
-    """Initialise the barriers with their arrival counts.  In `states` every thread arrives, in other roles one thread.
+    """Initialise the barriers with their arrival counts.  In `states` every thread arrives, in
+    other roles one thread.
 
     Without a second pass, the lanes also have the role of `scores` (`parts.py`).
 
-    Only barriers that the roles use are initialised.  Triton may place the arguments of the roles in the memory of an
-    idle barrier, and PTX forbids another use of that memory before mbarrier.inval.
+    Only barriers that the roles use are initialised.  Triton may place the arguments of the roles
+    in the memory of an idle barrier, and PTX forbids another use of that memory before
+    mbarrier.inval.
     """
     begin_ring(rings.values, 1, STATE_THREADS)
     if SECOND_PASS:
         for lane in gl.static_range(2):
             mbarrier.init(rings.turns.index(lane), count=STATE_THREADS // 2)
-        begin_ring(rings.keys, 2, STATE_THREADS + 1)  # full: loads and gates; empty: states and scores
+        # full: loads and gates; empty: states and scores
+        begin_ring(rings.keys, 2, STATE_THREADS + 1)
         begin_ring(rings.queries, 1, STATE_THREADS + 1)
         begin_ring(rings.inverses, 1, 1)
         begin_ring(rings.updates, 1, STATE_THREADS)

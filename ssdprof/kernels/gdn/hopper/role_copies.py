@@ -1,7 +1,8 @@
-"""Roles `loads` and `stores`, of the tiles of each chunk through TMA, and `copies`, which does both with one warp.
+"""Roles `loads` and `stores`, of the tiles of each chunk through TMA, and `copies`, which does both
+with one warp.
 
-`copies` runs in calls where the role `inverses` inverts.  A chunk's output is ready when the ring slot of its keys
-becomes empty, and the next load waits for that slot.  Shared memory: `rings.py`.
+`copies` runs in calls where the role `inverses` inverts.  A chunk's output is ready when the ring
+slot of its keys becomes empty, and the next load waits for that slot.  Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
@@ -13,10 +14,21 @@ from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "load_tile": "loads", "load_keys": "loads", "load_chunk": "loads", "loads": "loads", "store_chunk": "chunk_output",
-    "stores": "chunk_output", "copies": "loads",
-}  # fmt: skip
-WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "inverses": "ahead", "outputs": "chunk_output"}
+    "load_tile": "loads",
+    "load_keys": "loads",
+    "load_chunk": "loads",
+    "loads": "loads",
+    "store_chunk": "chunk_output",
+    "stores": "chunk_output",
+    "copies": "loads",
+}
+WAITS = {
+    "keys": "ahead",
+    "values": "ahead",
+    "queries": "ahead",
+    "inverses": "ahead",
+    "outputs": "chunk_output",
+}
 
 
 @gluon.jit
@@ -43,8 +55,9 @@ def load_keys(env, segment, chunk, n, k_desc, A_desc):
 def load_chunk(env, segment, j, n, m, AHEAD: gl.constexpr):
     """Load k and the inverse of the segment's j-th chunk, and v and q of chunk j - AHEAD.
 
-    j counts the chunks of both passes, and n is the index of the chunk in the program.  v and q have AHEAD fewer ring
-    slots than k.  They are loaded AHEAD chunks later, so that waiting for their slots does not delay k.
+    j counts the chunks of both passes, and n is the index of the chunk in the program.  v and q
+    have AHEAD fewer ring slots than k.  They are loaded AHEAD chunks later, so that waiting for
+    their slots does not delay k.
     """
     q_desc, k_desc, v_desc, A_desc, _ = env.descs
     rings = env.rings
@@ -55,7 +68,9 @@ def load_chunk(env, segment, j, n, m, AHEAD: gl.constexpr):
     if j >= AHEAD:
         load_tile(rings.values, n - AHEAD, v_desc, segment.head, segment, chunk - AHEAD)
     if j - AHEAD >= segment.back:
-        load_tile(rings.queries, m - AHEAD, q_desc, segment.head // env.S.GROUP, segment, chunk - AHEAD)
+        load_tile(
+            rings.queries, m - AHEAD, q_desc, segment.head // env.S.GROUP, segment, chunk - AHEAD
+        )
 
 
 @gluon.jit
@@ -69,7 +84,9 @@ def loads(env):
 
 @gluon.jit
 def store_chunk(env, n, out_desc, segment, chunk):
-    """Store the program's n-th output, wait until TMA has read the ring slot, and release the slot."""
+    """Store the program's n-th output, wait until TMA has read the ring slot, and release the
+    slot.
+    """
     rings = env.rings
     rings.outputs.wait_full(n)
     where = [segment.sequence.tile, segment.head, segment.sequence.row + chunk * CHUNK, 0]

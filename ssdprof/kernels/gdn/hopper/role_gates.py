@@ -1,4 +1,6 @@
-"""Role `gates`: computes each chunk's vectors of decays.  Gates are log2 decays.  Shared memory: `rings.py`."""
+"""Role `gates`: computes each chunk's vectors of decays.  Gates are log2 decays.  Shared memory:
+`rings.py`.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,9 +14,14 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-150.0)  # 2^LEAST rounds to 0 in fp32
 
 STAGES = {
-    "log2_decays": "gate_cumsum", "sums": "gate_cumsum", "store_decays": "gate_cumsum", "chunk_gates": "gate_cumsum",
-    "gates": "gate_cumsum", "load_gates": "gate_cumsum", "gates_of_inputs": "gate_cumsum",
-}  # fmt: skip
+    "log2_decays": "gate_cumsum",
+    "sums": "gate_cumsum",
+    "store_decays": "gate_cumsum",
+    "chunk_gates": "gate_cumsum",
+    "gates": "gate_cumsum",
+    "load_gates": "gate_cumsum",
+    "gates_of_inputs": "gate_cumsum",
+}
 WAITS = {"keys": "ahead"}
 
 
@@ -33,7 +40,9 @@ def log2_decays(g):
 
 @gluon.jit
 def sums(g, AXIS: gl.constexpr):
-    """Cumulative sums, made non-increasing: the rounding of a parallel scan could make a sum rise."""
+    """Cumulative sums, made non-increasing: the rounding of a parallel scan could make a sum
+    rise.
+    """
     return gl.associative_scan(gl.associative_scan(g, AXIS, add), AXIS, less)
 
 
@@ -49,7 +58,9 @@ def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
 
 @gluon.jit
 def chunk_gates(env, segment, j, n):
-    """Compute the vectors of the segment's j-th chunk, counted over both passes, which is the program's n-th."""
+    """Compute the vectors of the segment's j-th chunk, counted over both passes, which is the
+    program's n-th.
+    """
     rings = env.rings
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     o_i = gl.arange(0, CHUNK, layout)
@@ -58,7 +69,11 @@ def chunk_gates(env, segment, j, n):
     G, G_end = gl.load(row + o_i), gl.load(row + CHUNK - 1)
     from_state, to_output = gl.exp2(G), env.scale
     if env.norms_ptr is not None:
-        norms = env.norms_ptr + (slot * env.S.KEY_HEADS + segment.head // env.S.GROUP) * (2 * CHUNK) + o_i
+        norms = (
+            env.norms_ptr
+            + (slot * env.S.KEY_HEADS + segment.head // env.S.GROUP) * (2 * CHUNK)
+            + o_i
+        )
         to_output = env.scale * gl.load(norms + CHUNK)
         key_norm = gl.load(norms)
     rings.keys.wait_empty(n)
@@ -79,7 +94,9 @@ def gates(env):
 
 @gluon.jit
 def load_gates(env, n, layout: gl.constexpr):
-    """g and beta of the program's n-th chunk; zeros if it does not exist, and beyond the sequence's end."""
+    """g and beta of the program's n-th chunk; zeros if it does not exist, and beyond the sequence's
+    end.
+    """
     g_ptr, beta_ptr, g_strides, beta_strides, _ = env.gates
     work = env.work
     segment, chunk = work.chunk_at(n)
@@ -98,7 +115,8 @@ def load_gates(env, n, layout: gl.constexpr):
 
 @gluon.jit
 def gates_of_inputs(env):
-    """Compute the vectors of all chunks, and beta, from the gates themselves.  Loads are one chunk ahead.
+    """Compute the vectors of all chunks, and beta, from the gates themselves.  Loads are one chunk
+    ahead.
 
     Used without a launch of `prep_kernel.py`, which sums the gates otherwise.
     """

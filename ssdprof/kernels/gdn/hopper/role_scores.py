@@ -1,12 +1,15 @@
-"""Role `scores`: computes from a chunk's inverse the update X of the state and the weights W of the output.
+"""Role `scores`: computes from a chunk's inverse the update X of the state and the weights W of the
+output.
 
-With B_ij = e_i A_ij beta_j as `prep_kernel.py` stores it, and log2 decays G_i since the chunk's start,
+With B_ij = e_i A_ij beta_j as `prep_kernel.py` stores it, and log2 decays G_i since the chunk's
+start,
 
     X_j  = 2^(G_end - G_j) (B^T K)_j                        (j, K)
     W_ij = scale / |q_i| 2^(G_i - G_j) (tril(Q K^T) B)_ij   (i, j), lower triangular
 
-so that decays multiply products whose operands have none.  X is computed first, because the state waits for it.
-Before Q K^T is rounded to fp16, its rows are multiplied by scale / |q_i|, lest long or short q leave fp16's range.
+so that decays multiply products whose operands have none.  X is computed first, because the state
+waits for it.  Before Q K^T is rounded to fp16, its rows are multiplied by scale / |q_i|, lest long
+or short q leave fp16's range.
 Shared memory: `rings.py`.
 """
 
@@ -28,13 +31,20 @@ UP = gl.constexpr(4.0)  # log2 of a factor of fp16 scores, which are about |k_j|
 PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
 
 STAGES = {
-    "update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor", "lower_of": "scaled_dot_kkt",
+    "update_of": "state_factor",
+    "weights_of": "out_factor",
+    "scores": "out_factor",
+    "lower_of": "scaled_dot_kkt",
     "scores_and_lower": "out_factor",
-}  # fmt: skip
+}
 WAITS = {
-    "keys": "waiting.chunk", "inverses": "waiting.inverse", "queries": "waiting.chunk", "updates": "ahead",
-    "weights": "ahead", "lowers": "ahead",
-}  # fmt: skip
+    "keys": "waiting.chunk",
+    "inverses": "waiting.inverse",
+    "queries": "waiting.chunk",
+    "updates": "ahead",
+    "weights": "ahead",
+    "lowers": "ahead",
+}
 
 
 @gluon.jit
@@ -55,7 +65,7 @@ def update_of(rings, n):
         if p + 1 < PARTS:
             begun = warpgroup_mma(
                 inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), zero, use_acc=False, is_async=True
-            )  # fmt: skip
+            )
     fence_async_shared()
     mbarrier.arrive(rings.updates.full_at(n), count=1)
 
@@ -67,7 +77,12 @@ def weights_of(rings, n, m, lower):
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     rings.queries.wait_full(m)
-    k, inverse, q, W = rings.keys.tile(n), rings.inverses.tile(n), rings.queries.tile(m), rings.weights.tile(m)
+    k, inverse, q, W = (
+        rings.keys.tile(n),
+        rings.inverses.tile(n),
+        rings.queries.tile(m),
+        rings.weights.tile(m),
+    )
     zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
     QK = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     QK = warpgroup_mma_wait(0, deps=[QK])
@@ -82,7 +97,8 @@ def weights_of(rings, n, m, lower):
     decay = gl.exp2(row[:, None] - column[None, :])
     product = warpgroup_mma_wait(0, deps=[begun])
     rings.weights.wait_empty(m)
-    W.store(masked((product * decay).to(W.dtype), lower))  # mask last: products above the diagonal may overflow
+    # mask last: products above the diagonal may overflow
+    W.store(masked((product * decay).to(W.dtype), lower))
     fence_async_shared()
     mbarrier.arrive(rings.weights.full_at(m), count=1)
 
@@ -98,7 +114,9 @@ def lower_of(rings, inversion, n):
     beta = rings.vector(n, BETA).load(gl.SliceLayout(1, layout))
     product = warpgroup_mma_wait(0, deps=[begun])
     inversion.lowers.wait_empty(n)
-    store_lower(product, diagonal_blocks(product), beta, inversion.lowers.tile(n), inversion.diagonal(n))
+    store_lower(
+        product, diagonal_blocks(product), beta, inversion.lowers.tile(n), inversion.diagonal(n)
+    )
     mbarrier.arrive(inversion.lowers.full_at(n), count=1)
 
 
@@ -110,7 +128,10 @@ def scores_and_lower(env):
     """
     rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    o_i, o_j = (
+        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
+        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
+    )
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
     chunks = env.work.chunks()
     for ahead in range(chunks + 1):
@@ -129,7 +150,10 @@ def scores_and_lower(env):
 def scores(env):
     rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    o_i, o_j = (
+        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
+        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
+    )
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)

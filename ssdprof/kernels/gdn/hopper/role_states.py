@@ -1,14 +1,16 @@
 """Role `states`: holds the state in registers and computes the outputs.
 
-State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly from registers.
-From the state S that enters a chunk, its keys K, and X and W of `role_scores.py`, the role computes
+State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly
+from registers.  From the state S that enters a chunk, its keys K, and X and W of `role_scores.py`,
+the role computes
 
     Y  = V - 2^G (K S) / |k|      the values minus those that the state already returns
     S' = 2^G_end S + X^T Y
     O  = scale 2^G / |q| (Q S) + W Y
 
-From one state to the next, two products depend on each other: K S and X^T Y.  Two roles, the lanes, have half of the
-rows of V each.  They take turns in issuing products, so that one's products run beside the other's sums and
+From one state to the next, two products depend on each other: K S and X^T Y.  Two roles, the lanes,
+have half of the rows of V each.  They take turns in issuing products, so that one's products run
+beside the other's sums and
 conversions.  Shared memory: `rings.py`.
 """
 
@@ -26,14 +28,22 @@ from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "unknown_values": "chunk_state.residual", "pass_chunk": "warm_up", "scan_chunk": "chunk_output",
-    "scan_segment": "setup", "states": "setup",
-}  # fmt: skip
+    "unknown_values": "chunk_state.residual",
+    "pass_chunk": "warm_up",
+    "scan_chunk": "chunk_output",
+    "scan_segment": "setup",
+    "states": "setup",
+}
 WAITS = {
-    "keys": "waiting.chunk", "values": "waiting.chunk", "queries": "waiting.chunk", "updates": "waiting.update",
-    "weights": "waiting.weights", "outputs": "chunk_output",
-}  # fmt: skip
-INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # offsets of the strides of these states in STATE_STRIDES
+    "keys": "waiting.chunk",
+    "values": "waiting.chunk",
+    "queries": "waiting.chunk",
+    "updates": "waiting.update",
+    "weights": "waiting.weights",
+    "outputs": "chunk_output",
+}
+# offsets of the strides of these states in STATE_STRIDES
+INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)
 ROWS = gl.constexpr(64)  # of V in a role
 by_k = gl.constexpr(product_layout(128, 4))  # (V, K)
 by_i = gl.constexpr(product_layout(64, 4))  # (V, i)
@@ -49,7 +59,9 @@ def own_rows(tile, LANE: gl.constexpr):
 
 @gluon.jit
 def take_turn(rings, TURN: gl.constexpr, LANE: gl.constexpr):
-    """Wait until the other lane has issued the products of its turn before this one.  A chunk has an even number."""
+    """Wait until the other lane has issued the products of its turn before this one.  A chunk has
+    an even number.
+    """
     mbarrier.wait(rings.turns.index(LANE), (TURN + 1 - LANE) % 2)
 
 
@@ -60,14 +72,18 @@ def end_turn(rings, LANE: gl.constexpr):
 
 @gluon.jit
 def unknown_values(rings, state, n, LANE: gl.constexpr):
-    """Y (V, i) of the program's n-th chunk and the state that enters it, both as operands, and the chunk's decay."""
+    """Y (V, i) of the program's n-th chunk and the state that enters it, both as operands, and the
+    chunk's decay.
+    """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     rings.keys.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
     entered = gl.convert_layout(state.to(dtype), i_operand)
     zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     take_turn(rings, 0, LANE)
-    KS = warpgroup_mma(entered, rings.keys.tile(n).permute((1, 0)), zero, use_acc=False, is_async=True)
+    KS = warpgroup_mma(
+        entered, rings.keys.tile(n).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     end_turn(rings, LANE)
     rings.values.wait_full(n)
     v = own_rows(rings.values.tile(n), LANE).load(i_operand)
@@ -83,9 +99,12 @@ def pass_chunk(rings, state, n, LANE: gl.constexpr):
     Y, _, decay = unknown_values(rings, state, n, LANE)
     rings.updates.wait_full(n)
     take_turn(rings, 1, LANE)
-    begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
+    begun = warpgroup_mma(
+        gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True
+    )
     end_turn(rings, LANE)
-    role_barrier()  # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
+    # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
+    role_barrier()
     state = warpgroup_mma_wait(0, deps=[begun])
     arrive(rings.keys.empty_at(n))
     arrive(rings.values.empty_at(n))
@@ -95,20 +114,28 @@ def pass_chunk(rings, state, n, LANE: gl.constexpr):
 
 @gluon.jit
 def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
-    """The state after the program's n-th chunk, the m-th of the second pass.  Passes the output to `stores`."""
+    """The state after the program's n-th chunk, the m-th of the second pass.  Passes the output to
+    `stores`.
+    """
     dtype: gl.constexpr = rings.keys.tiles.dtype
     Y, entered, decay = unknown_values(rings, state, n, LANE)
     rings.updates.wait_full(n)
     rings.queries.wait_full(m)
     zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
     take_turn(rings, 1, LANE)
-    state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
-    QS = warpgroup_mma(entered, rings.queries.tile(m).permute((1, 0)), zero, use_acc=False, is_async=True)
+    state_begun = warpgroup_mma(
+        gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True
+    )
+    QS = warpgroup_mma(
+        entered, rings.queries.tile(m).permute((1, 0)), zero, use_acc=False, is_async=True
+    )
     end_turn(rings, LANE)
     QS = warpgroup_mma_wait(0, deps=[QS])
     to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
     rings.weights.wait_full(m)
-    out_begun = warpgroup_mma(Y, rings.weights.tile(m).permute((1, 0)), QS * to_output[None, :], is_async=True)
+    out_begun = warpgroup_mma(
+        Y, rings.weights.tile(m).permute((1, 0)), QS * to_output[None, :], is_async=True
+    )
     role_barrier()  # as in `pass_chunk`
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])
     arrive(rings.keys.empty_at(n))
@@ -125,10 +152,18 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
 
 @gluon.jit
 def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
-    """Pointers (V from `lane` on, K) to the state of a segment's sequence and head among (sequences, HV, K, V)."""
-    o_v, o_k = lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    """Pointers (V from `lane` on, K) to the state of a segment's sequence and head among
+    (sequences, HV, K, V).
+    """
+    o_v, o_k = (
+        lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)),
+        gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
+    )
     STRIDES: gl.constexpr = S.STATE_STRIDES
-    own = segment.sequence.index.to(gl.int64) * STRIDES[WHICH] + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
+    own = (
+        segment.sequence.index.to(gl.int64) * STRIDES[WHICH]
+        + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
+    )
     rows = ptr + own + o_v.to(gl.int64) * STRIDES[WHICH + 3]
     return rows[:, None] + (o_k.to(gl.int64) * STRIDES[WHICH + 2])[None, :]
 
@@ -136,7 +171,10 @@ def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
 @gluon.jit
 def row_tile(ptr, row, lane):
     """Pointers (V from `lane` on, K) to a row's matrix among (rows, V, K)."""
-    o_v, o_k = lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    o_v, o_k = (
+        lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)),
+        gl.arange(0, DIM, gl.SliceLayout(0, by_k)),
+    )
     return ptr + row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
 
 
@@ -152,7 +190,9 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
             state = gl.load(row_tile(env.entering_ptr, segment.row, LANE * ROWS))
     if env.initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # the state that enters is the initial state
-            state = gl.load(state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)).to(gl.float32)
+            state = gl.load(state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)).to(
+                gl.float32
+            )
     role_barrier()
     for j in range(segment.back):
         state = pass_chunk(env.rings, state, n + j, LANE)

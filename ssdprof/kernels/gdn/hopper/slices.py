@@ -1,8 +1,8 @@
 """The Hopper kernels for K and V other than 128: K up to 128, and V in slices of up to 128.
 
-The columns of a state do not depend on each other.  So each slice of a value head's V is treated as a value head, with
-the same q, k and gates.  TMA pads tiles with zeros to K = V = 128 when it reads, and skips the padding when it writes.
-States are not copied through TMA, so this module pads them.
+The columns of a state do not depend on each other.  So each slice of a value head's V is treated as
+a value head, with the same q, k and gates.  TMA pads tiles with zeros to K = V = 128 when it reads,
+and skips the padding when it writes.  States are not copied through TMA, so this module pads them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 
-LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
+# K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
+LEAST = 64
 
 
 def slice_count(inputs: GDNInputs) -> int:
@@ -34,7 +35,9 @@ def unsupported(inputs: GDNInputs) -> str:
 
 
 def by_slice(inputs: GDNInputs) -> GDNInputs:
-    """`inputs` with one value head per slice, as views.  Gates and the initial state are still those of whole heads."""
+    """`inputs` with one value head per slice, as views.  Gates and the initial state are still
+    those of whole heads.
+    """
     *tokens, heads, value_dim = inputs.v.shape
     count = slice_count(inputs)
     v = inputs.v.view(*tokens, heads * count, value_dim // count)
@@ -42,7 +45,8 @@ def by_slice(inputs: GDNInputs) -> GDNInputs:
 
 
 def sliced(inputs: GDNInputs) -> GDNInputs:
-    """The inputs that the kernels receive: v, gates and an initial state of (DIM, DIM) have one head per slice.
+    """The inputs that the kernels receive: v, gates and an initial state of (DIM, DIM) have one
+    head per slice.
 
     Gates and state are on the meta device and have only shapes, strides and dtypes.
     """
@@ -64,11 +68,17 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return workspace(of_slices, config, padded=True)[0] + gates + initial
 
 
-def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool) -> PreparedLaunch:
+def sliced_launch(
+    inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool
+) -> PreparedLaunch:
     """config: for `by_slice(inputs)`."""
     begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
     index, count, shape = inputs.q.get_device(), slice_count(inputs), inputs.states_shape
-    of_gates, g_strides, beta_strides = (*inputs.g.shape, count), (*inputs.g.stride(), 0), (*inputs.beta.stride(), 0)
+    of_gates, g_strides, beta_strides = (
+        (*inputs.g.shape, count),
+        (*inputs.g.stride(), 0),
+        (*inputs.beta.stride(), 0),
+    )
     sequences, heads, key_dim, value_dim = shape
     pieces = sequences, heads, count, key_dim, value_dim // count
     padded_shape = heads * count, DIM.value, DIM.value
@@ -85,7 +95,11 @@ def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: 
 
     states = state_strides(heads, key_dim, value_dim, v_first=state_v_first)
     initial = None if inputs.initial_state is None else cut(inputs.initial_state.stride())
-    initial_padded, final, final_padded = joined(v_first=False), cut(states), joined(v_first=state_v_first)
+    initial_padded, final, final_padded = (
+        joined(v_first=False),
+        cut(states),
+        joined(v_first=state_v_first),
+    )
 
     def pad(given: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
         padded = given.new_zeros(sequences, *padded_shape)
@@ -104,12 +118,16 @@ def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: 
             begun = begin(inputs)
             # the host does the rest while the GPU runs the first launch
             if inputs.initial_state is not None and initial is not None:
-                inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": pad(inputs.initial_state, initial)})
+                inputs = GDNInputs.unchecked(
+                    **vars(inputs) | {"initial_state": pad(inputs.initial_state, initial)}
+                )
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             padded = begun[0]["padded"]
             assert padded is not None
             finish(begun, inputs, out, padded)
-            final_states = torch.empty_strided(shape, states, dtype=torch.float32, device=out.device)
+            final_states = torch.empty_strided(
+                shape, states, dtype=torch.float32, device=out.device
+            )
             final_states.as_strided(pieces, final).copy_(padded.strided(pieces, final_padded))
         return GDNOutput(out, final_states)
 

@@ -1,7 +1,7 @@
 """GDN in six launches, one per stage of the algorithm: the baseline.
 
-`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  By default, dtypes are those
-of the unfused Triton kernels of flash-linear-attention (`config.py`).
+`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  By
+default, dtypes are those of the unfused Triton kernels of flash-linear-attention (`config.py`).
 """
 
 from __future__ import annotations
@@ -23,26 +23,45 @@ MAX_CHUNK_SIZE = 64
 
 
 def gdn_unfused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-    scale: float | None = None, initial_state: torch.Tensor | None = None, use_qk_l2norm: bool = False,
-    chunk_size: int = 64, cu_seqlens: torch.Tensor | None = None, precision: Precision = Precision(),  # noqa: B008
-) -> GDNOutput:  # fmt: skip
-    """The gated delta rule in six launches, forward only.  Arguments and result are those of `GDNInputs`.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+) -> GDNOutput:
+    """The gated delta rule in six launches, forward only.  Arguments and result are those of
+    `GDNInputs`.
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
+    ones.
     """
     inputs = GDNInputs(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, scale=scale, use_qk_l2norm=use_qk_l2norm,
-        chunk_size=chunk_size, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
+    )
     return run(inputs, precision)
 
 
 def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
     """Output in v's dtype, final states in fp32.
 
-    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient, and, outside Triton's
-    interpreter, for tensors that are not on a GPU.
+    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient,
+    and, outside Triton's interpreter, for tensors that are not on a GPU.
     """
     refuse_unsupported(inputs)
     with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
@@ -86,28 +105,48 @@ def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[
     """The plan of six stages with these options, also with a decay for each channel."""
     (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
     itemsize, size = operand_dtype(inputs.q.dtype, precision).itemsize, inputs.chunk_size
-    extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
+    extra = {
+        "one for the chunk table": inputs.cu_seqlens is not None,
+        "two to normalise q and k": inputs.use_qk_l2norm,
+    }
     chunks, keys, gates = batch * inputs.chunk_count * heads, key_dim, 1
-    squares, unit = chunks * size * size, 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
+    squares, unit = (
+        chunks * size * size,
+        2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0,
+    )
     if inputs.g.ndim == 4:  # also k decayed to the chunk's end, gates of channels, scores
         keys, gates, unit = 2 * key_dim, key_dim, unit + squares
-    w_u, v_new, states = (chunks * n for n in (size * (keys + value_dim), size * value_dim, key_dim * value_dim))
+    w_u, v_new, states = (
+        chunks * n for n in (size * (keys + value_dim), size * value_dim, key_dim * value_dim)
+    )
     # peak memory: L and A; or A, w and u; or w, u, v_new and the states
-    most = max((4 + itemsize) * squares, itemsize * (squares + w_u), itemsize * (w_u + v_new + states))
+    most = max(
+        (4 + itemsize) * squares, itemsize * (squares + w_u), itemsize * (w_u + v_new + states)
+    )
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
         config={"chunk_size": size}
-        | {f"{stage}.{key.lower()}": value for stage, options in chosen.items() for key, value in options.items()},
+        | {
+            f"{stage}.{key.lower()}": value
+            for stage, options in chosen.items()
+            for key, value in options.items()
+        },
         workspace_bytes=most + 4 * chunks * size * gates + itemsize * unit,
-        reason=", and ".join(["six stages, one launch each", *(what for what, there in extra.items() if there)]),
+        reason=", and ".join(
+            ["six stages, one launch each", *(what for what, there in extra.items() if there)]
+        ),
     )
 
 
 def refuse_unsupported(inputs: GDNInputs) -> None:
-    """UnsupportedError for long chunks, inputs that require a gradient, and, outside the interpreter, no GPU."""
+    """UnsupportedError for long chunks, inputs that require a gradient, and, outside the
+    interpreter, no GPU.
+    """
     if inputs.chunk_size > MAX_CHUNK_SIZE:
-        raise UnsupportedError(f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}")
+        raise UnsupportedError(
+            f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}"
+        )
     refuse_gradient("unfused", vars(inputs).values())
     refuse_device("unfused", inputs.q, oldest=(0, 0))
 

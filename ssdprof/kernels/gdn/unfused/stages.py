@@ -1,8 +1,9 @@
 """The norm of q and k and the six stages of unfused GDN, a kernel and its launcher each.
 
-Launchers run on the current device, with q and k as they enter products.  Block sizes and warps: `../config.py`.
-Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3;
-docs/gdn-mathematics.md.
+Launchers run on the current device, with q and k as they enter products.  Block sizes and warps:
+`../config.py`.
+Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section
+3.3; docs/gdn-mathematics.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
-from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
+from ssdprof.kernels.functions import (
+    DOT_PRECISION,
+    LOG2_E,
+    TL_DTYPE,
+    decay_exp2,
+    in_units,
+    ptr_offset,
+)
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import LEAF, intermediate, inverse_products, operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -20,16 +28,22 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
-# 2^-160 is zero in fp32.  A lower g, in particular -inf, would cost differences of later sums their precision.
+# 2^-160 is zero in fp32.  A lower g, in particular -inf, would cost differences of later sums their
+# precision.
 FORGOTTEN = tl.constexpr(-160.0)
 L2NORM_EPS = tl.constexpr(1e-6)
 
 STAGES = {
-    "_gdn_qk_l2norm_kernel": "qk_l2norm", "_side_by_side": "solve_tril", "_merge_pairs": "solve_tril",
-    "_gdn_gate_cumsum_kernel": "gate_cumsum", "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt",
-    "_gdn_solve_tril_kernel": "solve_tril", "_gdn_recompute_w_u_kernel": "recompute_w_u",
-    "_gdn_chunk_state_kernel": "chunk_state", "_gdn_chunk_output_kernel": "chunk_output",
-}  # fmt: skip
+    "_gdn_qk_l2norm_kernel": "qk_l2norm",
+    "_side_by_side": "solve_tril",
+    "_merge_pairs": "solve_tril",
+    "_gdn_gate_cumsum_kernel": "gate_cumsum",
+    "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt",
+    "_gdn_solve_tril_kernel": "solve_tril",
+    "_gdn_recompute_w_u_kernel": "recompute_w_u",
+    "_gdn_chunk_state_kernel": "chunk_state",
+    "_gdn_chunk_output_kernel": "chunk_output",
+}
 
 
 @triton.jit
@@ -44,11 +58,14 @@ def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr
     offset = ptr_offset(index, in_units(x_strides, S.UNIT))
     b_x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
-    tl.store(y_ptr + o_r[:, None] * S.KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
+    tl.store(
+        y_ptr + o_r[:, None] * S.KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m
+    )
 
 
 def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """Before the stages, if the call normalises q and k: y[t] = x[t] / sqrt(sum_k x[t, k]^2 + 1e-6).
+    """Before the stages, if the call normalises q and k: y[t] = x[t] / sqrt(sum_k x[t, k]^2 +
+    1e-6).
 
     In:   x (B, T, H, K)
     Out:  y (B, T, H, K), contiguous, in `dtype`
@@ -58,9 +75,15 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     options = config.qk_l2norm_options(key_dim)
     y, rows = torch.empty(x.shape, device=x.device, dtype=dtype), batch * length * heads
     launch(
-        _gdn_qk_l2norm_kernel, triton.cdiv(rows, options["BLOCK_ROWS"]), (x, y), ((x.stride(),), length, heads, rows),
-        KEY_DIM=key_dim, UNIT=strides_unit(x), BLOCK_K=triton.next_power_of_2(key_dim), **options,
-    )  # fmt: skip
+        _gdn_qk_l2norm_kernel,
+        triton.cdiv(rows, options["BLOCK_ROWS"]),
+        (x, y),
+        ((x.stride(),), length, heads, rows),
+        KEY_DIM=key_dim,
+        UNIT=strides_unit(x),
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        **options,
+    )
     return y
 
 
@@ -87,19 +110,23 @@ def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
 
     b_g = tl.load(
         g_ptr + ptr_offset((i_b, start + o_i[None, :], o_h[:, None]), g_strides),
-        mask=m_h[:, None] & (o_i < count)[None, :], other=0.0,
-    ).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]  # fmt: skip
+        mask=m_h[:, None] & (o_i < count)[None, :],
+        other=0.0,
+    ).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]
     b_g = tl.clamp(b_g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    # later stages subtract these sums, and their rounding becomes a relative error of the decay: round them only once
+    # later stages subtract these sums, and their rounding becomes a relative error of the decay:
+    # round them only once
     b_sum = tl.cumsum(b_g.to(tl.float64), axis=1).to(tl.float32)
     index = (i_b, i_c, o_h[:, None], o_i[None, :])
     tl.store(g_cumsum_log2_ptr + ptr_offset(index, g_cumsum_log2_strides), b_sum, mask=m_h[:, None])
 
 
 def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
-    """Stage 1: the cumulative log decay, g_cumsum_log2[i] = sum_{j <= i} clamp(g[j] * log2(e), FORGOTTEN, 0).
+    """Stage 1: the cumulative log decay, g_cumsum_log2[i] = sum_{j <= i} clamp(g[j] * log2(e),
+    FORGOTTEN, 0).
 
-    Later stages take exp2 of differences many times per element.  Positions past the sequence's end count as g = 0.
+    Later stages take exp2 of differences many times per element.  Positions past the sequence's end
+    count as g = 0.
 
     In:   g (B, T, HV)
     Out:  g_cumsum_log2 (B, NT, HV, C) fp32
@@ -108,9 +135,14 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
     heads = inputs.g.shape[2]
     g_cumsum_log2 = chunks.empty(heads, chunks.size)
     chunks.launch(
-        _gdn_gate_cumsum_kernel, chunks.total * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
-        (inputs.g,), (g_cumsum_log2,), heads, chunks.count, **config.GATE_CUMSUM,
-    )  # fmt: skip
+        _gdn_gate_cumsum_kernel,
+        chunks.total * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
+        (inputs.g,),
+        (g_cumsum_log2,),
+        heads,
+        chunks.count,
+        **config.GATE_CUMSUM,
+    )
     return g_cumsum_log2
 
 
@@ -118,7 +150,9 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
 def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr = tensors
     k_strides, beta_strides, g_cumsum_log2_strides, L_strides = strides
-    i_h, i_b, i_c, start, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(
+        tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
@@ -130,7 +164,9 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         mask = m_i[:, None] & (o_k < S.KEY_DIM)[None, :]
-        b_k = _rows(k_ptr, k_strides, (i_b, start + o_i[:, None], i_h, o_k[None, :]), mask, S.OPERAND)
+        b_k = _rows(
+            k_ptr, k_strides, (i_b, start + o_i[:, None], i_h, o_k[None, :]), mask, S.OPERAND
+        )
         kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
 
     # --- for each value head
@@ -140,13 +176,14 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
         i_hv = i_h * S.VALUES_PER_KEY + value
         b_beta = tl.load(
             beta_ptr + ptr_offset((i_b, start + o_i, i_hv), beta_strides), mask=m_i, other=0.0
-        ).to(tl.float32)  # fmt: skip
+        ).to(tl.float32)
         b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_hv, o_i), g_cumsum_log2_strides))
         weight = decay_exp2(b_g[:, None] - b_g[None, :]) * b_beta[:, None]
         tl.store(
             L_ptr + ptr_offset((i_b, i_c, i_hv, o_i[:, None], o_i[None, :]), L_strides),
-            tl.where(m_below, kkt * weight, 0.0), mask=m_block,
-        )  # fmt: skip
+            tl.where(m_below, kkt * weight, 0.0),
+            mask=m_block,
+        )
 
 
 def scaled_dot_kkt(
@@ -154,7 +191,8 @@ def scaled_dot_kkt(
 ) -> torch.Tensor:
     """Stage 2: the triangular system of each chunk.
 
-        L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]      for j < i, else 0
+        L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]      for j < i,
+        else 0
 
     Blocks of 16 x 16 above the diagonal are not written, and solve_tril does not read them.
 
@@ -165,10 +203,19 @@ def scaled_dot_kkt(
     (heads, key_dim), operand = inputs.k.shape[2:], operand_dtype(inputs.v.dtype, precision)
     L = chunks.empty(inputs.v.shape[2], chunks.size, chunks.size)
     chunks.launch(
-        _gdn_scaled_dot_kkt_kernel, chunks.total * heads, (inputs.k, inputs.beta, g_cumsum_log2), (L,),
-        heads, chunks.count, KEY_DIM=key_dim, VALUES_PER_KEY=inputs.values_per_key, OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(inputs.k), LEAF=LEAF, **config.unfused_options(inputs, precision)["scaled_dot_kkt"],
-    )  # fmt: skip
+        _gdn_scaled_dot_kkt_kernel,
+        chunks.total * heads,
+        (inputs.k, inputs.beta, g_cumsum_log2),
+        (L,),
+        heads,
+        chunks.count,
+        KEY_DIM=key_dim,
+        VALUES_PER_KEY=inputs.values_per_key,
+        OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(inputs.k),
+        LEAF=LEAF,
+        **config.unfused_options(inputs, precision)["scaled_dot_kkt"],
+    )
     return L
 
 
@@ -183,7 +230,9 @@ def _side_by_side(left, right):
 
 @triton.jit
 def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
-    """Merge inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 * s, 2 * s)."""
+    """Merge inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 *
+    s, 2 * s).
+    """
     PAIRS: tl.constexpr = A.shape[0] // 2
     HALF: tl.constexpr = A.shape[1]
     top, bottom = tl.split(tl.permute(tl.reshape(A, (PAIRS, 2, HALF, HALF)), (0, 2, 3, 1)))
@@ -199,7 +248,9 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
 def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     L_ptr, spans_ptr, A_ptr = tensors
     L_strides, A_strides = strides
-    i_h, i_b, i_c, _, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, _, count = own_chunk(
+        tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE
+    )
     if count <= 0:
         return
     L_ptr += ptr_offset((i_b, i_c, i_h), L_strides[:3])
@@ -207,11 +258,16 @@ def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.const
     # --- blocks of S.LEAF rows
     LEAVES: tl.constexpr = S.CHUNK_SIZE // S.LEAF
     o_n, o_r = tl.arange(0, LEAVES), tl.arange(0, S.LEAF)
-    A = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros((LEAVES, S.LEAF, S.LEAF), tl.float32)
+    A = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros(
+        (LEAVES, S.LEAF, S.LEAF), tl.float32
+    )
     for i in tl.static_range(1, S.LEAF):
         row = tl.load(
-            L_ptr + ptr_offset((o_n[:, None] * S.LEAF + i, o_n[:, None] * S.LEAF + o_r[None, :]), L_strides[3:])
-        )  # [LEAVES, LEAF], zero from column i on  # fmt: skip
+            L_ptr
+            + ptr_offset(
+                (o_n[:, None] * S.LEAF + i, o_n[:, None] * S.LEAF + o_r[None, :]), L_strides[3:]
+            )
+        )  # [LEAVES, LEAF], zero from column i on
         known = tl.sum(row[:, :, None] * A, axis=1)
         A = tl.where(o_r[None, :, None] == i, A - known[:, None, :], A)
 
@@ -226,12 +282,15 @@ def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.const
     )
 
 
-def solve_tril(inputs: GDNInputs, L: torch.Tensor, chunks: Chunks, precision: Precision) -> torch.Tensor:
+def solve_tril(
+    inputs: GDNInputs, L: torch.Tensor, chunks: Chunks, precision: Precision
+) -> torch.Tensor:
     """Stage 3: the inverse of each chunk's triangular system, A = (I + L)^-1.
 
-    Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then neighbouring blocks T and B, with
-    C between them, are merged until one is left: its lower corner is -B^-1 C T^-1.  No intermediate number grows with
-    nearly collinear keys.  A Neumann series would sum powers of L, which do grow.
+    Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then neighbouring
+    blocks T and B, with C between them, are merged until one is left: its lower corner is -B^-1 C
+    T^-1.  No intermediate number grows with nearly collinear keys.  A Neumann series would sum
+    powers of L, which do grow.
 
     In:   L (B, NT, HV, C, C) fp32, its blocks of 16 x 16 on and below the diagonal
     Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
@@ -240,20 +299,33 @@ def solve_tril(inputs: GDNInputs, L: torch.Tensor, chunks: Chunks, precision: Pr
     heads, operand = inputs.v.shape[2], operand_dtype(inputs.v.dtype, precision)
     A = torch.empty(L.shape, device=L.device, dtype=operand)
     chunks.launch(
-        _gdn_solve_tril_kernel, chunks.total * heads, (L,), (A,), heads, chunks.count, LEAF=LEAF,
-        MERGES=(chunks.size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand), **config.SOLVE_TRIL,
-    )  # fmt: skip
+        _gdn_solve_tril_kernel,
+        chunks.total * heads,
+        (L,),
+        (A,),
+        heads,
+        chunks.count,
+        LEAF=LEAF,
+        MERGES=(chunks.size // LEAF).bit_length() - 1,
+        PRODUCTS=inverse_products(operand),
+        **config.SOLVE_TRIL,
+    )
     return A
 
 
 @triton.jit
-def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+def _gdn_recompute_w_u_kernel(
+    tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
+):
     A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr = tensors
-    A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides = strides
+    A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides = (
+        strides
+    )
     k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
     w_strides = in_units(w_strides, S.UNIT)
 
-    # --- this program's chunk; value heads of one key head are in neighbouring programs, because they share k
+    # --- this program's chunk; value heads of one key head are in neighbouring programs, because
+    #   they share k
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
@@ -261,8 +333,12 @@ def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
-    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(S.INTERMEDIATE)
-    b_beta = tl.load(beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0)
+    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(
+        S.INTERMEDIATE
+    )
+    b_beta = tl.load(
+        beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
+    )
     b_beta = b_beta.to(tl.float32)
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
 
@@ -273,13 +349,15 @@ def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
         m_v = o_v < S.VALUE_DIM
         b_v = tl.load(
             v_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), v_strides),
-            mask=m_i[:, None] & m_v[None, :], other=0.0,
-        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_V]  # fmt: skip
+            mask=m_i[:, None] & m_v[None, :],
+            other=0.0,
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_V]
         b_u = tl.dot(b_A_u, b_v, input_precision=DOT_PRECISION)
         tl.store(
             u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
-            tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None],
-        )  # fmt: skip
+            tl.trans(b_u).to(S.OPERAND),
+            mask=m_v[:, None],
+        )
 
     # --- w
     b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
@@ -287,18 +365,27 @@ def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
         b_k = tl.load(
-            k_ptr + ptr_offset((i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides),
-            mask=m_i[:, None] & m_k[None, :], other=0.0,
-        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+            k_ptr
+            + ptr_offset(
+                (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides
+            ),
+            mask=m_i[:, None] & m_k[None, :],
+            other=0.0,
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]
         b_w = tl.dot(b_A_w, b_k, input_precision=DOT_PRECISION)
         tl.store(
             w_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), w_strides),
-            b_w.to(S.OPERAND), mask=m_k[None, :],
-        )  # fmt: skip
+            b_w.to(S.OPERAND),
+            mask=m_k[None, :],
+        )
 
 
 def recompute_w_u(
-    inputs: GDNInputs, A: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
+    inputs: GDNInputs,
+    A: torch.Tensor,
+    g_cumsum_log2: torch.Tensor,
+    chunks: Chunks,
+    precision: Precision,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 4: keys and values of each chunk after the inverse, which do not depend on the state.
 
@@ -307,7 +394,8 @@ def recompute_w_u(
 
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           g_cumsum_log2 (B, NT, HV, C) fp32
-    Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the sequence's end are zero
+    Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the
+          sequence's end are zero
     Grid: (B * NT * HV)
     """
     k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
@@ -315,11 +403,20 @@ def recompute_w_u(
     w = chunks.empty(heads, chunks.size, key_dim, dtype=operand)
     u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
     chunks.launch(
-        _gdn_recompute_w_u_kernel, chunks.total * heads, (A, k, v, inputs.beta, g_cumsum_log2), (w, u),
-        heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision), UNIT=strides_unit(k, v, w),
+        _gdn_recompute_w_u_kernel,
+        chunks.total * heads,
+        (A, k, v, inputs.beta, g_cumsum_log2),
+        (w, u),
+        heads,
+        chunks.count,
+        inputs.values_per_key,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand],
+        INTERMEDIATE=intermediate(v.dtype, precision),
+        UNIT=strides_unit(k, v, w),
         **config.unfused_options(inputs, precision)["recompute_w_u"],
-    )  # fmt: skip
+    )
     return w, u
 
 
@@ -333,15 +430,31 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+def _gdn_chunk_state_kernel(
+    tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
+):
     (
-        k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr, prev_states_ptr, v_new_ptr,
+        k_ptr,
+        w_ptr,
+        u_ptr,
+        g_cumsum_log2_ptr,
+        initial_state_ptr,
+        spans_ptr,
+        bounds_ptr,
+        prev_states_ptr,
+        v_new_ptr,
         final_states_ptr,
-    ) = tensors  # fmt: skip
+    ) = tensors
     (
-        k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides, prev_states_strides,
-        v_new_strides, final_states_strides,
-    ) = strides  # fmt: skip
+        k_strides,
+        w_strides,
+        u_strides,
+        g_cumsum_log2_strides,
+        initial_state_strides,
+        prev_states_strides,
+        v_new_strides,
+        final_states_strides,
+    ) = strides
     # --- this program's rows of a state
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K
@@ -356,7 +469,11 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
         i_b, first, after = i_s, 0, nchunks
         begin, end = tl.zeros((), tl.int64), tl.cast(length, tl.int64)
     else:
-        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        i_b, first, after = (
+            0,
+            tl.load(bounds_ptr + i_s).to(tl.int32),
+            tl.load(bounds_ptr + i_s + 1).to(tl.int32),
+        )
         begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
         end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
 
@@ -368,9 +485,13 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
     if S.PER_CHANNEL:
         p_k = k_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), k_strides)
     else:
-        p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
+        p_k = k_ptr + ptr_offset(
+            (i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides
+        )
     p_g = g_cumsum_log2_ptr + ptr_offset((i_b, first, i_h), g_cumsum_log2_strides[:3])
-    p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
+    p_prev = prev_states_ptr + ptr_offset(
+        (i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides
+    )
     p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
 
     # --- loop over chunks
@@ -395,13 +516,17 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
         else:
             m_i = o_i < end - begin - step * S.CHUNK_SIZE
             b_k = tl.load(
-                p_k + step * S.CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
-            ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+                p_k + step * S.CHUNK_SIZE * k_strides[1],
+                mask=m_i[:, None] & m_k[None, :],
+                other=0.0,
+            ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]
             p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
             b_g = tl.load(p_g_chunk + o_i)
             g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
 
-        v_new = b_u.to(tl.float32) - tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        v_new = b_u.to(tl.float32) - tl.dot(
+            state_operand, tl.trans(b_w), input_precision=DOT_PRECISION
+        )
         if ALL_V:
             tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND))
         else:
@@ -418,19 +543,27 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
 
 
 def chunk_state(
-    inputs: GDNInputs, k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
-    precision: Precision, options: dict[str, int],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final state.
+    inputs: GDNInputs,
+    k: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    g_cumsum_log2: torch.Tensor,
+    chunks: Chunks,
+    precision: Precision,
+    options: dict[str, int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final
+    state.
 
         v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
         S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
 
-    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This is the serial stage.  With
-    decays of channels, g_cumsum_log2 is (B, NT, HV, C, K), and so is k, which is decayed to the chunk's end already.
+    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This is the
+    serial stage.  With decays of channels, g_cumsum_log2 is (B, NT, HV, C, K), and so is k, which
+    is decayed to the chunk's end already.
 
-    In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C) fp32
-          initial_state (sequences, HV, K, V) or None
+    In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C)
+          fp32 initial_state (sequences, HV, K, V) or None
     Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
@@ -439,24 +572,43 @@ def chunk_state(
     operand = operand_dtype(dtype, precision)
     prev_states, v_new = chunks.empty(heads, value_dim, key_dim, dtype=operand), torch.empty_like(u)
     final_states = torch.empty(inputs.states_shape, device=k.device, dtype=torch.float32)
-    given, results = (k, w, u, g_cumsum_log2, inputs.initial_state), (prev_states, v_new, final_states)
+    given, results = (
+        (k, w, u, g_cumsum_log2, inputs.initial_state),
+        (prev_states, v_new, final_states),
+    )
     launch(
         _gdn_chunk_state_kernel,
         inputs.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
         (*given, chunks.spans, chunks.bounds, *results),
-        (strides_of_each(*given, *results), inputs.length, heads, chunks.count, inputs.values_per_key),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(dtype, precision),
-        STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k, w, prev_states), PER_CHANNEL=inputs.g.ndim == 4,
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
-    )  # fmt: skip
+        (
+            strides_of_each(*given, *results),
+            inputs.length,
+            heads,
+            chunks.count,
+            inputs.values_per_key,
+        ),
+        CHUNK_SIZE=chunks.size,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand],
+        INTERMEDIATE=intermediate(dtype, precision),
+        STATE=TL_DTYPE[precision.state_dtype],
+        UNIT=strides_unit(k, w, prev_states),
+        PER_CHANNEL=inputs.g.ndim == 4,
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)),
+        **options,
+    )
     return results
 
 
 @triton.jit
-def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
+def _gdn_chunk_output_kernel(
+    tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr
+):
     q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr = tensors
-    q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = strides
+    q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = (
+        strides
+    )
     # --- heads of one chunk are in neighbouring programs, because they share q and k
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     i_bch = tl.program_id(0) // V_BLOCKS
@@ -472,19 +624,28 @@ def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_pe
 
     # --- products with q
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
-    prev_states_strides, out_strides = in_units(prev_states_strides, S.UNIT), in_units(out_strides, S.UNIT)
+    prev_states_strides, out_strides = (
+        in_units(prev_states_strides, S.UNIT),
+        in_units(out_strides, S.UNIT),
+    )
     acc = tl.zeros((S.CHUNK_SIZE, S.BLOCK_V), dtype=tl.float32)
     scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
     for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
         o_k = first_k + tl.arange(0, S.BLOCK_K)
         m_k = o_k < S.KEY_DIM
         m_ik = m_i[:, None] & m_k[None, :]
-        b_q = _rows(q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND)
-        b_k = _rows(k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND)
+        b_q = _rows(
+            q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND
+        )
+        b_k = _rows(
+            k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND
+        )
         b_S = tl.load(
-            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
-            mask=m_v[:, None] & m_k[None, :], other=0.0,
-        )  # [BLOCK_V, BLOCK_K]  # fmt: skip
+            prev_states_ptr
+            + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
+            mask=m_v[:, None] & m_k[None, :],
+            other=0.0,
+        )  # [BLOCK_V, BLOCK_K]
         acc = tl.dot(b_q, tl.trans(b_S), acc, input_precision=DOT_PRECISION)
         scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=DOT_PRECISION)
 
@@ -492,26 +653,36 @@ def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_pe
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
     b_v_new = tl.load(
         v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
-        mask=m_v[:, None], other=0.0,
-    )  # [BLOCK_V, CHUNK_SIZE]  # fmt: skip
+        mask=m_v[:, None],
+        other=0.0,
+    )  # [BLOCK_V, CHUNK_SIZE]
     acc *= decay_exp2(b_g).to(S.INTERMEDIATE).to(tl.float32)[:, None]
     decay = decay_exp2(b_g[:, None] - b_g[None, :]).to(S.INTERMEDIATE)
-    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0).to(S.OPERAND)
+    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0).to(
+        S.OPERAND
+    )
     acc = tl.dot(b_scores, tl.trans(b_v_new), acc, input_precision=DOT_PRECISION) * scale
     tl.store(
         out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
-        acc.to(out_ptr.dtype.element_ty), mask=m_i[:, None] & m_v[None, :],
-    )  # fmt: skip
+        acc.to(out_ptr.dtype.element_ty),
+        mask=m_i[:, None] & m_v[None, :],
+    )
 
 
 def chunk_output(
-    inputs: GDNInputs, prev_states: torch.Tensor, v_new: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
+    inputs: GDNInputs,
+    prev_states: torch.Tensor,
+    v_new: torch.Tensor,
+    g_cumsum_log2: torch.Tensor,
+    chunks: Chunks,
     precision: Precision,
-) -> torch.Tensor:  # fmt: skip
-    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
+) -> torch.Tensor:
+    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
+    values.
 
-        out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]
-                             + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j, k]) * v_new[v, j])
+        out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k] + sum_{j <= i}
+                             exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j, k]) * v_new[v,
+                             j])
 
     In:   q, k (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32
@@ -523,10 +694,19 @@ def chunk_output(
     options = config.unfused_options(inputs, precision)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
     chunks.launch(
-        _gdn_chunk_output_kernel, chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (q, k, prev_states, v_new, g_cumsum_log2), (out,),
-        heads, chunks.count, inputs.values_per_key, inputs.scale_or_default, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs.v.dtype, precision),
-        UNIT=strides_unit(q, k, prev_states, out), **options,
-    )  # fmt: skip
+        _gdn_chunk_output_kernel,
+        chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (q, k, prev_states, v_new, g_cumsum_log2),
+        (out,),
+        heads,
+        chunks.count,
+        inputs.values_per_key,
+        inputs.scale_or_default,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand],
+        INTERMEDIATE=intermediate(inputs.v.dtype, precision),
+        UNIT=strides_unit(q, k, prev_states, out),
+        **options,
+    )
     return out

@@ -1,6 +1,7 @@
 """Which inputs the Hopper kernel supports, and how a call is divided into programs.
 
-Rings and registers come from a row of `../config.py`, segments from a simulation of the programs on the SMs.
+Rings and registers come from a row of `../config.py`, segments from a simulation of the programs on
+the SMs.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from ssdprof.kernels.tensors import row_stride, unreadable
 
 # Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
 # benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
-# Time of a chunk of the first pass, by parts of N: FIRST_PASS if all programs begin with a first pass, RECOMPUTED if
-# only those that recompute do.
+# Time of a chunk of the first pass, by parts of N: FIRST_PASS if all programs begin with a first
+# pass, RECOMPUTED if only those that recompute do.
 FIRST_PASS = {1: 0.45, 2: 0.34}
 RECOMPUTED = {1: 0.384, 2: 0.34}
 START = 3.0  # time to start and end a program
 PUBLISH = 1.1  # time until others see the state that a segment adds
 PART = 0.36  # time to sum the published state of one earlier segment
 CALL = 0.6  # time to launch, and to zero the flags
-# Chunks after which the first pass stops, for sixteen pairs of heads with decays as models have them.  One pair never
-# stops.  It is the first, so that it counts in calls with few pairs.
+# Chunks after which the first pass stops, for sixteen pairs of heads with decays as models have
+# them.  One pair never stops.  It is the first, so that it counts in calls with few pairs.
 REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
 LONGEST_RECOMPUTED = 128  # most chunks of a sequence for `recompute`
 UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline: 256 positions
-MEMORIES = (1, 2, 4, 8)  # memories of heads to check, in chunks, in addition to heads that never forget
+# memories of heads to check, in chunks, in addition to heads that never forget
+MEMORIES = (1, 2, 4, 8)
 AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no test can detect
 
 
@@ -48,7 +50,8 @@ AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no
 class SSDHopperConfig(Cut):
     """Segments of chunks of 64 positions, and
     ring, score_ring: slots of the rings of chunks and of scores
-    unit_registers, other_registers: registers per thread of the role with states, and of gates, loads and stores
+    unit_registers, other_registers: registers per thread of the role with states, and of gates,
+    loads and stores
     """
 
     ring: int = HOPPER[0][1]["ring"]
@@ -61,8 +64,9 @@ class SSDHopperConfig(Cut):
     def choose(cls, inputs: SSDInputs, sm_count: int, *, batch_invariant: bool) -> SSDHopperConfig:
         """Choose by the length and number of sequences, the number of units and the GPU.
 
-        With `batch_invariant`, choose as for one sequence: a sequence's result is then bitwise the same in any batch,
-        and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
+        With `batch_invariant`, choose as for one sequence: a sequence's result is then bitwise the
+        same in any batch, and a large batch of short sequences is slower.  Packed sequences are
+        always cut by one rule.
         """
         if inputs.cu_seqlens is not None:
             segments = Cut(segment=packed_segment(program_count(inputs)))
@@ -72,7 +76,11 @@ class SSDHopperConfig(Cut):
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
             pairs = sequences * program_count(inputs)
             segments = cut(nchunks, pairs, sm_count, **COSTS[n_split(inputs.B.shape[3])])
-            how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
+            how = (
+                f"equal shares for {sm_count} programs"
+                if segments.shares
+                else "least simulated time"
+            )
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
         _, take, why = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments) | take, reason=f"{reason}; {why}")
@@ -100,22 +108,26 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     rows = 2 * CHUNK.value * dstate  # bytes of B, or C
     vector = 4 * 2 * CHUNK.value
     chunk = 2 * rows + 4 * vector + 8 + split * tiles  # B and C, gates, decays, x for both passes
-    first_pass = weight_places(ring * split, split) * (vector + 8) + 4 * (ring + 2)  # weights, decays, words
+    # weights, decays, words
+    first_pass = weight_places(ring * split, split) * (vector + 8) + 4 * (ring + 2)
     exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if split == 2 else 0
     return int(ring * chunk + first_pass + score_ring * tiles + tiles + exchange)
 
 
 def packed_segment(pairs: int) -> int:
-    """Chunks per segment of packed sequences, whose lengths are on the device: about the number of pairs of units.
+    """Chunks per segment of packed sequences, whose lengths are on the device: about the number of
+    pairs of units.
 
-    Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long sequence would have
-    too many parts to sum.
+    Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long
+    sequence would have too many parts to sum.
     """
     return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
 
 def simulated_time(one: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> float:
-    """Time until the last program ends.  Each SM runs one program at a time, and programs start in order."""
+    """Time until the last program ends.  Each SM runs one program at a time, and programs start in
+    order.
+    """
     lengths = one.lengths(nchunks)
     looks_back = len(lengths) > 1 and not one.recompute
     of_first_pass = (RECOMPUTED if one.recompute else FIRST_PASS)[n_split]
@@ -153,18 +165,22 @@ def _parts(before: list[int], reach: int) -> int:
 
 
 def as_exact_as_unfused(one: Cut, nchunks: int) -> bool:
-    """Whether no head's error exceeds that of an unfused pipeline with its longest chunks, however fast it forgets."""
+    """Whether no head's error exceeds that of an unfused pipeline with its longest chunks, however
+    fast it forgets.
+    """
     ours, theirs = one.lengths(nchunks), Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
     return rounded_twice(ours) <= rounded_twice(theirs) and all(
-        squared_error(ours, memory) <= AS_LARGE * squared_error(theirs, memory) for memory in MEMORIES
+        squared_error(ours, memory) <= AS_LARGE * squared_error(theirs, memory)
+        for memory in MEMORIES
     )
 
 
 def rounded_twice(lengths: list[int]) -> int:
     """Number of pairs of chunks in which the first one precedes the segment of the second one.
 
-    The contribution of the first chunk to the second one's output is rounded twice: by the first pass, and as part of
-    the state.  An unfused pipeline rounds the contributions of all earlier chunks twice.
+    The contribution of the first chunk to the second one's output is rounded twice: by the first
+    pass, and as part of the state.  An unfused pipeline rounds the contributions of all earlier
+    chunks twice.
     """
     before, pairs = 0, 0
     for length in lengths:
@@ -174,14 +190,16 @@ def rounded_twice(lengths: list[int]) -> int:
 
 
 def squared_error(lengths: list[int], memory: float) -> float:
-    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in units of one rounding.
+    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in units of
+    one rounding.
 
-    Counts the rounding of the output, one rounding per term, and a second one for terms from before a segment.
-    See docs/ssd-performance.md.
+    Counts the rounding of the output, one rounding per term, and a second one for terms from before
+    a segment.  See docs/ssd-performance.md.
     """
     kept = math.exp(-2 / memory)
 
-    def energy(nchunks: int) -> float:  # of a chunk's output, from the last `nchunks` chunks, its own included
+    # of a chunk's output, from the last `nchunks` chunks, its own included
+    def energy(nchunks: int) -> float:
         return (1 - kept**nchunks) / (1 - kept)
 
     first, before = 0, 0.0
@@ -192,11 +210,15 @@ def squared_error(lengths: list[int], memory: float) -> float:
 
 
 def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
-    return (one for one in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(one, nchunks))
+    return (
+        one for one in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(one, nchunks)
+    )
 
 
 def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
-    """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs per pair at once."""
+    """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs
+    per pair at once.
+    """
     yield Cut(segment=max(1, nchunks))
     at_once = max(1, int(programs_per_pair))
     for count in sorted({2, 3, 4, 6, 8, 11, 16, 22, 32, at_once, at_once + 1}):
@@ -213,12 +235,20 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
             if nchunks > first:
                 for count in (1, 2, 3):
                     yield Cut(
-                        long_count=1, long_segment=first, segment=ceil_div(nchunks - first, count), recompute=True
+                        long_count=1,
+                        long_segment=first,
+                        segment=ceil_div(nchunks - first, count),
+                        recompute=True,
                     )
 
 
 COSTS: dict[int, dict[str, Any]] = {
-    split: dict(candidates=_exact_candidates, time=partial(simulated_time, n_split=split), classes=16, whole_from=1)
+    split: dict(
+        candidates=_exact_candidates,
+        time=partial(simulated_time, n_split=split),
+        classes=16,
+        whole_from=1,
+    )
     for split in (1, 2)
 }  # by `n_split`
 

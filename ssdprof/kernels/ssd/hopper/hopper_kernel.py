@@ -1,40 +1,50 @@
-"""SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in registers.
+"""SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in
+registers.
 
-The algorithm is that of `portable.py`.  A first pass reads the segment backwards and computes the state that it adds.
-The program publishes that state, and sums the states that earlier segments have published.  So no segment waits for
-more than the first passes of others.  A second pass reads the segment forwards and computes the output.  With more
-pairs of units than SMs there are no first passes: programs process equal shares of all sequences.
+The algorithm is that of `portable.py`.  A first pass reads the segment backwards and computes the
+state that it adds.  The program publishes that state, and sums the states that earlier segments
+have published.  So no segment waits for more than the first passes of others.  A second pass reads
+the segment forwards and computes the output.  With more pairs of units than SMs there are no first
+passes: programs process equal shares of all sequences.
 
-A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N is 256.  Its warps
-have roles (`rings.py`).  States and outputs are transposed, so that the state is a matrix operand directly from
-registers, and x, loaded once, serves all three products.  Reasons and alternatives: docs/ssd-performance.md.
+A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N
+is 256.  Its warps have roles (`rings.py`).  States and outputs are transposed, so that the state is
+a matrix operand directly from registers, and x, loaded once, serves all three products.  Reasons
+and alternatives: docs/ssd-performance.md.
 
-Assignment of work: with fewer pairs of units than SMs, sequences are cut into segments, one per program.  With more,
-there is one program per SM, and each processes an equal share of all chunks: several whole pairs and, because these do
-not divide evenly, the end of one sequence and the beginning of another.  A program computes the beginning first and
-leaves its state for the next program.  The next program computes the rest last, a sequence later, so that it does not
-wait.  Example: seven pairs of eight chunks on four programs of 14 chunks each; pairs 0 to 3 are whole:
+Assignment of work: with fewer pairs of units than SMs, sequences are cut into segments, one per
+program.  With more, there is one program per SM, and each processes an equal share of all chunks:
+several whole pairs and, because these do not divide evenly, the end of one sequence and the
+beginning of another.  A program computes the beginning first and leaves its state for the next
+program.  The next program computes the rest last, a sequence later, so that it does not
+wait.  Example: seven pairs of eight chunks on four programs of 14 chunks each; pairs 0 to 3 are
+whole:
 
     program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
     program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
     program 2   4 4 . 1 1 1 1 1 1 1 1 . 5 5 5 5
     program 3   0 0 0 0 0 0 0 0 . 4 4 4 4 4 4
 
-Programs at about the same position of their sequences own neighbouring pairs, which share B and C.  Tiles that one of
-them has loaded are then in L2 when the others need them.  So pairs are assigned by the programs' ranks.
+Programs at about the same position of their sequences own neighbouring pairs, which share B and C.
+Tiles that one of them has loaded are then in L2 when the others need them.  So pairs are assigned
+by the programs' ranks.
 
-Assignment: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix products.
+Assignment: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix
+products.
 
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: states (slots, lanes, 64 * n / n_split) state_dtype: the state that each segment except a sequence's last adds;
-      or fp32 (programs, 2, 64 * n / n_split): the state after the chunks that each program begins
-      sync int32, zeroed: the ticket counter, and a flag per slot and lane: the segment's decay once its state is stored
-Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for packed sequences, segments before
-      sequences, and an upper bound; or one program per SM.  A program waits only for lower tickets, whose programs have
-      started, so that progress does not require two programs to run at the same time.
-Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
+Work: states (slots, lanes, 64 * n / n_split) state_dtype: the state that each segment except a
+      sequence's last adds; or fp32 (programs, 2, 64 * n / n_split): the state after the chunks that
+      each program begins sync int32, zeroed: the ticket counter, and a flag per slot and lane: the
+      segment's decay once its state is stored
+Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for packed sequences,
+      segments before sequences, and an upper bound; or one program per SM.  A program waits only
+      for lower tickets, whose programs have started, so that progress does not require two programs
+      to run at the same time.
+Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6;
+        docs/ssd-mathematics.md for segments.
 """
 
 from triton.experimental import gluon
@@ -52,9 +62,16 @@ FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte secto
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
 
 STAGES = {
-    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "extent_of": "ticket", "segment_of": "ticket",
-    "find_segment": "ticket", "packed_segment_of": "ticket", "share_of": "ticket", "_fused_hopper_kernel": "setup",
-}  # fmt: skip
+    "segments": "ticket",
+    "segment_at": "ticket",
+    "chunks": "ticket",
+    "extent_of": "ticket",
+    "segment_of": "ticket",
+    "find_segment": "ticket",
+    "packed_segment_of": "ticket",
+    "share_of": "ticket",
+    "_fused_hopper_kernel": "setup",
+}
 
 
 @aggregate
@@ -62,7 +79,8 @@ class SSDSegment:
     """Consecutive chunks of a sequence, and the work of a program that owns one segment."""
 
     sequence: gl.tensor
-    index: gl.tensor  # index of the segment in its sequence; in a share: 1 if it takes over a state, else 0
+    # index of the segment in its sequence; in a share: 1 if it takes over a state, else 0
+    index: gl.tensor
     length: gl.tensor  # length of the sequence
     dt_begin: gl.tensor  # offset of the sequence's dt
     tile: gl.tensor  # first TMA coordinate of the sequence's tiles
@@ -71,10 +89,12 @@ class SSDSegment:
     nchunks: gl.tensor
     unit: gl.tensor  # the first unit, if there are two
     last: gl.tensor  # whether the segment ends its sequence
-    has_warmup: gl.tensor | gl.constexpr  # whether there is a first pass; False if the kernel has none
+    # whether there is a first pass; False if the kernel has none
+    has_warmup: gl.tensor | gl.constexpr
     back_first: gl.tensor  # last chunk that the first pass reads; it runs backwards
     back_most: gl.tensor  # most chunks of the first pass
-    slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
+    # slot in which it leaves a state, or the state that it adds, for later segments
+    slot: gl.tensor
     slot_step: gl.tensor  # distance from the slot of the preceding segment
 
     segments, segment_at, chunks = segments, segment_at, chunks
@@ -82,7 +102,9 @@ class SSDSegment:
 
 @aggregate
 class StreamK:
-    """The work of a program that owns an equal share: the beginning of a pair, whole pairs and the end of one."""
+    """The work of a program that owns an equal share: the beginning of a pair, whole pairs and the
+    end of one.
+    """
 
     program: gl.tensor
     programs: gl.tensor
@@ -106,15 +128,29 @@ class StreamK:
     def segment_at(self, i):
         k = i - gl.minimum(self.begun_chunks, 1)
         begins, ends = k < 0, k == self.wholes
-        pair = gl.where(begins, self.begun, gl.where(ends, self.ended, k * self.programs + self.rank))
+        pair = gl.where(
+            begins, self.begun, gl.where(ends, self.ended, k * self.programs + self.rank)
+        )
         sequence = pair // self.PAIRS
         first = gl.where(ends, self.nchunks - self.ended_chunks, 0)
         nchunks = gl.where(begins, self.begun_chunks, self.nchunks - first)
         segment = SSDSegment(
-            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
-            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
-            self.program, gl.to_tensor(1),
-        )  # fmt: skip
+            sequence,
+            gl.minimum(first, 1),
+            self.length,
+            sequence.to(gl.int64) * self.dt_step,
+            sequence,
+            gl.to_tensor(0),
+            first,
+            nchunks,
+            pair % self.PAIRS * self.UNITS,
+            k >= 0,
+            False,
+            first,
+            nchunks,
+            self.program,
+            gl.to_tensor(1),
+        )
         return segment, gl.where(begins, 0, self.begun_chunks + k * self.nchunks)
 
     @gluon.jit
@@ -124,8 +160,9 @@ class StreamK:
 
 @gluon.jit
 def extent_of(index, first, most, length, S: gl.constexpr):
-    """Chunks of a segment, and whether it ends its sequence.  For its first pass: whether it exists, the chunk at which
-    it ends, and its most chunks."""
+    """Chunks of a segment, and whether it ends its sequence.  For its first pass: whether it
+    exists, the chunk at which it ends, and its most chunks.
+    """
     nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
     if S.PASSING == "recompute":
@@ -146,9 +183,22 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
     most = gl.where(is_long, K_LONG, K)
     nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, most, seqlen, S)
     return SSDSegment(
-        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
-        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most, rank, gl.to_tensor(sequences),
-    )  # fmt: skip
+        sequence,
+        index,
+        seqlen,
+        sequence.to(gl.int64) * dt_strides[0],
+        sequence,
+        gl.to_tensor(0),
+        first,
+        nchunks,
+        ticket % S.PAIRS * S.UNITS,
+        last,
+        has_warmup,
+        back_first,
+        back_most,
+        rank,
+        gl.to_tensor(sequences),
+    )
 
 
 @gluon.jit
@@ -160,11 +210,16 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     counted = 0  # segments of all sequences read so far
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
-        # beyond the last sequence, read empty sequences: none of them ends before an existing segment
-        o_start, o_stop = gl.minimum(o_s, sequences).to(gl.int64), gl.minimum(o_s + 1, sequences).to(gl.int64)
+        # beyond the last sequence, read empty sequences: none of them ends before an existing
+        # segment
+        o_start, o_stop = (
+            gl.minimum(o_s, sequences).to(gl.int64),
+            gl.minimum(o_s + 1, sequences).to(gl.int64),
+        )
         start = gl.load(cu_seqlens_ptr + o_start * cu_seqlens_stride).to(gl.int32)
         stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
-        # an empty sequence has one segment without chunks, which copies the initial state to the final state
+        # an empty sequence has one segment without chunks, which copies the initial state to the
+        # final state
         segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
         ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
         sequence += gl.sum(ends_before.to(gl.int32), 0)
@@ -173,37 +228,60 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
     exists = sequence < sequences
     p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
     begin = gl.load(p).to(gl.int32)
-    return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
+    return (
+        sequence,
+        rank - segments_before,
+        begin,
+        gl.load(p + cu_seqlens_stride).to(gl.int32) - begin,
+        exists,
+    )
 
 
 @gluon.jit
 def packed_segment_of(
     ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, S: gl.constexpr
 ):  # fmt: skip
-    """The segment of a ticket, and whether it exists.  Units vary fastest, then segments, then sequences."""
+    """The segment of a ticket, and whether it exists.  Units vary fastest, then segments, then
+    sequences.
+    """
     rank = ticket // S.PAIRS
-    sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
+    sequence, index, begin, length, exists = find_segment(
+        rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K
+    )
     first = index * K
     nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, K, length, S)
     segment = SSDSegment(
-        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
-        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most,
+        sequence,
+        index,
+        length,
+        begin.to(gl.int64) * dt_strides[1],
+        begin + length,
+        seqlen - length,
+        first,
+        nchunks,
+        ticket % S.PAIRS * S.UNITS,
+        last,
+        has_warmup,
+        back_first,
+        back_most,
         rank - sequence,  # the last segment of each sequence needs no slot
         gl.to_tensor(1),
-    )  # fmt: skip
+    )
     return segment, exists
 
 
 @gluon.jit
 def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
-    """The share of a program in the pairs of all sequences, units fastest.  Requires at least one pair per program.
+    """The share of a program in the pairs of all sequences, units fastest.  Requires at least one
+    pair per program.
 
-    `extra` pairs remain if every program owns equally many pairs.  Program p begins the fractional part of
-    (p + 1) * extra / programs of a sequence, so that all shares are equal.
+    `extra` pairs remain if every program owns equally many pairs.  Program p begins the fractional
+    part of (p + 1) * extra / programs of a sequence, so that all shares are equal.
     """
     programs, pairs, nchunks = gl.num_programs(0), sequences * S.PAIRS, gl.cdiv(seqlen, CHUNK)
     extra = pairs % programs
-    begun, taken = (program + 1) * extra % programs, program * extra % programs  # in units of 1 / programs
+    # in units of 1 / programs
+    begun, taken = (program + 1) * extra % programs, program * extra % programs
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
@@ -214,9 +292,20 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs
     return StreamK(
-        program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes, split + begun + same,
-        nchunks * begun // programs, split + taken + same, rest, S.PAIRS, S.UNITS,
-    )  # fmt: skip
+        program,
+        programs,
+        begun + same,
+        seqlen,
+        nchunks,
+        gl.to_tensor(dt_strides[0]),
+        wholes,
+        split + begun + same,
+        nchunks * begun // programs,
+        split + taken + same,
+        rest,
+        S.PAIRS,
+        S.UNITS,
+    )
 
 
 @aggregate
@@ -240,14 +329,25 @@ class SSDEnv:
     S: gl.constexpr  # compile-time arguments
 
 
-# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises all in a tuple.
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises
+# all in a tuple.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
-    x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT, K_LONG,
-    S: gl.constexpr,
+    x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT,
+    K_LONG, S: gl.constexpr,
 ):  # fmt: skip
     """strides: of dt, A, dt_bias, D, cu_seqlens."""
-    dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr = tensors
+    (
+        dt_ptr,
+        A_ptr,
+        dt_bias_ptr,
+        D_ptr,
+        initial_ptr,
+        cu_seqlens_ptr,
+        final_ptr,
+        states_ptr,
+        sync_ptr,
+    ) = tensors
     shared = allocate(x_desc.dtype, S)
     exchange = ()
     if S.N_SPLIT == 2:
@@ -267,13 +367,26 @@ def _fused_hopper_kernel(
     else:
         work, exists = packed_segment_of(
             ticket, seqlen, sequences, cu_seqlens_ptr, strides[4][0], strides[0], K, S
-        )  # fmt: skip
+        )
     # stage setup
     if exists:
         env = SSDEnv(
-            shared, work, dt_ptr, A_ptr, dt_bias_ptr, strides, dt_limit, (x_desc, B_desc, C_desc, out_desc), D_ptr,
-            initial_ptr, states_ptr, final_ptr, sync_ptr + FLAGS, exchange, S,
-        )  # fmt: skip
+            shared,
+            work,
+            dt_ptr,
+            A_ptr,
+            dt_bias_ptr,
+            strides,
+            dt_limit,
+            (x_desc, B_desc, C_desc, out_desc),
+            D_ptr,
+            initial_ptr,
+            states_ptr,
+            final_ptr,
+            sync_ptr + FLAGS,
+            exchange,
+            S,
+        )
         # 512 registers for four groups of 128 threads, of which the first role, `units`, has two
         OTHERS: gl.constexpr = S.OTHER_REGISTERS
         gl.warp_specialize(

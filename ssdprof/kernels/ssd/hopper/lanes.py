@@ -1,19 +1,21 @@
 """Both lanes in one role of eight warps, four warps per lane.
 
-Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes `lane_number` for a uniform scalar, but its
-value differs between the lanes.  So a load from an address that depends on it reads the data of this lane's rows, a
-product reads the operand for these rows, and a lane continues when its own mbarrier completes.  Therefore no condition
-around a barrier of all threads, or around an operation that Triton compiles to one, may depend on the lane number.
+Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes `lane_number` for a
+uniform scalar, but its value differs between the lanes.  So a load from an address that depends on
+it reads the data of this lane's rows, a product reads the operand for these rows, and a lane
+continues when its own mbarrier completes.  Therefore no condition around a barrier of all threads,
+or around an operation that Triton compiles to one, may depend on the lane number.
 
-With one role per lane, the same code would be compiled twice.  Compiling would take half as long again, and the kernel
-would not be faster.
+With one role per lane, the same code would be compiled twice.  Compiling would take half as long
+again, and the kernel would not be faster.
 
-With N = 256 the lanes hold half of N each, of one unit.  The output of every position is a sum over N, and each lane
-has a partial sum.  Lane k finishes the positions of the k-th half of a chunk.  It receives the other lane's partial
-sums for them, and passes on its own for the rest, in fp32.
+With N = 256 the lanes hold half of N each, of one unit.  The output of every position is a sum over
+N, and each lane has a partial sum.  Lane k finishes the positions of the k-th half of a chunk.  It
+receives the other lane's partial sums for them, and passes on its own for the rest, in fp32.
 
-Weights of positions are two 16-bit numbers.  In fp16 the second one is stored times 2^11 (0x45000000 in fp32), because
-it would be lost for weights below 2^-14.  Code that reads it multiplies by 0x10001000, a pair of 2^-11.
+Weights of positions are two 16-bit numbers.  In fp16 the second one is stored times 2^11
+(0x45000000 in fp32), because it would be lost for weights below 2^-14.  Code that reads it
+multiplies by 0x10001000, a pair of 2^-11.
 """
 
 from triton.experimental import gluon
@@ -23,12 +25,28 @@ from ssdprof.kernels._gluon import product_layout, reinterpret, role_barrier
 from ssdprof.kernels.ssd.hopper.rings import SLICE
 
 LANES = gl.constexpr(2)  # lanes per role; tests without a GPU set 1 and run each lane by itself
-MAX_WIDTH = gl.constexpr(128)  # most of N in one lane: a state of 64 x 128 fills a third of its registers
-of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))  # layout (lane)
-# Bases (p, half of q) of a layout in the order of the product's fragments: four numbers of a thread, then of a warp
-FRAGMENTS = ([0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16])
+# most of N in one lane: a state of 64 x 128 fills a third of its registers
+MAX_WIDTH = gl.constexpr(128)
+# layout (lane)
+of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))
+# Bases (p, half of q) of a layout in the order of the product's fragments: four numbers of a
+# thread, then of a warp
+FRAGMENTS = (
+    [0, 1],
+    [8, 0],
+    [0, 2],
+    [0, 4],
+    [1, 0],
+    [2, 0],
+    [4, 0],
+    [16, 0],
+    [32, 0],
+    [0, 8],
+    [0, 16],
+)
 of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
-of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))  # (half, p, half of q)
+# (half, p, half of q)
+of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))
 
 STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 
@@ -37,7 +55,8 @@ STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 def lane_number():
     """The lane of a thread, in the role of the program's first threads.
 
-    The assembly is marked as not pure, otherwise the compiler recomputes it at every use, which takes long.
+    The assembly is marked as not pure, otherwise the compiler recomputes it at every use, which
+    takes long.
     """
     code: gl.constexpr = """{
         .reg .b32 thread;
@@ -80,9 +99,12 @@ def apart(layout):
         return [[row // rows, row % rows, column] for row, column in bases]
 
     return gl.DistributedLinearLayout(
-        split(layout.reg_bases), split(layout.lane_bases), split(layout.warp_bases), split(layout.block_bases),
+        split(layout.reg_bases),
+        split(layout.lane_bases),
+        split(layout.warp_bases),
+        split(layout.block_bases),
         [2, rows, layout.shape[1]],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -99,7 +121,9 @@ def load_tiles(tile, layout: gl.constexpr):
 @gluon.jit
 def load_transposed(shared, place, lane, layout: gl.constexpr):
     """Load x^T (lane p, q) of the lanes' units."""
-    return load_tiles(shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout)
+    return load_tiles(
+        shared.x.index(place * shared.UNITS + unit_of(shared, lane)).permute((1, 0)), layout
+    )
 
 
 @gluon.constexpr_function
@@ -111,7 +135,9 @@ def grouped(shape, rows):
 @gluon.jit
 def tiles_of(tiles, lane, layout: gl.constexpr):
     """View two tiles, one per lane, as (lane, row, column)."""
-    return reinterpret(tiles, tiles.dtype, grouped(tiles.shape, LANES), layout).index(first_of(lane))
+    return reinterpret(tiles, tiles.dtype, grouped(tiles.shape, LANES), layout).index(
+        first_of(lane)
+    )
 
 
 @gluon.jit
@@ -128,7 +154,9 @@ def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
 
 @gluon.jit
 def halves_of(v, layout: gl.constexpr):
-    """Split v (half p, q) into the positions that half 0 and half 1 finish, each (half p, q / 2)."""
+    """Split v (half p, q) into the positions that half 0 and half 1 finish, each (half p, q /
+    2).
+    """
     P: gl.constexpr = v.shape[0]
     Q: gl.constexpr = v.shape[1]
     first, second = gl.split(v.reshape([P, 2, Q // 2]).permute((0, 2, 1)))
@@ -147,7 +175,9 @@ def own_positions(x, half, layout: gl.constexpr):
         selp.b32 $0, $2, $1, second;
     }"""
     first, second = halves_of(x, layout)
-    return gl.inline_asm_elementwise(code, "=r,r,r,r,r", [first, second, half], dtype=x.dtype, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        code, "=r,r,r,r,r", [first, second, half], dtype=x.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -176,15 +206,21 @@ def take_part(exchange, half, layout: gl.constexpr):
 
 @gluon.constexpr_function
 def for_dtype(code, dtype):
-    """Replace DTYPE in assembly by its PTX name.  Keep lines with prefix `f16:` or `bf16:` for that dtype only."""
+    """Replace DTYPE in assembly by its PTX name.  Keep lines with prefix `f16:` or `bf16:` for that
+    dtype only.
+    """
     name = "bf16" if dtype == gl.bfloat16 else "f16"
-    lines = [line.strip().removeprefix(f"{name}:") for line in code.replace("DTYPE", name).splitlines()]
+    lines = [
+        line.strip().removeprefix(f"{name}:") for line in code.replace("DTYPE", name).splitlines()
+    ]
     return "\n".join(line for line in lines if not line.startswith(("f16:", "bf16:")))
 
 
 @gluon.jit
 def two_parts(v, dtype: gl.constexpr):
-    """v as a sum of two numbers of `dtype`: the nearest one in the low half of a word, the rest in the high half."""
+    """v as a sum of two numbers of `dtype`: the nearest one in the low half of a word, the rest in
+    the high half.
+    """
     code: gl.constexpr = for_dtype(
         """{
             .reg .b16 near, rest;
@@ -204,7 +240,9 @@ def two_parts(v, dtype: gl.constexpr):
 
 @gluon.jit
 def weighted(x, weight, WHOLE: gl.constexpr):
-    """x^T (lane p, q) times a weight per position, as an operand: the WHOLE weight, or only its first part."""
+    """x^T (lane p, q) times a weight per position, as an operand: the WHOLE weight, or only its
+    first part.
+    """
     if WHOLE:
         code: gl.constexpr = for_dtype(
             """{
@@ -227,12 +265,15 @@ def weighted(x, weight, WHOLE: gl.constexpr):
             }""",
             x.dtype,
         )
-    return gl.inline_asm_elementwise(code, "=r,r,f,f", [x, weight[None, :]], dtype=x.dtype, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        code, "=r,r,f,f", [x, weight[None, :]], dtype=x.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
 def rounded_off(x, weight, product):
-    """x * weight - product: the rounding error of `product`, which is x times the first part of the weight.
+    """x * weight - product: the rounding error of `product`, which is x times the first part of the
+    weight.
 
     x * near - product has no more digits than x, so that only the sum with x * rest is rounded.
     """

@@ -21,13 +21,17 @@ from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, strid
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
     """Programs with equal shares, or 0 if there is one program per segment."""
-    whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
+    whole = (
+        inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
+    )
     pairs = inputs.sequences * program_count(inputs)
     return config.shares if whole and config.shares < pairs else 0
 
 
 def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
-    """Segments that publish a state: all but the last of each sequence.  An upper bound for packed sequences."""
+    """Segments that publish a state: all but the last of each sequence.  An upper bound for packed
+    sequences.
+    """
     seqlen = inputs.x.shape[1]
     if config.recompute:
         return 0
@@ -42,7 +46,8 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
     lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
     if not lanes:
         return {}
-    # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
+    # states pass between shares in fp32, unrounded: results are the same as without dividing
+    # sequences
     passed = torch.float32 if shares else precision.state_dtype
     return {
         "sync": (FLAGS.value + lanes * FLAG_STRIDE.value, torch.int32),
@@ -53,10 +58,10 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
 def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
     """How a segment gets the state that enters it.
 
-    "recompute": its first pass computes it from all chunks before the segment.
-    "look back": each segment publishes the state that its first pass adds; later segments sum these (`role_states.py`).
-    "carry": the share that began the sequence passes its state on.  No first pass.
-    "none": every segment begins a sequence.  No first pass.
+    "recompute": its first pass computes it from all chunks before the segment.  "look back": each
+    segment publishes the state that its first pass adds; later segments sum these
+    (`role_states.py`).  "carry": the share that began the sequence passes its state on.  No first
+    pass.  "none": every segment begins a sequence.  No first pass.
     """
     if share_count(inputs, config):
         return "carry"
@@ -65,7 +70,9 @@ def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
     return "look back" if slot_count(inputs, config) else "none"
 
 
-def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> PreparedLaunch:
+def hopper_launch(
+    inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
+) -> PreparedLaunch:
     """Requires that `config.unsupported` is empty."""
     packed, D, initial = inputs.cu_seqlens is not None, inputs.D, inputs.initial_states
     (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
@@ -78,43 +85,84 @@ def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConf
     if packed:  # an upper bound, because the lengths are on the device
         segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
 
-    def tensors(inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None) -> tuple[Any, ...]:
+    def tensors(
+        inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None
+    ) -> tuple[Any, ...]:
         return (
-            x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out), inputs.dt, inputs.A,
-            inputs.dt_bias, inputs.D, inputs.initial_states, inputs.cu_seqlens, final,
-            final if states is None else states, final if sync is None else sync,
-        )  # fmt: skip
+            x_tiles(inputs.x),
+            B_tiles(inputs.B),
+            C_tiles(inputs.C),
+            out_tiles(out),
+            inputs.dt,
+            inputs.A,
+            inputs.dt_bias,
+            inputs.D,
+            inputs.initial_states,
+            inputs.cu_seqlens,
+            final,
+            final if states is None else states,
+            final if sync is None else sync,
+        )
 
     strides = (
-        (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)), inputs.A.stride(),
-        strides_of(inputs.dt_bias) or (0,), (0, 0) if D is None else (*D.stride(), 0)[:2],
+        (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)),
+        inputs.A.stride(),
+        strides_of(inputs.dt_bias) or (0,),
+        (0, 0) if D is None else (*D.stride(), 0)[:2],
         strides_of(inputs.cu_seqlens) or (0,),
-    )  # fmt: skip
+    )
     sizes = (seqlen, inputs.sequences, config.segment, config.long_count, config.long_segment)
     options = dict(  # UNITS: units per program; PAIRS: programs per segment
-        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
-        SLICES=ceil_div(headdim, SLICE.value), N_SPLIT=split, UNITS=2 // split, PAIRS=program_count(inputs),
-        DT_SOFTPLUS=inputs.dt_softplus, RELAXED=not precision.exact, PASSING=passing(inputs, config),
-        INITIAL_STRIDES=strides_of(initial) or (0, 0, 0, 0), DEPTH=config.ring, SCORE_DEPTH=config.score_ring,
-        UNIT_REGISTERS=config.unit_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
-    )  # fmt: skip
-    launcher = Launcher(_fused_hopper_kernel, (strides, tuple(map(float, inputs.dt_limit)), *sizes), options)
+        HEADS=nheads,
+        HEADS_PER_GROUP=inputs.heads_per_group,
+        HEADDIM=headdim,
+        DSTATE=dstate,
+        SLICES=ceil_div(headdim, SLICE.value),
+        N_SPLIT=split,
+        UNITS=2 // split,
+        PAIRS=program_count(inputs),
+        DT_SOFTPLUS=inputs.dt_softplus,
+        RELAXED=not precision.exact,
+        PASSING=passing(inputs, config),
+        INITIAL_STRIDES=strides_of(initial) or (0, 0, 0, 0),
+        DEPTH=config.ring,
+        SCORE_DEPTH=config.score_ring,
+        UNIT_REGISTERS=config.unit_registers,
+        OTHER_REGISTERS=config.other_registers,
+        num_warps=8,
+    )
+    launcher = Launcher(
+        _fused_hopper_kernel, (strides, tuple(map(float, inputs.dt_limit)), *sizes), options
+    )
     programs = share_count(inputs, config) or segments * program_count(inputs)
     return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))
 
 
 def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:
-    """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes nothing."""
+    """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes
+    nothing.
+    """
     nheads, headdim = inputs.x.shape[2:]
     block = (1, positions, SLICE.value)
-    return tiles(inputs.x, strides, sizes=(nheads, headdim), block=block, packed=inputs.cu_seqlens is not None)
+    return tiles(
+        inputs.x,
+        strides,
+        sizes=(nheads, headdim),
+        block=block,
+        packed=inputs.cu_seqlens is not None,
+    )
 
 
 def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Described:
-    """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared memory."""
+    """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared
+    memory.
+    """
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
     return tiles(
-        tensor, steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
-        block=(blocks // split, CHUNK.value, COLUMNS.value), packed=packed,
-    )  # fmt: skip
+        tensor,
+        steps(tensor, COLUMNS.value),
+        sizes=(ngroups * blocks, COLUMNS.value),
+        block=(blocks // split, CHUNK.value, COLUMNS.value),
+        packed=packed,
+    )

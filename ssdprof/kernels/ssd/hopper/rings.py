@@ -1,27 +1,31 @@
 """Shared memory of `hopper_kernel.py`: ring buffers and mbarriers of all roles.
 
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps per lane
-    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass it computes the gates
+    scores      4 warps   bmm_chunk: computes C B^T times each unit's decays; in the first pass it
+    computes the gates
     gates       2 warps   chunk_cumsum: computes dt and the decays of a chunk, for both lanes
     loads       1 warp    loads B, C and x of a chunk through TMA, the Tensor Memory Accelerator
     stores      1 warp    stores the outputs of a chunk through TMA
 
-The roles are in `role_states.py` (`units`), `role_gates.py` (`scores` too) and `role_copies.py`.  A unit is a
-head, or a slice of 64 of a head's P.  A program has two lanes (`lanes.py`): two units of one group, or, if N is 256,
-the two halves of N of one unit, which exchange parts of the output.
+The roles are in `role_states.py` (`units`), `role_gates.py` (`scores` too) and `role_copies.py`.  A
+unit is a head, or a slice of 64 of a head's P.  A program has two lanes (`lanes.py`): two units of
+one group, or, if N is 256, the two halves of N of one unit, which exchange parts of the output.
 
-Mbarriers synchronise the roles.  `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring of decayed scores,
-`written`/`unwritten` the output of each lane, and `continue_barrier` the flags that continue the first pass.
+Mbarriers synchronise the roles.  `full`/`empty` guard a ring of chunks, `scored`/`unscored` a ring
+of decayed scores, `written`/`unwritten` the output of each lane, and `continue_barrier` the flags
+that continue the first pass.
 
-The first pass has its own rings and barriers, because other roles take part in it.  Each of its turns processes one
-chunk, or two if N is 256.  A wait distinguishes only two phases, so a role that skipped one round of a ring would
-mistake the previous round for it.  Chunk i of the second pass uses the barriers of i % DEPTH.  The slots of its rows
-and x depend on where the first pass ended (`places_of`), so that its first chunks are copied while the first pass ends.
+The first pass has its own rings and barriers, because other roles take part in it.  Each of its
+turns processes one chunk, or two if N is 256.  A wait distinguishes only two phases, so a role that
+skipped one round of a ring would mistake the previous round for it.  Chunk i of the second pass
+uses the barriers of i % DEPTH.  The slots of its rows and x depend on where the first pass ended
+(`places_of`), so that its first chunks are copied while the first pass ends.
 
-STAGES maps functions to stages.  Inside a function, a line `# stage ...` names the stage that follows, for readers and
-for `ssdprof stalls` (docs/reading-stalls.md).
+STAGES maps functions to stages.  Inside a function, a line `# stage ...` names the stage that
+follows, for readers and for `ssdprof stalls` (docs/reading-stalls.md).
 
-Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for the whole chunk.
+Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2(e), and a_end for
+the whole chunk.
 """
 
 from triton.experimental import gluon
@@ -32,17 +36,21 @@ from ssdprof.kernels._gluon import aggregate, place_in, reinterpret
 from ssdprof.kernels.hopper.ring import CHUNK, barriers, begin_pairs
 
 SLICE = gl.constexpr(64)  # slice of P: rows of one matrix instruction
-COLUMNS = gl.constexpr(64)  # 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
+# 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
+COLUMNS = gl.constexpr(64)
 THREADS = gl.constexpr(128)  # threads per lane
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector
-ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
+# vectors of `gates`
+ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 
 @aggregate
 class FirstPass:
-    """Rings of the first pass: of chunks, of weights, and of words, one per turn.  Vectors as in `Shared`."""
+    """Rings of the first pass: of chunks, of weights, and of words, one per turn.  Vectors as in
+    `Shared`.
+    """
 
     weights: gl.shared_memory_descriptor  # (weight_places, 2 q): weights of a chunk
     decay: gl.shared_memory_descriptor  # (weight_places, 2): decay of all chunks read so far
@@ -64,7 +72,8 @@ class Shared:
     x: gl.shared_memory_descriptor  # (slots * units, q, p)
     scores: gl.shared_memory_descriptor  # (score depth * units, q, s)
     out: gl.shared_memory_descriptor  # (2, q / n_split, p)
-    gates: gl.shared_memory_descriptor  # (depth * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
+    # (depth * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
+    gates: gl.shared_memory_descriptor
     decay: gl.shared_memory_descriptor  # (depth, 2): 2^a_end
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -82,15 +91,17 @@ class Shared:
 def weight_places(depth, turn):
     """Slots for weights of the first pass, if its chunk ring has `depth` slots.
 
-    The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.  There are enough
-    slots that they do not overwrite unread weights.
+    The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.
+    There are enough slots that they do not overwrite unread weights.
     """
     return (depth + 3 - turn) // 2 * 2
 
 
 @gluon.constexpr_function
 def word_places(depth, turn):
-    """Slots for the flags that continue the first pass: two more than turns, so that no unread flag is overwritten."""
+    """Slots for the flags that continue the first pass: two more than turns, so that no unread flag
+    is overwritten.
+    """
     return depth // turn + 2
 
 
@@ -102,7 +113,8 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
     SCORE_DEPTH: gl.constexpr = S.SCORE_DEPTH
     UNITS: gl.constexpr = 2 // N_SPLIT
     WIDTH: gl.constexpr = S.DSTATE // N_SPLIT  # of N per lane
-    FIRST_DEPTH: gl.constexpr = DEPTH * N_SPLIT  # the first pass loads no C: with two halves, twice as many chunks fit
+    # the first pass loads no C: with two halves, twice as many chunks fit
+    FIRST_DEPTH: gl.constexpr = DEPTH * N_SPLIT
     WEIGHTS: gl.constexpr = weight_places(FIRST_DEPTH, N_SPLIT)
     WORDS: gl.constexpr = word_places(FIRST_DEPTH, N_SPLIT)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -112,27 +124,44 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
     first = FirstPass(
         weights=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2 * CHUNK], vector),
         decay=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2], vector),
-        continue_flag=gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector), full=barriers(FIRST_DEPTH),
-        empty=barriers(FIRST_DEPTH), continue_barrier=barriers(WORDS), DEPTH=FIRST_DEPTH, TURN=N_SPLIT, WORDS=WORDS,
-    )  # fmt: skip
+        continue_flag=gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector),
+        full=barriers(FIRST_DEPTH),
+        empty=barriers(FIRST_DEPTH),
+        continue_barrier=barriers(WORDS),
+        DEPTH=FIRST_DEPTH,
+        TURN=N_SPLIT,
+        WORDS=WORDS,
+    )
     return Shared(
-        first=first, rows=gl.allocate_shared_memory(dtype, [2 * DEPTH * N_SPLIT, CHUNK, WIDTH], wide),
+        first=first,
+        rows=gl.allocate_shared_memory(dtype, [2 * DEPTH * N_SPLIT, CHUNK, WIDTH], wide),
         x=gl.allocate_shared_memory(dtype, [FIRST_DEPTH * UNITS, CHUNK, SLICE], square),
         scores=gl.allocate_shared_memory(dtype, [SCORE_DEPTH * UNITS, CHUNK, CHUNK], square),
         out=gl.allocate_shared_memory(dtype, [2, CHUNK // N_SPLIT, SLICE], narrow),
         gates=gl.allocate_shared_memory(gl.float32, [DEPTH * 4, 2 * CHUNK], vector),
-        decay=gl.allocate_shared_memory(gl.float32, [DEPTH, 2], vector), full=barriers(DEPTH), empty=barriers(DEPTH),
-        scored=barriers(SCORE_DEPTH), unscored=barriers(SCORE_DEPTH), written=barriers(2), unwritten=barriers(2),
-        DEPTH=DEPTH, SCORE_DEPTH=SCORE_DEPTH, N_SPLIT=N_SPLIT, UNITS=UNITS,
-    )  # fmt: skip
+        decay=gl.allocate_shared_memory(gl.float32, [DEPTH, 2], vector),
+        full=barriers(DEPTH),
+        empty=barriers(DEPTH),
+        scored=barriers(SCORE_DEPTH),
+        unscored=barriers(SCORE_DEPTH),
+        written=barriers(2),
+        unwritten=barriers(2),
+        DEPTH=DEPTH,
+        SCORE_DEPTH=SCORE_DEPTH,
+        N_SPLIT=N_SPLIT,
+        UNITS=UNITS,
+    )
 
 
 @gluon.jit
 def begin_barriers(shared, FIRST_PASS: gl.constexpr):
-    """Initialise the barriers with their arrival counts: all THREADS of a lane arrive, in other roles one thread."""
+    """Initialise the barriers with their arrival counts: all THREADS of a lane arrive, in other
+    roles one thread.
+    """
     first = shared.first
     begin_pairs(shared.written, shared.unwritten, 2, THREADS, 1)
-    begin_pairs(shared.full, shared.empty, shared.DEPTH, 2, 1 + 2 * THREADS)  # gates, loads; scores, both lanes
+    # gates, loads; scores, both lanes
+    begin_pairs(shared.full, shared.empty, shared.DEPTH, 2, 1 + 2 * THREADS)
     begin_pairs(shared.scored, shared.unscored, shared.SCORE_DEPTH, 1, 2 * THREADS)
     if FIRST_PASS:  # otherwise their memory has another use
         for i in gl.static_range(first.DEPTH):
@@ -153,7 +182,8 @@ def rows_of(shared, place, half):
 def places_of(shared, seen, i):
     """Slots of B, C and x of chunk i of the second pass, after a first pass of `seen` chunks.
 
-    C is beyond the slots of the first pass.  With two halves, the first pass uses all slots, and C is in that after B.
+    C is beyond the slots of the first pass.  With two halves, the first pass uses all slots, and C
+    is in that after B.
     """
     x = place_in(seen + place_in(i, shared.DEPTH), shared.first.DEPTH)
     B = place_in(seen + i * shared.N_SPLIT, shared.first.DEPTH)
@@ -163,5 +193,7 @@ def places_of(shared, seen, i):
 @gluon.jit
 def lane_of(vectors, row, lane):
     """The lane's half of row `row`."""
-    halves = reinterpret(vectors, vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout)
+    halves = reinterpret(
+        vectors, vectors.dtype, [2 * vectors.shape[0], vectors.shape[1] // 2], vectors.layout
+    )
     return halves.index(2 * row + lane)

@@ -1,4 +1,6 @@
-"""Roles `loads`, of B, C and x of each chunk, and `stores`, of its output, through TMA.  Shared memory: `rings.py`."""
+"""Roles `loads`, of B, C and x of each chunk, and `stores`, of its output, through TMA.  Shared
+memory: `rings.py`.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,14 +11,23 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, places_of, rows_of
 
 STAGES = {
-    "load_x": "loads", "load_rows": "loads", "load_first": "loads", "load_chunk": "loads", "loads": "loads",
-    "store_chunk": "chunk_scan.residual", "stores": "chunk_scan.residual",
-}  # fmt: skip
-# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
+    "load_x": "loads",
+    "load_rows": "loads",
+    "load_first": "loads",
+    "load_chunk": "loads",
+    "loads": "loads",
+    "store_chunk": "chunk_scan.residual",
+    "stores": "chunk_scan.residual",
+}
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is
+# ahead of the others.
 WAITS = {
-    "full": "waiting.chunk", "continue_barrier": "waiting.gates", "empty": "ahead", "unwritten": "chunk_scan.residual",
+    "full": "waiting.chunk",
+    "continue_barrier": "waiting.gates",
+    "empty": "ahead",
+    "unwritten": "chunk_scan.residual",
     "written": "ahead",
-}  # fmt: skip
+}
 
 
 @gluon.constexpr_function
@@ -52,7 +63,8 @@ def load_first(env, segment, seen, k: gl.constexpr, first_block):
     first = shared.first
     slot = place_in(seen + k, first.DEPTH)
     full = first.full.index(slot)
-    # a chunk before the segment must be zero, so read past the sequence's end, where TMA returns zeros
+    # a chunk before the segment must be zero, so read past the sequence's end, where TMA returns
+    # zeros
     c = segment.back_most - 1 - seen - k
     t = gl.where(c >= 0, (segment.back_first + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + k, first.DEPTH) ^ 1)
@@ -73,7 +85,9 @@ def load_chunk(env, segment, seen, i, n, first_block):
     before = seen - first.DEPTH + (n + 1) * shared.N_SPLIT - 1
     here = (n < shared.DEPTH) & (before >= 0)
     before = gl.maximum(before, 0)
-    mbarrier.wait(first.empty.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH), pred=here)
+    mbarrier.wait(
+        first.empty.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH), pred=here
+    )
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
     B, C, x = places_of(shared, seen, n)
@@ -87,7 +101,9 @@ def loads(env):
     first = env.shared.first
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        first_block = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP * (env.S.DSTATE // COLUMNS)
+        first_block = (
+            segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP * (env.S.DSTATE // COLUMNS)
+        )
         seen = 0
         if segment.has_warmup:
             go = segment.back_most > 0
@@ -95,7 +111,10 @@ def loads(env):
                 for turn in gl.static_range(first.TURN):
                     load_first(env, segment, seen, turn, first_block)
                 word = seen // first.TURN
-                mbarrier.wait(first.continue_barrier.index(place_in(word, first.WORDS)), phase(word, first.WORDS))
+                mbarrier.wait(
+                    first.continue_barrier.index(place_in(word, first.WORDS)),
+                    phase(word, first.WORDS),
+                )
                 go = scalar(first.continue_flag.index(place_in(word, first.WORDS))) != 0
                 seen += first.TURN
         for i in range(segment.nchunks):
@@ -112,7 +131,11 @@ def store_chunk(env, segment, i, n):
         unit, row = segment.unit + k // shared.N_SPLIT, segment.row + t + k % shared.N_SPLIT * OWN
         out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
         mbarrier.wait(shared.written.index(k), n & 1)
-        async_store(env.descs[3], [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE], out)
+        async_store(
+            env.descs[3],
+            [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE],
+            out,
+        )
     tma.store_wait(0)
     for k in gl.static_range(2):
         mbarrier.arrive(shared.unwritten.index(k), count=1)

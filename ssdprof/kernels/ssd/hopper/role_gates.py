@@ -1,4 +1,5 @@
-"""Roles `gates`, which computes each chunk's gates, dt and decays, and `scores`, C B^T times decays of each chunk.
+"""Roles `gates`, which computes each chunk's gates, dt and decays, and `scores`, C B^T times decays
+of each chunk.
 
 In the first pass, `scores` computes the gates instead.
 
@@ -21,41 +22,57 @@ from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT, lane_of
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+# 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+FORGOTTEN = gl.constexpr(-160.0)
 # Layout (q, column) of the first pass: one warp per lane and chunk, two chunks at once
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
 STAGES = {
-    "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum", "number_of": "chunk_cumsum",
-    "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum", "put": "chunk_cumsum", "rates_of": "chunk_cumsum",
-    "tell": "chunk_cumsum", "hand_over": "chunk_cumsum", "of_each_lane": "chunk_cumsum",
-    "hand_over_two": "chunk_cumsum", "first_pass_gates": "chunk_cumsum", "put_gates": "chunk_cumsum",
-    "gates": "chunk_cumsum", "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk",
+    "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
+    "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum",
+    "put": "chunk_cumsum", "rates_of": "chunk_cumsum", "tell": "chunk_cumsum",
+    "hand_over": "chunk_cumsum", "of_each_lane": "chunk_cumsum", "hand_over_two": "chunk_cumsum",
+    "first_pass_gates": "chunk_cumsum", "put_gates": "chunk_cumsum", "gates": "chunk_cumsum",
+    "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk",
     "scores": "bmm_chunk",
 }  # fmt: skip
-# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is
+# ahead of the others.
 WAITS = {
-    "full": "waiting.chunk", "continue_barrier": "waiting.gates", "scored": "waiting.scores", "empty": "ahead",
+    "full": "waiting.chunk",
+    "continue_barrier": "waiting.gates",
+    "scored": "waiting.scores",
+    "empty": "ahead",
     "unscored": "ahead",
-}  # fmt: skip
+}
 
 
 @gluon.jit
 def exp2_approx(v):
-    """The instruction that `gl.exp2` compiles to, without linking CUDA's libdevice, which takes long."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+    """The instruction that `gl.exp2` compiles to, without linking CUDA's libdevice, which takes
+    long.
+    """
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def log2_approx(v):
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def softplus(v):
-    """log(1 + e^v) with a relative error below 3e-6.  Uses the series for small e^v, where 1 + e^v would round."""
+    """log(1 + e^v) with a relative error below 3e-6.  Uses the series for small e^v, where 1 + e^v
+    would round.
+    """
     e = exp2_approx(v * LOG2_E)
-    series = e * (1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667)))))
+    series = e * (
+        1.0 + e * (-0.5 + e * (0.33333333333 + e * (-0.25 + e * (0.2 - e * 0.16666666667))))
+    )
     return gl.where(v > 20.0, v, gl.where(e < 0.0625, series, log2_approx(1.0 + e) * LN_2))
 
 
@@ -63,8 +80,9 @@ def softplus(v):
 def load_bits(p, inside):
     """Load the numbers at p as 32 bits; zero where not `inside`.
 
-    If a loop loads 16-bit numbers for its next iteration, the compiler packs two of them into one register at the end
-    of the iteration, and so waits for them one iteration too early.  It does not pack 32-bit numbers.
+    If a loop loads 16-bit numbers for its next iteration, the compiler packs two of them into one
+    register at the end of the iteration, and so waits for them one iteration too early.  It does
+    not pack 32-bit numbers.
     """
     code: gl.constexpr = """{
         .reg .pred inside;
@@ -73,7 +91,9 @@ def load_bits(p, inside):
         @inside ld.global.BITS $0, [$1];
     }"""
     load: gl.constexpr = code.replace("BITS", "b32" if p.dtype.element_ty == gl.float32 else "b16")
-    return gl.inline_asm_elementwise(load, "=r,l,r", [p, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        load, "=r,l,r", [p, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -100,7 +120,9 @@ def chunk_cumsum(env, raw, dt_bias, A, valid):
 
 @gluon.jit
 def decay_exp2(log2_decay):
-    """2^log2_decay, clamped to 1, because the rounding of a difference of sums may exceed it.  NaN stays NaN."""
+    """2^log2_decay, clamped to 1, because the rounding of a difference of sums may exceed it.  NaN
+    stays NaN.
+    """
     return exp2_approx(gl.where(log2_decay > 0.0, 0.0, log2_decay))
 
 
@@ -112,7 +134,8 @@ def put(vector, v):
 
 @gluon.jit
 def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
-    """A log2(e), dt_bias (column), a pointer to the sequence's dt, offsets of CHUNKS chunks (q, column), dt's stride.
+    """A log2(e), dt_bias (column), a pointer to the sequence's dt, offsets of CHUNKS chunks (q,
+    column), dt's stride.
 
     Columns are lanes: both lanes of a chunk, then both of the preceding chunk.
     """
@@ -130,7 +153,9 @@ def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def tell(first, seen, go):
-    """Write the flag that says whether another turn of the first pass follows the one after `seen` chunks."""
+    """Write the flag that says whether another turn of the first pass follows the one after `seen`
+    chunks.
+    """
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = place_in(seen // first.TURN, first.WORDS)
     first.continue_flag.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
@@ -154,23 +179,28 @@ def pairs_of(vectors):
 def of_each_lane(v):
     """The four numbers of v, columns (chunk, lane): two of lane 0, then two of lane 1."""
     four: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    two: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0]))
+    two: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([1, 2], [32, 1], [gl.num_warps(), 1], [1, 0])
+    )
     lane_0, lane_1 = gl.split(gl.convert_layout(v, four).reshape([2, 2]))
     return gl.split(gl.convert_layout(lane_0, two)), gl.split(gl.convert_layout(lane_1, two))
 
 
 @gluon.jit
 def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
-    """Compute the weights of chunks c and c - 1 of the first pass, from dt and a (q, column), and a_end (column).
+    """Compute the weights of chunks c and c - 1 of the first pass, from dt and a (q, column), and
+    a_end (column).
 
-    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns them with these two chunks included, the
-    number of chunks read so far, and whether more follow.
+    decay_0, decay_1: log2 of each lane's decay of all chunks after c.  Returns them with these two
+    chunks included, the number of chunks read so far, and whether more follow.
     """
     first = shared.first
     o_c = gl.arange(0, 4, gl.SliceLayout(0, by_column))
     ends_0, ends_1 = of_each_lane(a_end)
     once_0, once_1 = decay_0 + ends_0[0], decay_1 + ends_1[0]
-    decay = gl.where(o_c < 2, gl.where(o_c == 0, decay_0, decay_1), gl.where(o_c == 2, once_0, once_1))
+    decay = gl.where(
+        o_c < 2, gl.where(o_c == 0, decay_0, decay_1), gl.where(o_c == 2, once_0, once_1)
+    )
     weight = decay_exp2(a_end[None, :] - a) * exp2_approx(decay)[None, :] * dt
     decay_0, decay_1 = once_0 + ends_0[1], once_1 + ends_1[1]
     more = (c > 0) & (gl.maximum(once_0, once_1) > FORGOTTEN)
@@ -185,7 +215,8 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     if first.TURN == 1:
         if more:
             tell(first, seen + 1, go)
-            # no wait is needed: `units` has waited at this barrier before it released the slot of `seen`
+            # no wait is needed: `units` has waited at this barrier before it released the slot of
+            # `seen`
             hand_over(first, seen + 1)
         seen += 1 + more.to(gl.int32)
     else:
@@ -198,15 +229,19 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
 
 @gluon.jit
 def first_pass_gates(env, segment):
-    """Compute the weights of the chunks of the first pass, from its end backwards.  Returns the number of chunks.
+    """Compute the weights of the chunks of the first pass, from its end backwards.  Returns the
+    number of chunks.
 
-    Different warps process two chunks at once, because each chunk's chain of dependent instructions takes long.  With
-    two chunks per turn, the second chunk of the last turn may lie before the segment.  It is then all zeros.
+    Different warps process two chunks at once, because each chunk's chain of dependent instructions
+    takes long.  With two chunks per turn, the second chunk of the last turn may lie before the
+    segment.  It is then all zeros.
     """
     A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
     # chunk of a position, counted from c backwards
-    back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
+    back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full(
+        [CHUNK, 4], 0, gl.int32, by_column
+    )
     c = segment.back_most - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
     p = dt_ptr + (segment.back_first + c) * step
@@ -219,7 +254,9 @@ def first_pass_gates(env, segment):
         raw = number_of(bits, dtype)
         bits = load_bits(p + tile, back <= c - 2)
         dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, back <= c)
-        decay_0, decay_1, seen, go = hand_over_two(env.shared, seen, c, decay_0, decay_1, dt, a, a_end)
+        decay_0, decay_1, seen, go = hand_over_two(
+            env.shared, seen, c, decay_0, decay_1, dt, a, a_end
+        )
         c -= 2
     return seen
 
@@ -229,7 +266,8 @@ def put_gates(shared, n, dt, a, a_end):
     """Store all vectors of the program's n-th chunk, from dt and a (q, lane) and a_end (lane)."""
     slot = place_in(n, shared.DEPTH)
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
-    # compute each vector at its store: with N = 256, more registers in this role also lengthen the loops of `units`
+    # compute each vector at its store: with N = 256, more registers in this role also lengthen the
+    # loops of `units`
     put(shared.gates.index(slot * 4 + ROW), a)
     put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
     put(shared.gates.index(slot * 4 + KEY), a - log2_approx(dt))
@@ -241,19 +279,26 @@ def put_gates(shared, n, dt, a, a_end):
 
 @gluon.jit
 def gates(env):
-    """Compute the gates of the second pass.  `scores` computes those of the first pass, where it is otherwise idle."""
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): one warp per lane
+    """Compute the gates of the second pass.  `scores` computes those of the first pass, where it is
+    otherwise idle.
+    """
+    # (q, lane): one warp per lane
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
         A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 1, layout)
         o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         dtype: gl.constexpr = dt_ptr.dtype.element_ty
         t = segment.first_chunk * CHUNK
-        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+        bits = load_bits(
+            dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None]
+        )
         for i in range(segment.nchunks):
             raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
             t += CHUNK
-            bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+            bits = load_bits(
+                dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None]
+            )
             dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, valid)
             put_gates(env.shared, n + i, dt, a, a_end)
 
@@ -263,7 +308,9 @@ def gates(env):
 
 @gluon.jit
 def decayed(CB, row, key, causal, RELAXED: gl.constexpr, dtype: gl.constexpr):
-    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0.  causal: all bits set where s <= q, else none"""
+    """CB * 2^(a_q - a_s) * dt_s where s <= q, else 0.  causal: all bits set where s <= q, else
+    none
+    """
     decay = exp2_approx(row[:, None] - key[None, :])
     scores = CB.to(dtype) * decay.to(dtype) if RELAXED else (CB * decay).to(dtype)
     return masked(scores, causal)  # mask last: products above the diagonal may overflow
@@ -282,7 +329,9 @@ def bmm_chunk(shared, seen, n):
 
 @gluon.jit
 def decayed_scores(env, seen, n, causal):
-    """Compute the scores of the n-th chunk for all units.  Vectors of gates are loaded while the product runs."""
+    """Compute the scores of the n-th chunk for all units.  Vectors of gates are loaded while the
+    product runs.
+    """
     shared = env.shared
     RELAXED: gl.constexpr = env.S.RELAXED
     layout: gl.constexpr = product_layout(CHUNK, 4)
@@ -318,7 +367,10 @@ def scores(env):
     seen = 0
     if segment.has_warmup:
         seen = first_pass_gates(env, segment)
-    o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    o_q, o_s = (
+        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
+        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
+    )
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
     for n in range(env.work.chunks()):
         decayed_scores(env, seen, n, causal)

@@ -1,14 +1,16 @@
 """Role `units`: holds the states of both lanes in registers and computes their outputs.
 
-States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand directly from
-registers.  `lanes.py` explains how one role serves both lanes.
+States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand
+directly from registers.  `lanes.py` explains how one role serves both lanes.
 
-state_passing: in its first pass, a segment computes its part, the state that it adds to a zero state, and publishes it
-with a flag.  The flag is zero until the part is stored, and then holds the segment's decay.  The state that enters
-segment k is the sum over earlier segments j of part_j times the decays of j + 1 .. k - 1, plus the initial state times
-all decays.  Parts are always summed from the nearest to the farthest.  The sum stops where the product of the decays is
-zero, so that non-finite parts before that point have no effect.  A program with a share of all sequences
-(`hopper_kernel.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum stops there.
+state_passing: in its first pass, a segment computes its part, the state that it adds to a zero
+state, and publishes it with a flag.  The flag is zero until the part is stored, and then holds the
+segment's decay.  The state that enters segment k is the sum over earlier segments j of part_j times
+the decays of j + 1 .. k - 1, plus the initial state times all decays.  Parts are always summed from
+the nearest to the farthest.  The sum stops where the product of the decays is zero, so that
+non-finite parts before that point have no effect.  A program with a share of all sequences
+(`hopper_kernel.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum
+stops there.
 """
 
 from triton.experimental import gluon
@@ -40,28 +42,48 @@ from ssdprof.kernels.ssd.hopper.lanes import (
     unit_of,
     weighted,
 )
-from ssdprof.kernels.ssd.hopper.rings import ENTERING, FLAG_STRIDE, SLICE, WEIGHT, lane_of, places_of, rows_of
+from ssdprof.kernels.ssd.hopper.rings import (
+    ENTERING,
+    FLAG_STRIDE,
+    SLICE,
+    WEIGHT,
+    lane_of,
+    places_of,
+    rows_of,
+)
 
 SIGN = gl.constexpr(-(1 << 31))  # bit that marks a flag as set; a decay is not negative
 
 STAGES = {
-    "add_turn": "chunk_state.first_pass", "segment_state": "chunk_state.first_pass", "publish": "state_passing.store",
-    "published": "state_passing.wait", "leave": "state_passing.store", "sum_before": "state_passing.load",
-    "add_residual": "chunk_scan.residual", "hand_out": "chunk_scan.residual", "scan_chunk": "setup",
-    "scan_segment": "setup", "units": "setup",
-}  # fmt: skip
+    "add_turn": "chunk_state.first_pass",
+    "segment_state": "chunk_state.first_pass",
+    "publish": "state_passing.store",
+    "published": "state_passing.wait",
+    "leave": "state_passing.store",
+    "sum_before": "state_passing.load",
+    "add_residual": "chunk_scan.residual",
+    "hand_out": "chunk_scan.residual",
+    "scan_chunk": "setup",
+    "scan_segment": "setup",
+    "units": "setup",
+}
 WAITS = {
-    "full": "waiting.chunk", "scored": "waiting.scores", "unwritten": "chunk_scan.residual", "empty": "ahead",
-    "unscored": "ahead", "written": "ahead",
-}  # fmt: skip
+    "full": "waiting.chunk",
+    "scored": "waiting.scores",
+    "unwritten": "chunk_scan.residual",
+    "empty": "ahead",
+    "unscored": "ahead",
+    "written": "ahead",
+}
 
 
 @gluon.jit
 def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
-    """Add to `state` the contribution of the turn after `seen` chunks.  x, weight: of its first chunk, already loaded.
+    """Add to `state` the contribution of the turn after `seen` chunks.  x, weight: of its first
+    chunk, already loaded.
 
-    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks up to the end of this turn,
-    and whether there is a next turn.
+    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks up to
+    the end of this turn, and whether there is a next turn.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     weights: gl.constexpr = gl.SliceLayout(0, operand)
@@ -80,7 +102,8 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
     if first.TURN == 2:
         begun = warpgroup_mma_wait(1, deps=[begun])
         arrive(first.empty.index(slot))
-    # load the next turn's first operands during this turn's last product; after the last turn they are unused
+    # load the next turn's first operands during this turn's last product; after the last turn they
+    # are unused
     following = place_in(seen + first.TURN, first.DEPTH)
     mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.DEPTH), pred=go)
     x = load_transposed(shared, following, lane, operand)
@@ -116,12 +139,16 @@ def in_fours(part):
     """Layout of a row of `part` numbers per lane, four consecutive numbers per thread."""
     registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
     threads = [[4 << k] for k in range(5)]
-    return gl.DistributedLinearLayout(registers, threads, [[128], [256], [part]], [], [LANES * part])
+    return gl.DistributedLinearLayout(
+        registers, threads, [[128], [256], [part]], [], [LANES * part]
+    )
 
 
 @gluon.jit
 def part_of(states):
-    """States (lane p, n) as a row, in an order in which each thread has four and a warp 128 consecutive numbers."""
+    """States (lane p, n) as a row, in an order in which each thread has four and a warp 128
+    consecutive numbers.
+    """
     N: gl.constexpr = states.shape[1]
     # p: warp, 8 rows, row; n: 8 columns, pair, column
     fragments = states.reshape([LANES, 4, 2, 8, N // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6))
@@ -142,7 +169,8 @@ def publish(parts_ptr, flag_ptr, added, decay):
     gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
     role_barrier()  # all threads have stored their numbers before the flags are set
     flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
-    none = gl.full([LANES], 0, gl.int32, of_lanes)  # one element per lane, otherwise lane 0 would store for both
+    # one element per lane, otherwise lane 0 would store for both
+    none = gl.full([LANES], 0, gl.int32, of_lanes)
     gl.atomic_xchg(flag_ptr + none, flag + none, sem="release")
 
 
@@ -163,7 +191,8 @@ def published(flag_ptr, wanted):
 
 @gluon.jit
 def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
-    """Pointers to the lanes' parts and to the lane's flag in slot 0, and the offset of the segment's slot, in lanes.
+    """Pointers to the lanes' parts and to the lane's flag in slot 0, and the offset of the
+    segment's slot, in lanes.
 
     begin: lanes before those of the program, among the ALL_LANES of a slot
     """
@@ -176,7 +205,9 @@ def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr
 
 @gluon.jit
 def leave(segment, place, added, decay):
-    """Publish the segment's parts (lane p, n), or its states, and its decay, unless it is the last of its sequence."""
+    """Publish the segment's parts (lane p, n), or its states, and its decay, unless it is the last
+    of its sequence.
+    """
     parts_ptr, flags_ptr, mine = place
     if not segment.last:
         PART: gl.constexpr = SLICE * added.shape[1]
@@ -185,12 +216,15 @@ def leave(segment, place, added, decay):
 
 @gluon.jit
 def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """The decayed sum of the parts of all earlier segments, and the decay of all of them together."""
+    """The decayed sum of the parts of all earlier segments, and the decay of all of them
+    together.
+    """
     PART: gl.constexpr = SLICE * N
     parts_ptr, flags_ptr, mine = place
     row = gl.arange(0, LANES * PART, in_fours(PART))
     sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
-    # assembly, because LLVM turns gl.fma into one operation on vectors of all numbers of a thread, and takes long
+    # assembly, because LLVM turns gl.fma into one operation on vectors of all numbers of a thread,
+    # and takes long
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
     theirs = mine - step  # offset of the preceding segment's slot
@@ -205,15 +239,19 @@ def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout:
         go = (left > 0) & (passed != 0.0)
         decay = published(flags_ptr + theirs * FLAG_STRIDE, go)  # overlaps the load of the part
         args = [part.to(gl.float32), weight, sum_of_parts]
-        sum_of_parts = gl.inline_asm_elementwise(multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1)
+        sum_of_parts = gl.inline_asm_elementwise(
+            multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1
+        )
     return state_of(sum_of_parts, N, layout), passed
 
 
 @gluon.jit
 def add_residual(out, x, D):
-    """out + D x in fp32.  In assembly, because the compiler otherwise keeps x as fp32 from its first use, and spills.
+    """out + D x in fp32.  In assembly, because the compiler otherwise keeps x as fp32 from its
+    first use, and spills.
 
-    In fp16, x is negated before and after the conversion, otherwise ptxas reuses and keeps an earlier conversion.
+    In fp16, x is negated before and after the conversion, otherwise ptxas reuses and keeps an
+    earlier conversion.
     """
     if x.dtype == gl.bfloat16:
         code: gl.constexpr = """{
@@ -237,7 +275,9 @@ def add_residual(out, x, D):
             fma.rn.f32 $0, lo, $5, $2;
             fma.rn.f32 $1, hi, $6, $3;
         }"""
-    return gl.inline_asm_elementwise(code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
@@ -257,7 +297,8 @@ def hand_out(shared, lane):
 def scan_chunk(env, state, D, i, n, seen, lane):
     """Compute the output of chunk i of the segment, the program's n-th, and the state after it.
 
-    out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; each half of N has a partial sum of the first term.
+    out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; each half of N has a partial sum
+    of the first term.
 
     seen: chunks that the first pass read
     """
@@ -266,7 +307,8 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     dtype: gl.constexpr = shared.x.dtype
     N_SPLIT: gl.constexpr = shared.N_SPLIT
     OWN: gl.constexpr = CHUNK // N_SPLIT  # positions of a chunk whose output one lane finishes
-    AT_ONCE: gl.constexpr = N_SPLIT == 2 and not RELAXED  # then registers suffice for `lost` before the first wait
+    # then registers suffice for `lost` before the first wait
+    AT_ONCE: gl.constexpr = N_SPLIT == 2 and not RELAXED
     by_q: gl.constexpr = lanes_layout(CHUNK)  # (lane p, q)
     by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
@@ -339,7 +381,9 @@ def scan_chunk(env, state, D, i, n, seen, lane):
 
 @gluon.jit
 def scan_segment(lane, env, segment, n):
-    """Compute the outputs of a segment and the states after it.  n: the program's chunks before this segment"""
+    """Compute the outputs of a segment and the states after it.  n: the program's chunks before
+    this segment
+    """
     shared = env.shared
     S: gl.constexpr = env.S
     HEADDIM: gl.constexpr = S.HEADDIM
@@ -373,10 +417,15 @@ def scan_segment(lane, env, segment, n):
         if PASSING == "look back":
             leave(segment, place, added, decay)
         state, decay = sum_before(segment, place, ALL_LANES, WIDTH, by_n)
-    if env.initial_ptr is not None:  # in every segment, so that non-finite numbers in it reach all outputs
+    # in every segment, so that non-finite numbers in it reach all outputs
+    if env.initial_ptr is not None:
         # rows past a head's P may hold any value: they do not affect other rows, and are not stored
         sequence = segment.sequence.to(gl.int64)
-        own_ptr = env.initial_ptr + sequence * S.INITIAL_STRIDES[0] + i_h.to(gl.int64) * S.INITIAL_STRIDES[1]
+        own_ptr = (
+            env.initial_ptr
+            + sequence * S.INITIAL_STRIDES[0]
+            + i_h.to(gl.int64) * S.INITIAL_STRIDES[1]
+        )
         rows = own_ptr + o_p.to(gl.int64) * S.INITIAL_STRIDES[2]
         initial_tile = rows[:, None] + (o_n.to(gl.int64) * S.INITIAL_STRIDES[3])[None, :]
         initial = gl.load(initial_tile, mask=inside).to(gl.float32)
@@ -385,7 +434,9 @@ def scan_segment(lane, env, segment, n):
     D = None
     if env.D_ptr is not None:
         o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
-        D_row = env.D_ptr + i_h.to(gl.int64) * env.strides[3][0] + o_d.to(gl.int64) * env.strides[3][1]
+        D_row = (
+            env.D_ptr + i_h.to(gl.int64) * env.strides[3][0] + o_d.to(gl.int64) * env.strides[3][1]
+        )
         D = gl.load(D_row, mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     role_barrier()  # without it, kernels without a first pass have one more barrier per chunk
     for i in range(segment.nchunks):
