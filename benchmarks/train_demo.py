@@ -47,7 +47,7 @@ def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]
     Differentiable; the model's fallback needs several times the memory.
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A, D, dt_bias: (h)    B, C: (b, l, 1, n)    l a
-    multiple of the chunk
+                       multiple of the chunk
     """
     b, l, h, p = x.shape
     q = TRAINING_CHUNK
@@ -76,7 +76,7 @@ def kda(q, k, v, g, beta, **_):  # type: ignore[no-untyped-def]
     4).
 
     q, k, g: (b, l, h, K)    v: (b, l, h, V)    beta: (b, l, h)    l a multiple of the chunk.
-    Returns out and None
+                             Returns out and None
     """
     (b, l, h, _), size = q.shape, TRAINING_CHUNK // 4
     q, k = (F.normalize(x.float(), dim=-1) for x in (q, k))

@@ -1,9 +1,10 @@
 """Cases and reports made by hand.  No number in them was measured.
 
 report()                        a whole run on a GPU: four layers, one prompt, `unfused` and
-`fused`, exact and relaxed report(gpu=False)               accuracy only, from Triton's interpreter
-report(change=lambda case: ...) every case changed bench(), prefill(), answers()   reports of the
-other kinds
+                                `fused`, exact and relaxed
+report(gpu=False)               accuracy only, from Triton's interpreter
+report(change=lambda case: ...) every case changed
+bench(), prefill(), answers()   reports of the other kinds
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """A small Hugging Face hub on localhost: the part of the HTTP API that huggingface_hub uses to find
 and load models.
 
-with MiniHub() as hub: hub.publish("org/name", folder)                      # or gated=True,
-    private=True, revision="refs/pr/1" ...                                                  #
-    HF_ENDPOINT=hub.url hub.downloads()                                      # names of the files
-    that were fetched
+with MiniHub() as hub:
+    hub.publish("org/name", folder)                      # or gated=True, private=True,
+                                                         revision="refs/pr/1"
+    ...                                                  # HF_ENDPOINT=hub.url
+    hub.downloads()                                      # names of the files that were fetched
 """
 
 from __future__ import annotations

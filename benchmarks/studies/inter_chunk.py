@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Kernels of the study scan-002: the state that passes from chunk to chunk, and the same in fp64.
 
-    out[c] = decay[c] * (out[c-1] - w[c] (y[c]^T out[c-1])) + states[c],   out[-1] = 0;  without w
-    and y for rank 0
+    out[c] = decay[c] * (out[c-1] - w[c] (y[c]^T out[c-1])) + states[c],
+    out[-1] = 0;  without w and y for rank 0
 
 In:   states (b, c, h, k, v) | decay (b, c, h, k) fp32 | w, y (b, c, h, k, r)
 Out:  out (b, c, h, k, v), of the dtype of states

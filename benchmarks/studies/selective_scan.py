@@ -2,14 +2,15 @@
 """Kernels of the study scan-003: a selective scan with one decay and one channel per head, and the
 same in fp64.
 
-    h[t] = decay[t] * h[t-1] + B[t] * x[t],    y[t] = C[t] . h[t],    h[-1] = 0 dh[t] = decay[t+1] *
-    dh[t+1] + C[t] * dy[t] dx[t] = dh[t] . B[t],    ddecay[t] = dh[t] . h[t-1],    dB[t] = dh[t] *
-    x[t],    dC[t] = h[t] * dy[t]
+    h[t] = decay[t] * h[t-1] + B[t] * x[t],    y[t] = C[t] . h[t],    h[-1] = 0
+    dh[t] = decay[t+1] * dh[t+1] + C[t] * dy[t]
+    dx[t] = dh[t] . B[t],    ddecay[t] = dh[t] . h[t-1],    dB[t] = dh[t] * x[t],
+    dC[t] = h[t] * dy[t]
 
 In:   x, dy (b, l, h) | decay (b, l, h) fp32 | B, C (b, l, h, n)
 Out:  y, dx (b, l, h) | ddecay as decay | dB, dC as B and C
 Grid: (b * h).  A program owns one head of one sequence and walks over its positions, or its tiles
-      of BLOCK_T positions.
+of BLOCK_T positions.
 Oracle: `reference`.  Every kernel gives the same bits in every call.
 """
 

@@ -1,7 +1,8 @@
 """Reads what a server wrote of its operators' calls as a capture, its outputs included.
 
-flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10) safetensors
-`recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the operator's own names
+flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
+safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
+               operator's own names
 
 Calls are in the order in which their process made them, and name no layer: a forward pass calls
 every layer once, on the same sequences.  docs/from-a-server.md describes both.

@@ -122,7 +122,7 @@ def causal_conv1d(
     In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None
           initial_state (b, d, w - 1) or None, oldest first
     Out:  out (b, l, d), contiguous, in x's dtype | final_state (b, d, w - 1) in x's dtype: the last
-          w - 1 positions
+    w - 1 positions
     Grid: (b * l-blocks * d-blocks).  One program owns a block of positions of a block of channels.
     Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 
@@ -205,15 +205,14 @@ def gated_rms_norm(
     """The RMS norm with a gate, over groups of neighbouring channels.
 
         gate first:  y = x * silu(gate),  out = y / sqrt(mean(y^2) + eps) * weight        Mamba-2
-        norm first:  out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)                gated
-        delta rule
+        norm first:  out = x / sqrt(mean(x^2) + eps) * weight * silu(gate)    gated delta rule
 
     In:   x, gate (l, d) or (b, l, d), any strides | weight (d)
     Out:  out, as x, contiguous
     Grid: (blocks of b * l * groups rows).  One program owns whole groups: rows of group_size
-          channels.
+    channels.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv:2412.06464),
-            section 3.4.
+    section 3.4.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes
     without support.

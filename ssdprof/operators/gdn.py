@@ -218,11 +218,12 @@ def rounded_chunks(
                                             inverse, beta times v and beta times decay times k, w,
                                             u, the state, what a chunk writes, the scores
         in products between the inverse's 16-row blocks     cut to tf32; for fp32 inputs to two tf32
-        numbers where states pass from chunk to chunk, and at the end     to the state dtype as the
-        output     to the input's dtype
+                                                            numbers
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
         if relaxed: decays, q k^T, beta and their products, and what a chunk writes   to 16 bit (the
-                                            input's dtype; bfloat16 for fp32 inputs), and fp32
-                                            operands, too
+                                                                                      input's dtype;
+                                            bfloat16 for fp32 inputs), and fp32 operands, too
 
     k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No
     kernel is imitated

@@ -108,9 +108,10 @@ def rounded_chunks(
                                             the inverse, beta times v, u, w, the state, what a chunk
                                             writes, the scores
         in the products of the scores       q and k with the decays of each half: bf16 inputs cut to
-        tf32, fp16 ones and between the inverse's blocks    rounded to fp16, fp32 ones to two tf32
-        numbers where states pass from chunk to chunk, and at the end     to the state dtype as the
-        output     to the input's dtype
+                                            tf32, fp16 ones
+        and between the inverse's blocks    rounded to fp16, fp32 ones to two tf32 numbers
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
 
     beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates round
     fp32 operands to 16 bits and nothing else.

@@ -1,10 +1,12 @@
 """An operator's record.  Each stage uses the part that it needs, and no operator's name.
 
-    itself      name, title, sizes, and the share of one tensor-parallel rank stages      of its
-    algorithm, as kernels name them binding     how models call the operator, and how a captured
-    call is stored judged      the oracle in pieces, the roundings that a precision allows, sizes
-    and cost of a call generated   shapes of models, and random inputs
-    `generate.py` tuning      what `ssdprof tune` may vary                         `tuning.py`
+    itself      name, title, sizes, and the share of one tensor-parallel rank
+    stages      of its algorithm, as kernels name them
+    binding     how models call the operator, and how a captured call is stored
+    judged      the oracle in pieces, the roundings that a precision allows, sizes and cost of a
+                call
+    generated   shapes of models, and random inputs                  `generate.py`
+    tuning      what `ssdprof tune` may vary                         `tuning.py`
 
 Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype,
 final_states (sequences, h, ...) in fp32, or with a row for each state that `Inputs.state_every`

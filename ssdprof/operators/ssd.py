@@ -231,10 +231,11 @@ def rounded_chunks(
     the chunk size `SSDInputs.power_of_two_chunk`.  Everything is computed in fp32 and rounded
 
         where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
-        tensor cores take it where states pass from chunk to chunk, and at the end     to the state
-        dtype as the output     to the input's dtype
+                                            tensor cores take it
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
         if relaxed: decays, C B^T, dt and their products     to 16 bit (the input's dtype; bfloat16
-        for fp32 inputs)
+                                                             for fp32 inputs)
 
     It imitates no kernel and nothing is fitted: an implementation that rounds at fewer places only
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that

@@ -1,8 +1,7 @@
 """Attributes samples to source lines, and lines to stages, which the source itself declares.
 
-    STAGES = {"take_ticket": "ticket"}                         @jit functions; one without a stage
-    has its "caller"'s WAITS = {"full": "waiting.chunk"}                          what
-    `mbarrier.wait(shared.full...)` waits for
+    STAGES = {"take_ticket": "ticket"}    @jit functions; one without a stage has its "caller"'s
+    WAITS = {"full": "waiting.chunk"}    what `mbarrier.wait(shared.full...)` waits for
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
 So reports of older versions keep their meaning.  For files of other libraries a table has the same

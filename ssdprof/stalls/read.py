@@ -3,9 +3,8 @@
     python -m ssdprof.stalls.read FILE OUT         OUT gets the launches, as JSON
 
 The package is compiled code: a damaged file can crash it, and an intact file crashes it if torch is
-loaded too (with
-2025.3.1).  So it runs in a process of its own, and this module imports neither torch nor anything
-that does.
+loaded too (with 2025.3.1).  So it runs in a process of its own, and this module imports neither
+torch nor anything that does.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """Reports of our own kernels, recorded on an H200 with ncu 2025.3.1.
 
 unfused, fused            a layer of granite-4.0-h-1b, 131,072 tokens, with an earlier version of
-the Hopper kernel demo/                     output of `ssdprof run demo --seq 4k --stalls`: two
-reports, and its JSON fused_portable            a layer of the same sizes with a gate, 16,384
-tokens: see benchmarks/record_stalls.py fused_portable_before     the kernel before two hints of
-this report were followed no_source                 fused_portable without the data of the section
-SourceCounters, cut out of the file no_counters               the Hopper kernel on those sizes,
-recorded with three sections without counters of warps small/                    4,096 tokens and 8
-heads, without the sections about bytes, and before callers' lines were
-                          named
+                          the Hopper kernel
+demo/                     output of `ssdprof run demo --seq 4k --stalls`: two reports, and its JSON
+fused_portable            a layer of the same sizes with a gate, 16,384 tokens: see
+                          benchmarks/record_stalls.py
+fused_portable_before     the kernel before two hints of this report were followed
+no_source                 fused_portable without the data of the section SourceCounters, cut out of
+                          the file
+no_counters               the Hopper kernel on those sizes, recorded with three sections without
+                          counters of warps
+small/                    4,096 tokens and 8 heads, without the sections about bytes, and before
+                          callers' lines were named
 """
 
 import lzma

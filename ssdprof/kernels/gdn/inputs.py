@@ -22,7 +22,7 @@ class GDNInputs(Inputs):
         out_t = S_t^T (scale q_t)
 
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i //
-    (HV / H)
+                          (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay.  A decay is at most 1: a g above 0 counts as 0,
         clamped on the device, and -inf forgets everything
@@ -38,8 +38,8 @@ class GDNInputs(Inputs):
     HV, K, V)
     state_indices: (sequences) int32 or int64: initial_state is a pool (slots, HV, K, V), and
         sequence i begins with slot state_indices[i].  A server's pool (slots, HV, V, K) is passed
-        as pool.mT.  The host does not read the values; they must name slots
-    q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
+        as pool.mT.  The host does not read the values; they must name slots q, k and v share a
+        dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024
     (arXiv:2412.06464).

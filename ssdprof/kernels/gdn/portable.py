@@ -23,14 +23,15 @@ at the sequence's start.  No program waits for another.
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_states (sequences, HV,
          K, V) cu_seqlens (sequences + 1)
 Between: state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), both in the
-         operands' dtype rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S chunks
-         (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor of a state's norm over
-         the chunk
+operands' dtype
+         rows (slots, HV, 2, C) fp32: factors of the rows of K S and of Q S
+         chunks (slots, HV, 2) fp32: d_end, and log2 of an upper bound of the factor of a state's
+         norm over the chunk
 Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
 Grids:   (slots * HV), heads fastest, so that the value heads of one k head run at the same time;
          then (segments * HV * slices of V), slices fastest, then heads
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464);
-        docs/gdn-mathematics.md.
+docs/gdn-mathematics.md.
 """
 
 from __future__ import annotations

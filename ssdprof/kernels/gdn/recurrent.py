@@ -24,7 +24,7 @@ Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or
       K, V is before K in them too
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024
-        (arXiv:2412.06464), equation 10.
+(arXiv:2412.06464), equation 10.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ output, with the state in registers from chunk to chunk.
 With G_i the sum of g from the chunk's start to position i, S the state that enters it, Q and K
 normalised if the call asks for it, and the decays inside the sums over channels,
 
-    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id -
-    G_jd)  (i >= j) A = (I + L)^-1                                              decayed_scores,
-    solve_tril keys = k exp(G)      queries = scale q exp(G)               gate_cumsum X =
-    diag(beta) A^T (k exp(G_end - G))                       state_factor W = scale P A diag(beta)
-    out_factor Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y
-    second launch
+    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)
+    P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
+    A = (I + L)^-1                                              decayed_scores, solve_tril
+    keys = k exp(G)      queries = scale q exp(G)               gate_cumsum
+    X = diag(beta) A^T (k exp(G_end - G))                       state_factor
+    W = scale P A diag(beta)                                    out_factor
+    Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y        second launch
 
 From one chunk to the next, two products depend on each other: keys S and X^T Y.  One program of the
 second launch owns one slice of V of one head of one sequence.  No program waits for another.
@@ -23,7 +24,7 @@ Between: keys, queries, state_factor (slots, HV, C, K padded to blocks) | out_fa
          C), all in the operands' dtype | ends (slots, HV, K padded) fp32: exp(G_end)
 Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
 Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then
-heads
+         heads
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 

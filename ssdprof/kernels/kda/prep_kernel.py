@@ -16,7 +16,8 @@ lower triangle has q with k, and the upper one k with k, transposed.
 
 Four warps, so that a multiprocessor holds two programs, take half of the channels at a time.  A
 warp computes the scores inside its own 16 positions alone (h = 1 to 8), then two warps those of 32
-(h = 16), and all those between the halves of the chunk (h = 32).
+(h = 16), and all those between the
+halves of the chunk (h = 32).
 
 In, between, and the stages: `fused.py`.  q and k are normalised, K = 128, a chunk has 64 positions.
 Grid: slots * hv, heads fastest.

@@ -3,9 +3,10 @@
 With G_i the sum of g from the chunk's start to position i, a number for each of K channels, S the
 state that enters the chunk, and the decays inside the sums over channels,
 
-    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id -
-    G_jd)  (i >= j) (I + L) U = beta V - (beta k exp(G)) S S' = diag(exp(G_end)) S + (k exp(G_end -
-    G))^T U            out = scale ((q exp(G)) S + P U)
+    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)
+    P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
+    (I + L) U = beta V - (beta k exp(G)) S
+    S' = diag(exp(G_end)) S + (k exp(G_end - G))^T U            out = scale ((q exp(G)) S + P U)
 
 A product of exp(G_i) and exp(-G_j) would overflow.  `decayed_scores` halves the chunk instead:
 pairs whose row lies in the second half of a block and whose column lies in the first are anchored

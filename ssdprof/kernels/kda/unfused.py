@@ -257,7 +257,7 @@ def decayed_scores(
           or k is above 1
     Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
     Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q
-          and k
+    and k
     """
     operand, (heads, key_dim), size = (
         operand_dtype(inputs.v.dtype, precision),
@@ -359,7 +359,7 @@ def recompute_w_u(
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           G (B, NT, HV, C, K) fp32
     Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), operands' dtype; rows past the
-          sequence's end are zero
+    sequence's end are zero
     Grid: (B * NT * HV)
     """
     k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]

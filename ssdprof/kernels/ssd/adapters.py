@@ -3,8 +3,8 @@ it, or one of its dependencies, is missing.
 
 mamba_ssm               the five kernels of https://github.com/state-spaces/mamba, as installed
 selective_state_update  its decoding kernel.  It overwrites the state.  So that every call computes
-the same, each call
-                        begins with a copy of the initial state, which its time includes
+                        the same, each call begins with a copy of the initial state, which its time
+                        includes
 published               the published single-launch kernel, from a checkout of
                         https://github.com/RishiAstra/mamba.  Its package has the same name as the
                         library that it was forked from, so its files are loaded by path, under

@@ -18,7 +18,7 @@ class SSDInputs(Inputs):
     """Inputs of one SSD (Mamba-2) call, whose mathematics is in `reference.py`; any strides.
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple
-    of g
+                       of g
     D: (h) or (h, p)   z: as x               dt_bias: (h)
     chunk_size: positions per chunk of the model's configuration; kernels use `power_of_two_chunk`
     or their own
@@ -29,8 +29,7 @@ class SSDInputs(Inputs):
     h, p, n)
     state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and
         sequence i begins with slot state_indices[i].  The host does not read the values; they must
-        name slots
-    x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
+        name slots x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.
     """

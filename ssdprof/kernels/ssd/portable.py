@@ -1,10 +1,9 @@
 """SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the
 interpreter.
 
-    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum h
-    = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T                   chunk_state,
-    state_passing out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s
-    bmm_chunk, chunk_scan
+    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum
+    h    = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T    chunk_state, state_passing
+    out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s    bmm_chunk, chunk_scan
 
 A sequence is cut into segments, and a segment into chunks.  One program owns one segment of one
 slice of one head's P, and keeps the state in registers.  It reads its segment twice.  The first
@@ -22,9 +21,11 @@ Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: gates (h * p-slices, 2, b * l) fp32 plus one chunk: dt and a, written and read by the same
       program CB (b, chunks, g, q, s) fp32, if fp32 inputs are not packed: C B^T of each chunk, by a
       launch before.  Here, every slice of every head would compute it again: a third of the
-      products states (sequences, h, p, n) state_dtype: the state that is handed over; final_states
-      itself if fp32 sync int32, zeroed: the ticket counter, and per sequence, head and slice the
-      number of segments handed over
+      products
+      states (sequences, h, p, n) state_dtype: the state that is handed over; final_states itself if
+      fp32
+      sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of
+      segments handed over
 Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound for
       packed sequences.  The ticket, not the program id, selects the segment.  A program waits only
       for lower tickets, whose programs have started, so that progress does not require two programs
@@ -45,7 +46,7 @@ to another sequence and are never read or written.  ALIGNED means that no chunk 
 gates are read past `length`, because a mask per vector would be one instruction in eight.  Their
 values there affect neither the state nor a stored row.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6;
-        docs/ssd-mathematics.md for segments.
+docs/ssd-mathematics.md for segments.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ recurrent            one launch.  A call with one position moves little more tha
                      chunked kernels are faster
 recurrent_in_place   the same over a copy of the state; a bench times it only when it is named
 unfused_step         one position in two launches: the first writes the state, the second reads it
-for the output.  It
-                     moves one state more.  The five launches of `unfused` process chunks: a slow
-                     baseline for one token
+                     for the output.  It moves one state more.  The five launches of `unfused`
+                     process chunks: a slow baseline for one token
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1) | state_indices (sequences):

@@ -113,8 +113,9 @@ def _chunk_cumsum_kernel(
 def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 1: the time step of every position, and its cumulative log decay in the chunk.
 
-        dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of
-        the sequence dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
+        dt[q]
+        = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
+        dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
 
     Logarithms have base 2, because later stages take exp2 of their differences many times per
     element.
@@ -301,9 +302,9 @@ def state_passing(
     prev_states.
 
     Out:  prev_states, as states, in the precision's state_dtype | final_states (sequences, h, p, n)
-          fp32
+    fp32
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over
-          its chunks.
+    its chunks.
     """
     blocks, initial_states = unfused_blocks("state_passing"), inputs.initial_states
     blocks["block"] = 4096 if INTERPRETED else blocks["block"]
@@ -543,7 +544,7 @@ def chunk_scan(
     1.  Only blocks on the diagonal need an exponential per element.
 
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk
-          and head.
+    and head.
     """
     x, (nheads, headdim), blocks = inputs.x, inputs.x.shape[2:], _blocks("chunk_scan", inputs)
     # the interpreter's time is by operations

@@ -15,7 +15,7 @@ Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, an
 Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per
       SM, which processes several whole sequences
 Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
-        The reason for this
+The reason for this
 form of the products: docs/gdn-performance.md.
 """
 

@@ -4,8 +4,8 @@ The diagonal blocks of 16 x 16 are inverted by substitution in fp32.  Each threa
 column, so that a block uses half a warp, and two heads need as many instructions as one.  The rest
 is computed by rows of blocks, transposed, with fp16 operands and fp32 sums:
 
-    A_i^T = (E_i^T - sum_{j < i} A_j^T L_ij^T) D_i^T,      D_i = (I + L_ii)^-1,  E_i the block row i
-    of the identity
+    A_i^T = (E_i^T - sum_{j < i} A_j^T L_ij^T) D_i^T,
+    D_i = (I + L_ii)^-1,  E_i the block row i of the identity
 
 fp16 has three more bits of precision than bf16, and entries of A are at most 2 for unit keys and
 beta up to 2.  Powers of L, which may be large, are never formed.

@@ -392,7 +392,7 @@ def _combine_kernel(
           (rows) initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for rows with backs < 0
     Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered by boundary,
-          then by pair
+    then by pair
     """
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
     o_b = tl.arange(0, BOUNDARIES)

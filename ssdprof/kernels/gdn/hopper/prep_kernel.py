@@ -3,17 +3,18 @@
 With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's
 start, a chunk of 64 tokens has
 
-    L_ij = beta_i e_i e_j k_i . k_j  for j < i,     A = (I + L)^-1,     stored: e_i A_ij beta_j,
-    transposed
+    L_ij = beta_i e_i e_j k_i . k_j  for j < i,    A = (I + L)^-1,
+    stored: e_i A_ij beta_j, transposed
 
 A is free of decays.  The other kernel multiplies by them: between tokens j < i of a chunk they are
 2^(G_i - G_j).
 
 In:   k, q (b, l, h, K) through TMA | g, beta (b, l, hv) | cu_seqlens (sequences + 1)
-Out:  inverse (slots, hv, j, i), k's dtype decays (slots, hv, 64) fp32: G_i, not increasing bounds
-      (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition
-      (`assignment.py`) norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if the call
-      normalises q and k
+Out:  inverse (slots, hv, j, i), k's dtype
+      decays (slots, hv, 64) fp32: G_i, not increasing
+      bounds (hv, slots) fp32: log2 of an upper bound of the norm of the chunk's transition
+      (`assignment.py`)
+      norms (slots, h, 2, 64) fp32: 1 / |k_i| and 1 / |q_i|, if the call normalises q and k
 Grid: slots * hv / AT_ONCE, heads fastest; a slot is a chunk of a sequence (`assignment.py`), and a
 program owns one to three value heads of a key head.  The kernel is limited by latency.  So the
 heads of a program share k and its products, two heads also share the instructions of the

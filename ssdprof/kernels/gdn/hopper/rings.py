@@ -1,11 +1,11 @@
 """Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
 
     states      2 x 4     holds half of the transposed state (a lane); computes outputs
-    role_states.py scores      4 warps   computes X and W of a chunk from its inverse
-    role_scores.py gates       2 warps   computes vectors of decays
-    role_gates.py loads       1 warp    loads q, k, v and the inverse of a chunk through TMA
-    role_copies.py stores      1 warp    stores the output of a chunk through TMA
-    role_copies.py
+                role_states.py
+    scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
+    gates       2 warps   computes vectors of decays                                  role_gates.py
+    loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_copies.py
+    stores      1 warp    stores the output of a chunk through TMA                    role_copies.py
 
 TMA is the Tensor Memory Accelerator.
 """

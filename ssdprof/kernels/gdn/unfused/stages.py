@@ -191,8 +191,8 @@ def scaled_dot_kkt(
 ) -> torch.Tensor:
     """Stage 2: the triangular system of each chunk.
 
-        L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]      for j < i,
-        else 0
+        L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]
+        for j < i, else 0
 
     Blocks of 16 x 16 above the diagonal are not written, and solve_tril does not read them.
 
@@ -395,7 +395,7 @@ def recompute_w_u(
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           g_cumsum_log2 (B, NT, HV, C) fp32
     Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the
-          sequence's end are zero
+    sequence's end are zero
     Grid: (B * NT * HV)
     """
     k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
@@ -680,9 +680,9 @@ def chunk_output(
     """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
     values.
 
-        out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k] + sum_{j <= i}
-                             exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j, k]) * v_new[v,
-                             j])
+        out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]
+                             + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j,
+                             k]) * v_new[v, j])
 
     In:   q, k (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32

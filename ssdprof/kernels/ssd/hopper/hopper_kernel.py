@@ -36,15 +36,16 @@ In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: states (slots, lanes, 64 * n / n_split) state_dtype: the state that each segment except a
-      sequence's last adds; or fp32 (programs, 2, 64 * n / n_split): the state after the chunks that
-      each program begins sync int32, zeroed: the ticket counter, and a flag per slot and lane: the
-      segment's decay once its state is stored
+sequence's last adds;
+      or fp32 (programs, 2, 64 * n / n_split): the state after the chunks that each program begins
+      sync int32, zeroed: the ticket counter, and a flag per slot and lane: the segment's decay once
+      its state is stored
 Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for packed sequences,
       segments before sequences, and an upper bound; or one program per SM.  A program waits only
       for lower tickets, whose programs have started, so that progress does not require two programs
       to run at the same time.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6;
-        docs/ssd-mathematics.md for segments.
+docs/ssd-mathematics.md for segments.
 """
 
 from triton.experimental import gluon
