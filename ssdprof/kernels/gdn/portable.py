@@ -218,16 +218,9 @@ def log2_decays(g_ptr, stride, o_t, m_t):
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
     (
-        q_ptr,
-        k_ptr,
-        g_ptr,
-        beta_ptr,
-        cu_seqlens_ptr,
-        state_factor_ptr,
-        out_factor_ptr,
-        rows_ptr,
+        q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr,
         chunks_ptr,
-    ) = tensors
+    ) = tensors  # fmt: skip
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
@@ -262,15 +255,9 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     kk, k_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
     for n in tl.static_range(BLOCKS):
         k = load_rows(
-            k_ptr,
-            k_strides,
-            o_t.to(S.OFFSET),
-            m_t,
-            n * S.BLOCK_K + o_k,
-            S.KEY_DIM,
-            S.ALIGNED,
+            k_ptr, k_strides, o_t.to(S.OFFSET), m_t, n * S.BLOCK_K + o_k, S.KEY_DIM, S.ALIGNED,
             WHOLE,
-        )
+        )  # fmt: skip
         k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
         kk = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), kk, input_precision=DOT_PRECISION)
     k_length = tl.full((S.CHUNK,), 1.0, tl.float32)  # reciprocal of the norm
@@ -411,27 +398,13 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     (
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        state_factor_ptr,
-        out_factor_ptr,
-        rows_ptr,
-        chunks_ptr,
-        initial_states_ptr,
-        cu_seqlens_ptr,
-        out_ptr,
-        final_states_ptr,
-    ) = tensors
+        q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
+        initial_states_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
+    ) = tensors  # fmt: skip
     (
-        q_strides,
-        k_strides,
-        v_strides,
-        initial_states_strides,
-        cu_seqlens_strides,
-        out_strides,
+        q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides,
         final_states_strides,
-    ) = strides
+    ) = strides  # fmt: skip
     # stage setup: which segment of which slice is mine
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     BLOCKS: tl.constexpr = (S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K
@@ -508,18 +481,9 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
             at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
             product = state_product(
-                state,
-                tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT),
-                k_strides,
-                o_t,
-                o_c >= 0,
-                o_k,
-                True,
-                S.KEY_DIM,
-                S.BLOCK_K,
-                S.V_ROWS,
-                S.OPERAND,
-            )
+                state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t,
+                o_c >= 0, o_k, True, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
+            )  # fmt: skip
             Y = residual(
                 product,
                 v_rows_ptr + v_tile,
@@ -544,31 +508,13 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
         if not S.ALIGNED:
             m_tile = m_value & (m_t[None, :] if S.V_ROWS else m_t[:, None])
         product = state_product(
-            state,
-            tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT),
-            k_strides,
-            o_t,
-            m_t,
-            o_k,
-            S.ALIGNED,
-            S.KEY_DIM,
-            S.BLOCK_K,
-            S.V_ROWS,
-            S.OPERAND,
-        )
+            state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t, m_t, o_k,
+            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
+        )  # fmt: skip
         out = state_product(
-            state,
-            tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT),
-            q_strides,
-            o_t,
-            m_t,
-            o_k,
-            S.ALIGNED,
-            S.KEY_DIM,
-            S.BLOCK_K,
-            S.V_ROWS,
-            S.OPERAND,
-        )
+            state, tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT), q_strides, o_t, m_t, o_k,
+            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
+        )  # fmt: skip
         Y = residual(
             product,
             v_rows_ptr + v_tile,

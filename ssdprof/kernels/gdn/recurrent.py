@@ -91,29 +91,13 @@ def _scale_of_norm(x, NORM: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     (
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        g_ptr,
-        beta_ptr,
-        initial_state_ptr,
-        cu_seqlens_ptr,
-        slots_ptr,
-        out_ptr,
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr, out_ptr,
         states_ptr,
-    ) = tensors
+    ) = tensors  # fmt: skip
     (
-        q_strides,
-        k_strides,
-        v_strides,
-        g_strides,
-        beta_strides,
-        initial_state_strides,
-        cu_seqlens_strides,
-        slots_strides,
-        out_strides,
-        states_strides,
-    ) = strides
+        q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides,
+        cu_seqlens_strides, slots_strides, out_strides, states_strides,
+    ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
     sequence, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen

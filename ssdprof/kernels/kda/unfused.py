@@ -287,15 +287,9 @@ def _kda_recompute_w_u_kernel(
 ):
     A_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, spans_ptr, w_ptr, u_ptr, k_end_ptr = tensors
     (
-        A_strides,
-        k_strides,
-        v_strides,
-        beta_strides,
-        G_strides,
-        w_strides,
-        u_strides,
+        A_strides, k_strides, v_strides, beta_strides, G_strides, w_strides, u_strides,
         k_end_strides,
-    ) = strides
+    ) = strides  # fmt: skip
     k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
     i_h, i_b, i_c, start, count = own_chunk(
         tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE

@@ -354,19 +354,9 @@ def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length,
             x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0
         )
         state = chunk_state(
-            state,
-            x,
-            B_rows,
-            gates,
-            t,
-            length,
-            tail,
-            S.DSTATE,
-            S.P_ROWS,
-            S.INTERMEDIATE,
-            S.PRODUCT,
+            state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT,
             True,
-        )
+        )  # fmt: skip
         tail += tl.load(gates[0] + gates[1] + t + CHUNK - 1)
     return state, tail
 
@@ -450,36 +440,13 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.constexpr):
     (
-        x_ptr,
-        dt_ptr,
-        A_ptr,
-        B_ptr,
-        C_ptr,
-        D_ptr,
-        z_ptr,
-        dt_bias_ptr,
-        initial_states_ptr,
-        cu_seqlens_ptr,
-        out_ptr,
-        final_states_ptr,
-        gates_ptr,
-        states_ptr,
-        sync_ptr,
-        CB_ptr,
-    ) = tensors
+        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
+        cu_seqlens_ptr, out_ptr, final_states_ptr, gates_ptr, states_ptr, sync_ptr, CB_ptr,
+    ) = tensors  # fmt: skip
     (
-        x_strides,
-        dt_strides,
-        A_strides,
-        B_strides,
-        C_strides,
-        D_strides,
-        z_strides,
-        dt_bias_strides,
-        initial_states_strides,
-        cu_seqlens_strides,
-        out_strides,
-    ) = strides
+        x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides,
+        dt_bias_strides, initial_states_strides, cu_seqlens_strides, out_strides,
+    ) = strides  # fmt: skip
     # stage ticket: which segment of which slice is mine
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     BLOCKS: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
@@ -552,19 +519,9 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
     felt = chunk_cumsum(
-        dt_ptr,
-        dt_strides[1],
-        A,
-        dt_bias,
-        dt_low,
-        dt_high,
-        gates,
-        first,
-        count,
-        length,
-        S.DT_SOFTPLUS,
-        S.CHUNK,
-    )
+        dt_ptr, dt_strides[1], A, dt_bias, dt_low, dt_high, gates, first, count, length,
+        S.DT_SOFTPLUS, S.CHUNK,
+    )  # fmt: skip
 
     # stage state_passing: the state that enters the segment
     state = zero_state(state_tile, BLOCKS)
@@ -589,17 +546,9 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         state = take_state(initial_ptr, initial_tile, initial_step, m_state, S.DSTATE, S.P_ROWS)
     if S.HANDOVER and not last:
         hand_over_state(
-            states_ptr + state_offset,
-            state_tile,
-            S.BLOCK_N,
-            m_state,
-            flag_ptr,
-            state,
-            added,
-            decay_log2,
-            S.DSTATE,
-            S.P_ROWS,
-        )
+            states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, flag_ptr, state, added,
+            decay_log2, S.DSTATE, S.P_ROWS,
+        )  # fmt: skip
 
     # stage chunk_scan: the output, chunk after chunk
     D, z_rows = None, None
@@ -621,47 +570,23 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
             i_bcg = (tl.cast(i_b, tl.int64) * nchunks + i_c) * (S.HEADS // S.HEADS_PER_GROUP) + i_g
             CB_chunk = CB_ptr + i_bcg * (S.CHUNK * S.CHUNK)
         CB, out = chunk_products(
-            state,
-            C_rows,
-            B_rows,
-            CB_chunk,
-            gates,
-            t,
-            length,
-            S.DSTATE,
-            S.P_ROWS,
-            S.PRODUCT,
+            state, C_rows, B_rows, CB_chunk, gates, t, length, S.DSTATE, S.P_ROWS, S.PRODUCT,
             S.ALIGNED,
-        )
+        )  # fmt: skip
         out, x = scan_current(
             out, CB, x_rows, m_p[None, :], gates, t, length, S.INTERMEDIATE, S.PRODUCT, S.ALIGNED
         )
         state = chunk_state(
-            state,
-            x,
-            B_rows,
-            gates,
-            t,
-            length,
-            None,
-            S.DSTATE,
-            S.P_ROWS,
-            S.INTERMEDIATE,
-            S.PRODUCT,
+            state, x, B_rows, gates, t, length, None, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT,
             S.ALIGNED,
-        )
+        )  # fmt: skip
         scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, S.ALIGNED)
     # stage state_passing.store
     if last:
         store_state(
-            final_states_ptr + state_offset,
-            state_tile,
-            S.BLOCK_N,
-            m_state,
-            state,
-            S.DSTATE,
+            final_states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, state, S.DSTATE,
             S.P_ROWS,
-        )
+        )  # fmt: skip
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:

@@ -87,35 +87,14 @@ def _own_slice(S: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
     (
-        x_ptr,
-        dt_ptr,
-        A_ptr,
-        B_ptr,
-        C_ptr,
-        D_ptr,
-        z_ptr,
-        dt_bias_ptr,
-        initial_states_ptr,
-        cu_seqlens_ptr,
-        slots_ptr,
-        out_ptr,
-        final_states_ptr,
-    ) = tensors
+        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
+        cu_seqlens_ptr, slots_ptr, out_ptr, final_states_ptr,
+    ) = tensors  # fmt: skip
     (
-        x_strides,
-        dt_strides,
-        A_strides,
-        B_strides,
-        C_strides,
-        D_strides,
-        z_strides,
-        dt_bias_strides,
-        initial_states_strides,
-        cu_seqlens_strides,
-        slots_strides,
-        out_strides,
+        x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides,
+        dt_bias_strides, initial_states_strides, cu_seqlens_strides, slots_strides, out_strides,
         final_states_strides,
-    ) = strides
+    ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
     # `_own_slice` here makes other machine code
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
@@ -266,14 +245,9 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
     """The state after the token, exp(dt A) state + dt x B^T."""
     x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr = tensors
     (
-        x_strides,
-        dt_strides,
-        A_strides,
-        B_strides,
-        dt_bias_strides,
-        initial_states_strides,
+        x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides,
         final_states_strides,
-    ) = strides
+    ) = strides  # fmt: skip
     i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])

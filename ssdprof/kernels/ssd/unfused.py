@@ -402,28 +402,13 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.
 @triton.jit
 def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
     (
-        CB_ptr,
-        x_ptr,
-        dt_ptr,
-        dA_cumsum_log2_ptr,
-        C_ptr,
-        prev_states_ptr,
-        D_ptr,
-        z_ptr,
-        spans_ptr,
+        CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr,
         out_ptr,
-    ) = tensors
+    ) = tensors  # fmt: skip
     (
-        CB_strides,
-        x_strides,
-        dt_strides,
-        dA_cumsum_log2_strides,
-        C_strides,
-        prev_states_strides,
-        D_strides,
-        z_strides,
-        out_strides,
-    ) = strides
+        CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides,
+        D_strides, z_strides, out_strides,
+    ) = strides  # fmt: skip
     # --- this program's block; heads of one chunk are in neighbouring programs, because they share
     #   CB and C
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P

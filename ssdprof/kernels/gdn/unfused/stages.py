@@ -434,27 +434,13 @@ def _gdn_chunk_state_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
     (
-        k_ptr,
-        w_ptr,
-        u_ptr,
-        g_cumsum_log2_ptr,
-        initial_state_ptr,
-        spans_ptr,
-        bounds_ptr,
-        prev_states_ptr,
-        v_new_ptr,
-        final_states_ptr,
-    ) = tensors
+        k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr,
+        prev_states_ptr, v_new_ptr, final_states_ptr,
+    ) = tensors  # fmt: skip
     (
-        k_strides,
-        w_strides,
-        u_strides,
-        g_cumsum_log2_strides,
-        initial_state_strides,
-        prev_states_strides,
-        v_new_strides,
-        final_states_strides,
-    ) = strides
+        k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides,
+        prev_states_strides, v_new_strides, final_states_strides,
+    ) = strides  # fmt: skip
     # --- this program's rows of a state
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K

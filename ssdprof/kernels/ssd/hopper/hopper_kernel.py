@@ -293,20 +293,10 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs
     return StreamK(
-        program,
-        programs,
-        begun + same,
-        seqlen,
-        nchunks,
-        gl.to_tensor(dt_strides[0]),
-        wholes,
-        split + begun + same,
-        nchunks * begun // programs,
-        split + taken + same,
-        rest,
-        S.PAIRS,
+        program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
+        split + begun + same, nchunks * begun // programs, split + taken + same, rest, S.PAIRS,
         S.UNITS,
-    )
+    )  # fmt: skip
 
 
 @aggregate
@@ -339,16 +329,9 @@ def _fused_hopper_kernel(
 ):  # fmt: skip
     """strides: of dt, A, dt_bias, D, cu_seqlens."""
     (
-        dt_ptr,
-        A_ptr,
-        dt_bias_ptr,
-        D_ptr,
-        initial_ptr,
-        cu_seqlens_ptr,
-        final_ptr,
-        states_ptr,
+        dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr,
         sync_ptr,
-    ) = tensors
+    ) = tensors  # fmt: skip
     shared = allocate(x_desc.dtype, S)
     exchange = ()
     if S.N_SPLIT == 2:
@@ -372,22 +355,10 @@ def _fused_hopper_kernel(
     # stage setup
     if exists:
         env = SSDEnv(
-            shared,
-            work,
-            dt_ptr,
-            A_ptr,
-            dt_bias_ptr,
-            strides,
-            dt_limit,
-            (x_desc, B_desc, C_desc, out_desc),
-            D_ptr,
-            initial_ptr,
-            states_ptr,
-            final_ptr,
-            sync_ptr + FLAGS,
-            exchange,
-            S,
-        )
+            shared, work, dt_ptr, A_ptr, dt_bias_ptr, strides, dt_limit,
+            (x_desc, B_desc, C_desc, out_desc), D_ptr, initial_ptr, states_ptr, final_ptr,
+            sync_ptr + FLAGS, exchange, S,
+        )  # fmt: skip
         # 512 registers for four groups of 128 threads, of which the first role, `units`, has two
         OTHERS: gl.constexpr = S.OTHER_REGISTERS
         gl.warp_specialize(
