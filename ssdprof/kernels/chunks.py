@@ -47,6 +47,9 @@ class Chunks:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Chunks:
+        """The chunks of a call.  Of packed sequences, a launch writes the table on the device, so
+        that the host does not wait for their lengths.
+        """
         size, count, sequences = inputs.power_of_two_chunk, inputs.chunk_count, inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(inputs=inputs, size=size, count=count)
@@ -123,6 +126,9 @@ def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr)
 
 @triton.jit
 def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.constexpr):
+    """The spans and bounds of the chunks of one packed sequence, after those of all sequences
+    before it.
+    """
     cu_seqlens_ptr, spans_ptr, bounds_ptr = tensors
     # --- chunks of earlier sequences
     i_s = tl.program_id(0)

@@ -118,6 +118,7 @@ class Inputs:
             )
 
     def _check_sequences(self) -> None:
+        """Raises ValueError for lengths, slots or a `state_every` that do not fit the tensors."""
         if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
             raise ValueError(
                 f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}"

@@ -349,6 +349,9 @@ def _fields(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...])
     metas, places = list(compiled.metadata.tensordesc_meta or ()), count()
 
     def of(kind: Any, value: Any, is_tensor: bool) -> Iterator[Field]:
+        """The fields of one argument, which may be a tuple, in the order of the kernel's
+        parameters.
+        """
         if isinstance(kind, tuple):
             for one, part in zip(kind, value, strict=True):
                 yield from of(one, part, is_tensor)

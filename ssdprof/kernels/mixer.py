@@ -40,6 +40,7 @@ def _load_positions(
 
 @triton.jit
 def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
+    """One block of positions of a block of channels of `causal_conv1d`."""
     x_ptr, weight_ptr, bias_ptr, initial_ptr, out_ptr, final_ptr = tensors
     x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides = strides
     # --- this program's positions and channels; neighbouring programs have neighbouring channels
@@ -169,6 +170,7 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
 
 @triton.jit
 def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.constexpr):
+    """One block of rows of `gated_rms_norm`."""
     x_ptr, gate_ptr, weight_ptr, out_ptr = tensors
     x_strides, gate_strides, weight_strides, out_strides = strides
     o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)

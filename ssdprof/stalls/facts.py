@@ -260,6 +260,7 @@ def _product(one: float | None, other: float | None) -> float | None:
 
 
 def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[str]) -> SelfChecks:
+    """What the counters of one kernel say of it, one check after another."""
     count, dropped = kernel.number(_SAMPLE_COUNT), kernel.number("smsp__pcsamp_dropped_bytes")
     total = sum(kernel.totals.values()) if kernel.points else None
     by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())

@@ -62,6 +62,7 @@ class GDNInputs(Inputs):
     state_indices: torch.Tensor | None = None
 
     def check(self) -> None:
+        """Raises ValueError, naming the argument that does not fit the others."""
         for name in ("q", "k", "v", "g", "beta"):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} must be a tensor, not None")

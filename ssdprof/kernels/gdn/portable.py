@@ -217,6 +217,7 @@ def log2_decays(g_ptr, stride, o_t, m_t):
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
+    """The first launch: X, W and the row factors of one chunk of a head, from k, q, g and beta."""
     (
         q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr,
         chunks_ptr,
@@ -397,6 +398,9 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
+    """The second launch: one slice of V of one segment of one head, chunk after chunk, with the
+    state in registers.
+    """
     (
         q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
         initial_states_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
@@ -570,6 +574,9 @@ def handed_on(
 def portable_launch(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
+    """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
+    (sequences, HV, V, K).
+    """
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
     handed, states = (
         handed_on(inputs, precision, config),

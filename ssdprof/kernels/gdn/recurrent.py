@@ -90,6 +90,9 @@ def _scale_of_norm(x, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
+    """One slice of V of one head of one sequence of `gdn_recurrent`, token after token, with the
+    state in registers.
+    """
     (
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr, out_ptr,
         states_ptr,
@@ -238,6 +241,7 @@ def recurrent_launch(
     )
 
     def call(inputs: GDNInputs) -> GDNOutput:
+        """Allocate the outputs and launch."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
             out, states = (
                 torch.empty_like(inputs.v, memory_format=torch.contiguous_format),
@@ -413,6 +417,7 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
     config, (batch, heads, key_dim, value_dim) = _step_config(inputs), inputs.states_shape
 
     def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
+        """One of the three launches, on these tensors."""
         launch(
             kernel,
             batch * heads * triton.cdiv(value_dim, config["block_v"]),

@@ -156,6 +156,7 @@ def keys_with_keys(scores):
 
 @triton.jit
 def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    """One chunk of one head of the cumulative log decays."""
     g_ptr, spans_ptr, G_ptr = tensors
     g_strides, G_strides = strides
     k_blocks = tl.cdiv(S.KEY_DIM, S.BLOCK_K)
@@ -207,6 +208,7 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
 def _kda_decayed_scores_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
+    """One chunk of one head of the decayed scores of keys with keys and of queries with keys."""
     q_ptr, k_ptr, beta_ptr, G_ptr, spans_ptr, L_ptr, P_ptr = tensors
     q_strides, k_strides, beta_strides, G_strides, L_strides, P_strides = strides
     i_h, i_b, i_c, start, count = own_chunk(
@@ -285,6 +287,7 @@ def decayed_scores(
 def _kda_recompute_w_u_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
+    """One chunk of one head of keys and values after the inverse."""
     A_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, spans_ptr, w_ptr, u_ptr, k_end_ptr = tensors
     (
         A_strides, k_strides, v_strides, beta_strides, G_strides, w_strides, u_strides,
@@ -381,6 +384,7 @@ def recompute_w_u(
 def _kda_chunk_output_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr
 ):
+    """One block of V of one chunk of one head of the output."""
     q_ptr, G_ptr, P_ptr, prev_states_ptr, v_new_ptr, spans_ptr, out_ptr = tensors
     q_strides, G_strides, P_strides, prev_states_strides, v_new_strides, out_strides = strides
     V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V

@@ -54,6 +54,7 @@ class SSDInputs(Inputs):
     state_indices: torch.Tensor | None = None
 
     def check(self) -> None:
+        """Raises ValueError, naming the argument that does not fit the others."""
         if self.x.ndim != 4:
             raise ValueError(f"x must be (b, l, h, p), not {tuple(self.x.shape)}")
         if self.B.ndim != 4:

@@ -439,6 +439,9 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.constexpr):
+    """All five stages of one slice of P of one segment of one head, chunk after chunk, with the
+    state in registers.
+    """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
         cu_seqlens_ptr, out_ptr, final_states_ptr, gates_ptr, states_ptr, sync_ptr, CB_ptr,
@@ -614,6 +617,9 @@ def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...
 def portable_launch(
     inputs: SSDInputs, precision: Precision, config: SSDPortableConfig
 ) -> PreparedLaunch:
+    """The launch of a call, for all inputs of one signature.  Inputs in fp32 that are not packed
+    get C B^T from a launch before it.
+    """
     (seqlen, nheads, headdim), dstate, chunk = inputs.x.shape[1:], inputs.B.shape[3], config.chunk
     new, shape, initial = (
         torch.empty(inputs.x.shape, device="meta"),
@@ -641,6 +647,9 @@ def portable_launch(
     def tensors(
         inputs: SSDInputs, out: Any, final: Any, gates: Any, sync: Any = None, states: Any = None
     ) -> tuple[Any, ...]:
+        """The kernel's tensors in its order.  Launches the kernel of C B^T, if there is one, into
+        the end of its buffer.
+        """
         CB = None
         if scores is not None:
             CB, gates = gates[: prod(shape)], gates[prod(shape) :]

@@ -86,6 +86,9 @@ def _own_slice(S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
+    """One slice of P of one head of one sequence of `ssd_recurrent`, token after token, with the
+    state in registers.
+    """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
         cu_seqlens_ptr, slots_ptr, out_ptr, final_states_ptr,
@@ -349,6 +352,8 @@ def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
 def _register(
     name: str, function: Callable[[SSDInputs], SSDOutput], launches: int, reason: str, **more: Any
 ) -> None:
+    """Register one of the implementations of this file, with the plan that all of them share."""
+
     def plan(inputs: SSDInputs, precision: Precision) -> Plan:
         _refuse_unsupported(name.removesuffix("_in_place"), inputs)
         return Plan(

@@ -64,6 +64,7 @@ def _softplus(x):
 def _chunk_cumsum_kernel(
     tensors, strides, seqlen, nheads, nchunks, dt_low, dt_high, S: tl.constexpr
 ):
+    """One chunk of a block of heads of `chunk_cumsum`."""
     dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr = tensors
     dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides = strides
     # --- this program's heads and chunk
@@ -145,6 +146,7 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch
 def _chunk_state_kernel(
     tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr
 ):
+    """One (p, n) tile of one chunk of one head of `chunk_state`."""
     x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr = tensors
     x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides = strides
     # --- this program's tile; heads of one chunk are in neighbouring programs, because they share B
@@ -234,6 +236,7 @@ def chunk_state(
 
 @triton.jit
 def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
+    """One block of one head's state of `state_passing`, chunk after chunk."""
     (
         states_ptr,
         dA_cumsum_log2_ptr,
@@ -329,6 +332,7 @@ def state_passing(
 
 @triton.jit
 def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexpr):
+    """One tile of one chunk of one group of `bmm_chunk`."""
     C_ptr, B_ptr, spans_ptr, CB_ptr = tensors
     C_strides, B_strides, CB_strides = strides
     # --- this program's tile
@@ -401,6 +405,7 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.
 
 @triton.jit
 def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
+    """One block of positions and one p-tile of one chunk of one head of `chunk_scan`."""
     (
         CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr,
         out_ptr,

@@ -48,6 +48,7 @@ STAGES = {
 
 @triton.jit
 def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr):
+    """One block of rows of `qk_l2norm`."""
     x_ptr, y_ptr = tensors
     (x_strides,) = strides
     o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
@@ -95,6 +96,7 @@ def _rows(ptr, strides, index, mask, OPERAND: tl.constexpr):
 
 @triton.jit
 def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    """One chunk of a block of heads of `gate_cumsum`."""
     g_ptr, spans_ptr, g_cumsum_log2_ptr = tensors
     g_strides, g_cumsum_log2_strides = strides
     # --- this program's heads and chunk
@@ -148,6 +150,7 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
 
 @triton.jit
 def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    """One chunk of one key head of `scaled_dot_kkt`, for all its value heads."""
     k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr = tensors
     k_strides, beta_strides, g_cumsum_log2_strides, L_strides = strides
     i_h, i_b, i_c, start, count = own_chunk(
@@ -246,6 +249,9 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
 
 @triton.jit
 def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    """One chunk of one head of `solve_tril`: the diagonal blocks of 16 rows by substitution, then
+    pairs of blocks merged until one is left.
+    """
     L_ptr, spans_ptr, A_ptr = tensors
     L_strides, A_strides = strides
     i_h, i_b, i_c, _, count = own_chunk(
@@ -317,6 +323,7 @@ def solve_tril(
 def _gdn_recompute_w_u_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
+    """One chunk of one head of `recompute_w_u`."""
     A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr = tensors
     A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides = (
         strides
@@ -433,6 +440,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 def _gdn_chunk_state_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr
 ):
+    """One block of V of one head of `chunk_state`, chunk after chunk."""
     (
         k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr,
         prev_states_ptr, v_new_ptr, final_states_ptr,
@@ -591,6 +599,7 @@ def chunk_state(
 def _gdn_chunk_output_kernel(
     tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr
 ):
+    """One block of V of one chunk of one head of `chunk_output`."""
     q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr = tensors
     q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = (
         strides

@@ -127,6 +127,9 @@ class StreamK:
 
     @gluon.jit
     def segment_at(self, i):
+        """The program's i-th segment: the rest of a pair that another program began, whole pairs,
+        and the beginning of a pair that another program ends.
+        """
         k = i - gl.minimum(self.begun_chunks, 1)
         begins, ends = k < 0, k == self.wholes
         pair = gl.where(

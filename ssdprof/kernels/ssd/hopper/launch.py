@@ -41,6 +41,9 @@ def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> Buffers:
+    """Elements and dtype of each buffer of a call, by name: flags, and the states that segments or
+    shares pass on.  Empty if no state is passed on through memory.
+    """
     dstate = inputs.B.shape[3]
     split, shares = n_split(dstate), share_count(inputs, config)
     lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
@@ -88,6 +91,7 @@ def hopper_launch(
     def tensors(
         inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None
     ) -> tuple[Any, ...]:
+        """The kernel's descriptors and tensors in its order."""
         return (
             x_tiles(inputs.x),
             B_tiles(inputs.B),

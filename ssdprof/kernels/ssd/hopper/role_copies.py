@@ -98,6 +98,9 @@ def load_chunk(env, segment, seen, i, n, first_block):
 
 @gluon.jit
 def loads(env):
+    """The role that loads x, B and C of every chunk through TMA; in a first pass, until the gates'
+    role says that a state has decayed.
+    """
     first = env.shared.first
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)

@@ -362,6 +362,9 @@ def decayed_scores(env, seen, n, causal):
 
 @gluon.jit
 def scores(env):
+    """The role that computes gates and decayed scores of every chunk; in a first pass the gates
+    alone.
+    """
     layout: gl.constexpr = product_layout(CHUNK, 4)
     segment, _ = env.work.segment_at(0)
     seen = 0
