@@ -163,13 +163,10 @@ def resolved(
     if (
         not asked.verify
         and matched.name != operator.baseline
-        and any(one.metric == "match" for one in asked.conditions)
+        and any(gate.metric == "match" for gate in asked.conditions)
     ):
         raise BadInputError(
-            (
-                f"--min-match compares with {operator.baseline}, but --match-with names "
-                f"{matched.name}."
-            ),
+            f"A gate of match is with {operator.baseline}, but --match-with names {matched.name}.",
             "Leave one of them out.",
         )
     require_gpu(*NEEDS_GPU)

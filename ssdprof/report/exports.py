@@ -297,7 +297,7 @@ def junit(report: Report) -> str:
     if why := incomplete(report):
         _answer(whole[0], "error", "incomplete", why)
     broken = by_gate(found.broken)
-    for gate in dict.fromkeys(one.spelling for one in report.conditions):
+    for gate in dict.fromkeys(one.text for one in report.conditions):
         whole.append(_test("gates", gate))
         if gate in broken:
             _answer(whole[-1], "failure", "gate", "\n".join(map(str, broken[gate])))
