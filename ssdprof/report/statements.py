@@ -47,7 +47,9 @@ def errors(report: Report) -> tuple[str, ...]:
     found = Outcome(report)
     lines = shortcomings(found)
     for case in found.answers_failed:
-        broken = "; ".join(one.found for one in found.broken if one.case == case.name)
+        broken = "; ".join(
+            f"{one.condition}: {one.found}" for one in found.broken if one.case == case.name
+        )
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
         lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
     return (*lines, *([] if found.judged or found.answers else [NOTHING]))

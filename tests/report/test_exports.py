@@ -19,7 +19,7 @@ from report.test_contents import result
 from ssdprof.core import pairs
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import of_options, parse
+from ssdprof.core.conditions import parse_change
 from ssdprof.core.report import Report
 from ssdprof.report import exports, markdown
 from ssdprof.report.document import compose
@@ -139,11 +139,11 @@ def test_junit_skips_what_does_not_count() -> None:
 
 
 def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
-    found = parsed(small(conditions=of_options(min_speedup=2.2, max_rms_ratio=9), complete=False))
-    (answer,) = found["min-speedup 2.2"].result
+    found = parsed(small(conditions=cases.gates("speedup:2.2", "rms:9"), complete=False))
+    (answer,) = found["speedup:2.2"].result
     assert answer.type == "gate"
-    assert answer.message == f"min-speedup 2.2: {FUSED}: 2x over unfused"
-    assert found["max-rms-ratio 9"].is_passed
+    assert answer.message == f"speedup:2.2: {FUSED}: 2x"
+    assert found["rms:9"].is_passed
     (whole,) = found["all requested cases are present"].result
     assert whole.message == "this run did not reach its end"
     for empty, message in (
@@ -185,12 +185,11 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
     assert '"samples"' not in file.read_text()
     short = reports.load(file)[1]
     assert [case.result for case in short.cases] == [case.result for case in exports.rows(stored)]
-    conditions = [
-        parse("--fail-if", text) for text in ("time:base+3%", "rms:5%", "match:-0.1", "launches:0")
-    ]
+    texts = ("time:base+3%", "rms:base+5%", "match:base-0.1", "launches:base+0")
+    allowed = list(map(parse_change, texts))
     new = stored.changed(cases=tuple(map(cases.slowed(1.05), stored.cases)))
     found = [
-        pairs.compare(("base", base), ("new", new), smallest_difference=0.01, conditions=conditions)
+        pairs.compare(("base", base), ("new", new), smallest_difference=0.01, allowed=allowed)
         for base in (stored, short)
     ]
     assert found[0].verdicts.keys() == found[1].verdicts.keys()
@@ -198,8 +197,8 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
         assert one.verdict == other.verdict
         assert (one.time is None) == (other.time is None)
         assert one.time is None or other.time == pytest.approx(one.time, rel=1e-4)
-    for condition, offenders in found[0].verdicts.items():
-        assert [one.case for one in offenders] == [one.case for one in found[1].verdicts[condition]]
+    for change, offenders in found[0].verdicts.items():
+        assert [one.case for one in offenders] == [one.case for one in found[1].verdicts[change]]
 
 
 # --- github-action-benchmark
@@ -233,13 +232,13 @@ def test_annotations() -> None:
         "(exact, fp32 states) "
         "inaccurate in layer 0."
     ]
-    (gate,) = annotation_lines(small(conditions=of_options(min_match=["0:89"])))
+    (gate,) = annotation_lines(small(conditions=cases.gates("match@0:89%")))
     assert (
-        "GATE FAILED: min-match 0:89: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; "
+        "GATE FAILED: match@0:89%25: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; "
         in gate
     )
-    (line,) = annotation_lines(prefill(conditions=of_options(min_speedup=2.5)))
-    assert line.endswith(f"::GATE FAILED: min-speedup 2.5: {PREFILL}: 2x over unfused.")
+    (line,) = annotation_lines(prefill(conditions=cases.gates("speedup:2.5")))
+    assert line.endswith(f"::GATE FAILED: speedup:2.5: {PREFILL}: 2x.")
     assert (
         "::PARTIAL: the command did not reach its end."
         in annotation_lines(prefill(complete=False))[0]
@@ -254,7 +253,7 @@ def test_annotations() -> None:
 
 
 def test_outputs_of_a_step_without_a_speed() -> None:
-    found = exports.outputs(small(gpu=False, conditions=of_options(min_match=["1e-3:100"])))
+    found = exports.outputs(small(gpu=False, conditions=cases.gates("match:100%")))
     assert (found["passed"], found["least-speedup"]) == ("false", "")
-    assert found["verdict"].startswith("GATE FAILED: min-match 1e-3:100: layer 0")
+    assert found["verdict"].startswith("GATE FAILED: match:100%: layer 0")
     assert all("\n" not in value for value in found.values())
