@@ -394,6 +394,7 @@ class RunOptions(ServedModelOptions):
     dry_run: DryRun = False
     full: bool = flag("--full", "Print every table instead of one screen.")
     json: Json = False
+    sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 
 @options
@@ -733,6 +734,7 @@ class BenchOptions:
     compared: tuple[Implementation, ...] = derived(())
     sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
     command: tuple[str, ...] = derived(())
+    sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 
 @options

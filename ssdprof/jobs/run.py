@@ -33,7 +33,6 @@ from ssdprof.core.subject import (
     split_prompt,
 )
 from ssdprof.core.words import plural, words
-from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu, unusable_gpu
 from ssdprof.errors import BadInputError
@@ -272,6 +271,7 @@ def run(
         watcher,
         ranks,
         partial(sources, found, (*resolved.found, *resolved.baselines)),
+        sampler=replay.sampler,
         kind="run",
         subject=found.ref.repo_id,
         command=replay.command,
@@ -300,12 +300,7 @@ def run(
             else:
                 mine.run(on_layer)
         # with --decode the model is whole, but none are compared
-        if (
-            isinstance(found, Subject)
-            and found.whole
-            and not found.serving.decode
-            and not sampler()
-        ):
+        if isinstance(found, Subject) and found.whole and not found.serving.decode:
             names = tuple(
                 dict.fromkeys(one.name for one in resolved.found if one.kind != "library")
             )

@@ -371,7 +371,7 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     }
     refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
-    if ranks is None or ranks.first:
+    if (ranks is None or ranks.first) and not asked.sampler:
         check_folder(asked.out)
     return asked, find_to_replay(asked), ranks
 
@@ -442,7 +442,7 @@ def bench(
     libraries = tuple(dict.fromkeys(against))
     also = reading.parse_implementations("--also", options.also) if options.also else ()
     sizes = reading.parse_chunk_sizes(options.chunk_size)
-    if not follows():
+    if not (options.sampler or follows()):
         check_folder(options.out)
     if sizes and not operator.generated.chunk_sizes:
         raise BadInputError(
