@@ -65,7 +65,7 @@ SIZES = (
     "segment_length",
     "num_hidden_layers",
 )
-FORMATS = ("markdown", "html", "junit", "csv", "benchmark-action", "github")
+FORMATS = ("markdown", "html", "junit", "csv", "github")
 RUN = (
     "--seq",
     "8",

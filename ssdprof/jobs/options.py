@@ -243,7 +243,6 @@ Shape = Annotated[
     str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b, qwen3-next-80b or kimi-linear-48b")
 ]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
-_Benchmark = Literal["benchmark-action", "benchmark-action-bigger"]
 FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
 _PLACES = (
     "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or "
@@ -500,8 +499,6 @@ class ExportOptions:
 
     baseline is short, for compare: a line per case, without samples.  github appends a summary and
     outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.
-    benchmark-action and benchmark-action-bigger are the formats customSmallerIsBetter and
-    customBiggerIsBetter of github-action-benchmark.
 
     The report is written in any case.  Exit code 1 says that not all requested cases were compared
     and passed.
@@ -513,9 +510,9 @@ class ExportOptions:
         "A report's folder, its name under runs/, or what --json printed.",
         shown="the latest report",
     )
-    format: (
-        Literal["markdown", "html", "json", "baseline", "junit", "csv", "github", _Benchmark] | None
-    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
+    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github"] | None = (
+        option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
+    )
     output: Output = None
     force: Force = False
     json: FormatJson = False
