@@ -4,8 +4,8 @@ tensors of one's own.
     report = ssdprof.run("demo", seq=512)
     report = ssdprof.compare(inputs, [my_kernel, "fused"])
 
-Options are those of the commands: `ssdprof.run("demo", min_speedup=1.2)` is `ssdprof run demo
---min-speedup 1.2`.
+Options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")` is `ssdprof run demo
+--gate speedup:1.2`.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def _words(flag: str, value: Any) -> Iterator[str]:
     if isinstance(value, bool):
         yield from [flag] * value
     elif isinstance(value, list | tuple):
-        each = map(str, value) if flag in ("--gate", "--min-match") else [",".join(map(str, value))]
+        each = map(str, value) if flag == "--gate" else [",".join(map(str, value))]
         yield from (word for one in each for word in (flag, one))
     elif value is not None:
         yield from (flag, str(value))

@@ -25,7 +25,14 @@ from typer.core import TyperGroup
 from ssdprof import __version__
 from ssdprof.commands import terminal
 from ssdprof.environment import child
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, masked, printable
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    masked,
+    printable,
+    removed,
+)
 from ssdprof.jobs import options
 
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
@@ -62,6 +69,9 @@ class Commands(TyperGroup):
                 ctx.exit(error.exit_code)
             # of pydantic, in typer 0.29
             error.message = error.message.removeprefix("Value error, ")
+            if hint := removed(getattr(error, "option_name", "")):
+                error.message += f"  {hint}"
+                error.possibilities = []
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():

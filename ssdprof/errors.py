@@ -68,10 +68,31 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
     return BadInputError(f"{what} cannot be read: {reason}.", hint)
 
 
+# Removed options, settings and conditions -> what to write
+REMOVED = {
+    "min-speedup": "--gate speedup:X",
+    "min-match": "--gate match@TOL:P%",
+    "max-rms-ratio": "--gate rms:X",
+    "max-kl": "--gate kl:X",
+    "min-top1": "--gate top1:P%",
+    "max-perplexity-increase": "--gate perplexity-increase:P%",
+    "slower": "time:base+P%",
+    "slower-call": "time@call:base+P%",
+}
+
+
+def removed(word: str) -> str:
+    """A hint for a removed option, setting or condition; empty for another word."""
+    written = REMOVED.get(word.removeprefix("--").replace("_", "-"))
+    return f"Write {written}." if written else ""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: the most similar known word, if there is one, and the list of
     all.
     """
+    if hint := removed(word):
+        return hint
     names = list(known)
     alike = difflib.get_close_matches(word, names, n=1)
     guess = f"Did you mean {alike[0]}?  " if alike else ""

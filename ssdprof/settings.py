@@ -9,11 +9,11 @@ import os
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic import ConfigDict, ValidationError, create_model
 
-from ssdprof.core.conditions import Condition, of_options
+from ssdprof.core.conditions import Condition, parse_gate
 from ssdprof.errors import BadInputError, first_fault, library_message, nearest, unreadable
 from ssdprof.files import regular
 
@@ -21,8 +21,6 @@ _PROJECT = "pyproject.toml"
 _CONFIG = ConfigDict(
     extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-")
 )
-_Limit = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
-_Share = Annotated[float, Field(ge=0, le=100, strict=True)]
 
 
 def _table(name: str, **keys: Any) -> Any:
@@ -30,20 +28,12 @@ def _table(name: str, **keys: Any) -> Any:
     return create_model(name, __config__=_CONFIG, **keys)
 
 
-# Named as the options of commands, which come before them.  Gates are of run, bench and accuracy
-_GATES = _table(
-    "GateSettings",
-    min_speedup=(_Limit | None, None),
-    min_match=(dict[Literal["0", "1e-3", "1e-2"], _Share], {}),
-    max_rms_ratio=(_Limit | None, None),
-)
-_PREFILL = _table("PrefillSettings", min_speedup=(_Limit | None, None))
-_COMPARE = _table(
-    "CompareSettings", fail_if=(tuple[str, ...], ()), smallest_difference=(str | None, None)
-)
+_LIST = (tuple[str, ...], ())
+_PREFILL = _table("PrefillSettings", gates=_LIST)
+_COMPARE = _table("CompareSettings", fail_if=_LIST, smallest_difference=(str | None, None))
 ProjectSettings = _table(
     "ProjectSettings",
-    gates=(_GATES, _GATES()),
+    gates=_LIST,  # of run, bench and accuracy
     prefill=(_PREFILL, _PREFILL()),
     compare=(_COMPARE, _COMPARE()),
 )
@@ -80,27 +70,18 @@ def load(file: Path | None = None) -> Any:
 def gates(
     config: Path | None, given: Sequence[Condition], *, prefill: bool = False
 ) -> tuple[Condition, ...]:
-    """The conditions of the command line, then those of the settings file on other values.  Raises
+    """The gates of the command line, then those of the settings file on other values.  Raises
     BadInputError.
     """
     settings = load(config)
-    if prefill:
-        stored = of_options(min_speedup=settings.prefill.min_speedup)
-    else:
-        found = settings.gates
-        matches = [f"{tolerance}:{least}" for tolerance, least in found.min_match.items()]
-        stored = of_options(
-            min_speedup=found.min_speedup, min_match=matches, max_rms_ratio=found.max_rms_ratio
-        )
-    return (*given, *besides(stored, given))
+    texts = settings.prefill.gates if prefill else settings.gates
+    return (*given, *besides(map(parse_gate, texts), given))
 
 
 def besides(conditions: Iterable[Condition], given: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Those of other options than the given ones, and on other values or at other places."""
-    options = {one.spelling.split()[0] for one in given if " " in one.spelling}
-    places = {(one.metric, one.at) for one in given}
-    others = (one for one in conditions if (one.metric, one.at) not in places)
-    return tuple(one for one in others if one.spelling.partition(" ")[0] not in options)
+    """Those on other values than the given ones, or at other places."""
+    places = {(gate.metric, gate.at) for gate in given}
+    return tuple(gate for gate in conditions if (gate.metric, gate.at) not in places)
 
 
 def _values(file: Path) -> dict[str, Any] | None:
@@ -124,7 +105,7 @@ def _values(file: Path) -> dict[str, Any] | None:
         if not isinstance(found, dict):
             raise BadInputError(
                 f"{file}: [tool.ssdprof] is not a table.",
-                "Write [tool.ssdprof.gates] and its keys.",
+                "Write [tool.ssdprof], and its keys below it.",
             )
     return found
 
@@ -135,6 +116,11 @@ def _parse(values: dict[str, Any], source: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
+        if first["type"] == "tuple_type" and path[-1] == "gates":
+            raise BadInputError(
+                f"{source}: {'.'.join(path)} is not a list of gates.",
+                'Write gates = ["speedup:1.5", "match@1e-3:90%"].',
+            ) from error
         if first["type"] == "extra_forbidden":
             model = ProjectSettings
             for part in path[:-1]:

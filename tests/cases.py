@@ -16,6 +16,7 @@ from typing import Any
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, VERSION, DType, PrecisionRecord
 from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, Prefill, Samples
+from ssdprof.core.conditions import Condition, parse_gate
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import (
@@ -524,3 +525,7 @@ def prompt(seqlen: int, **fields: Any) -> Prompt:
 def value(found: Estimate | None) -> float:
     assert found
     return found.value
+
+
+def gates(*texts: str) -> tuple[Condition, ...]:
+    return tuple(map(parse_gate, texts))

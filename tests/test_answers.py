@@ -66,10 +66,10 @@ def kl(case: Case) -> float:
 
 @pytest.mark.parametrize("model", DEMOS)
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
-    words = ("--implementations", "unfused", "--layers", "0", "--max-kl", "1e-10")
+    words = ("--implementations", "unfused", "--layers", "0", "--gate", "kl:1e-10")
     answer = ending(1, "answers", model, *SEQ, *words)
-    assert "unfused (relaxed, bf16 states) at 70 tokens: mean KL" in answer.shown
-    assert "GATE FAILED: max-kl 1e-10: " in answer.err
+    assert "unfused (relaxed, bf16 states) at 70 tokens: kl:1e-10: " in answer.shown
+    assert "GATE FAILED: kl:1e-10: " in answer.err
     report = latest()
     found = {str(case.precision): kl(case) for case in report.cases if case.judged}
     assert list(found) == ["exact, fp32 states", "relaxed, bf16 states"]  # the default
@@ -99,7 +99,7 @@ def test_a_broken_kernel_fails_the_gate(
         "kl:1e-4",
     )
     text = ending(1, *words, "--generate", "2").shown
-    assert "FAILED: the answers of broken (exact, fp32 states) at 70 tokens: mean KL" in text
+    assert "FAILED: the answers of broken (exact, fp32 states) at 70 tokens: kl:1e-4: " in text
     assert "FAILED: the answers of unfused" not in text
     ending(1, "export")
 

@@ -59,7 +59,7 @@ def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results) -> None:
         "first:1",
         "--dtypes",
     )
-    assert [one.spelling for one in ran.report.conditions] == ["rms:2", "match:50%"]
+    assert [gate.text for gate in ran.report.conditions] == ["rms:2", "match:50%"]
     assert ran.folder
     assert ssdprof.load(ran.folder).report == ran.report
     assert repr(ran).splitlines()[0] == "ssdprof: demo, 40 tokens, no GPU"

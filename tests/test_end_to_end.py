@@ -213,14 +213,14 @@ def test_a_refused_implementation_is_no_pass_unless_it_was_left_out(
 def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the settings file are not judged without one; the others are."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for words in (("--min-speedup", "1.5"), ("--gate", "speedup:1.5"), ("--gate", "time@call:5")):
+    for words in (("--gate", "speedup:1.5"), ("--gate", "time@call:5")):
         assert "needs an NVIDIA GPU" in ending(3, "run", "demo", *FAST, *words).err
-    Path("ssdprof.toml").write_text("[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\n")
+    Path("ssdprof.toml").write_text('gates = ["speedup:1.5", "rms:3"]\n')
     answer = passing("run", "demo", *FAST, "--gate", "match@1e-2:99.5%")
-    assert "min-speedup of the settings file is not judged: this machine has no GPU." in answer.err
-    assert [one.spelling for one in latest().conditions] == ["match@1e-2:99.5%", "max-rms-ratio 3"]
-    failed = Answer("accuracy", "--max-rms-ratio", "0.1")
-    assert (failed.code, "GATE FAILED: max-rms-ratio 0.1: layer 1" in failed.err) == (1, True)
+    assert "speedup:1.5 of the settings file is not judged: this machine has no GPU." in answer.err
+    assert [gate.text for gate in latest().conditions] == ["match@1e-2:99.5%", "rms:3"]
+    failed = Answer("accuracy", "--gate", "rms:0.1")
+    assert (failed.code, "GATE FAILED: rms:0.1: layer 1" in failed.err) == (1, True)
 
 
 @demo_alone

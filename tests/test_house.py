@@ -11,7 +11,7 @@ import ways
 
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "lambdas in the package": 401,
+    "lambdas in the package": 377,
     "strings times a condition": 15,
     "ternaries in ternaries": 22,
     "comprehensions with two loops": 103,

@@ -57,7 +57,7 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
         ("dry-run", "capture demo-gdn --dry-run --json"),
         ("capture", "capture demo --seq 8 --layers first:1 --out captures --json"),
         ("runs", "runs . --json"),
-        ("comparison", "compare run.json other.json --fail-if slower:3% --json"),
+        ("comparison", "compare run.json other.json --fail-if time:base+3% --json"),
         ("report-v3", "accuracy run.json --json"),
     ],
 )

@@ -24,7 +24,6 @@ from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
-from ssdprof.environment.child import sampler
 from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance, Watcher
 from ssdprof.report import statements
@@ -115,9 +114,7 @@ def finish(report: Report, shown: RenderableType, *, as_json: bool, note: str = 
 
 
 def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report; the process that takes samples for another one prints none."""
-    if sampler():
-        return
+    """Print a report.  note: see `finish`."""
     if as_json:
         print(dump(report))
     else:
@@ -133,7 +130,7 @@ def end(report: Report) -> None:
     The reasons are named on stderr; of the failed cases of a run its report tells.
     """
     found = Outcome(report)
-    if not found.passed and not sampler():
+    if not found.passed:
         of_cases = report.kind in ("bench", "prefill")
         fail(
             statements.errors(report)

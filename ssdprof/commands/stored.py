@@ -22,7 +22,7 @@ from ssdprof.checkpoint.names import FAMILIES
 from ssdprof.commands import output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import precisions_for
-from ssdprof.core.conditions import of_options, parse, parse_percent
+from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.report import ListedRun, Report
 from ssdprof.core.words import MISSING
 from ssdprof.environment.child import Forked
@@ -38,7 +38,7 @@ from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
 
 _REPORTS = ("run", "bench", "prefill", "answers")
-_REPEATED = ("gate", "min_match")  # options
+_OF_ACCURACY = ("match", "rms")  # metrics of gates
 SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
 
@@ -93,8 +93,8 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
 
 
 def accuracy(options: options.AccuracyOptions) -> None:
-    given = of_options(min_match=options.min_match, max_rms_ratio=options.max_rms_ratio)
-    limits = [one for one in settings.gates(options.config, ()) if one.metric in ("match", "rms")]
+    given = tuple(map(parse_gate, options.gate or ()))
+    limits = [gate for gate in settings.gates(options.config, ()) if gate.metric in _OF_ACCURACY]
     folder, report = reports.load(options.run, "run")
     if options.baseline not in (None, report.baseline):
         raise BadInputError(
@@ -232,7 +232,7 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
         if word.startswith("--"):
             last, _, value = word.removeprefix("--").replace("-", "_").partition("=")
             found[last] = (
-                [*found[last], value] if last in _REPEATED and last in found else value or True
+                [*found[last], value] if last == "gate" and last in found else value or True
             )
         elif not found:
             found[""] = word
@@ -240,9 +240,7 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
             found[last][-1] = word
         else:
             found[last] = (
-                [*([] if found[last] is True else [found[last]]), word]
-                if last in _REPEATED
-                else word
+                [*([] if found[last] is True else [found[last]]), word] if last == "gate" else word
             )
     return {
         name: value
@@ -258,17 +256,15 @@ def compare(options: options.CompareOptions) -> None:
     if options.json and options.format not in (None, "json"):
         raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
-    conditions = [
-        parse("--fail-if", text)
-        for text in (stored.fail_if if options.fail_if is None else options.fail_if)
-    ]
+    texts = stored.fail_if if options.fail_if is None else options.fail_if
+    allowed = [parse_change(text) for text in texts]
     smallest = parse_percent(
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
     target = _target(options.output, force=options.force)
     (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
     sides = (options.base, base), (options.new, new)
-    found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
+    found = pairs.compare(*sides, smallest_difference=smallest, allowed=allowed)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
     document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
     chosen = options.format or (format_of(target) if target else "")

@@ -1,24 +1,20 @@
-"""The grammar of conditions, `metric[@where]:limit`, for every gate and every comparison of two
-reports.
+"""Conditions: gates on one report, and changes from a baseline.
 
-limit is a number, `N%`, or a change from the base report: `base+N%`, or `base+N` in the metric's
-own unit, with a minus where more is better.  The metric says in which direction.  An absolute limit
-judges the value; a change of a measured value is broken only if its whole interval lies beyond the
-limit.
+    --gate      metric[@where]:limit        speedup@fla:1.3   match@1e-2:99%    rms:2
+    --fail-if   metric[@where]:base+N[%]    time:base+3%      match:base-0.1    rms:base+5%
 
-Older options are spellings of it: `--min-speedup 1.5` is `speedup:1.5`, `--min-match 1e-3:99` is
-`match@1e-3:99%`, `--max-rms-ratio X` is `rms:X`, `--max-kl X` is `kl:X`.  In `--fail-if`,
-`match:-0.1` is `match:base-0.1`, `kl:X` is `kl:base+X`, and `slower:3%` is `time:base+3%`, or
-`speedup:base-3%` where the machines differ.
+The metric says in which direction: a gate of `speedup` is the least one that is allowed, and a
+change of it is `base-N`.  A change of a measured value is broken only if its whole interval lies
+beyond the limit.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import model_validator
 
@@ -34,75 +30,95 @@ if TYPE_CHECKING:
 TOLERANCE_NAMES = {tolerance(one): one for one in TOLERANCES}
 JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
 Value = Estimate | float
-_GRAMMAR = re.compile(
-    r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:(?P<base>base)?"
-    r"(?P<limit>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<unit>%?)"
-)
-_EXAMPLE = "Give TOLERANCE:PERCENT, such as 1e-3:99."
+_METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:"
+_NUMBER = r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<percent>%?)"
+_GATE = re.compile(_METRIC + _NUMBER)
+_CHANGE = re.compile(_METRIC + r"base(?P<sign>[+-])" + _NUMBER)
 
 
 class Condition(Record):
-    """What a case must satisfy: `core.conditions`.  The metric says in which direction.
+    """A gate: what a case of a report must satisfy.
 
-    at: a tolerance, clock, tensor or implementation, as the metric wants.  limit: in the metric's
-    unit, or percent.
-    to_base: the limit is a change from the base report: relative if percent.
-    spelling: the option as the user gave it, "min-speedup 1.5"; it is what reports show.
+    metric: of `METRICS`, which say in which direction.  at: a tolerance, clock or implementation,
+    as the metric wants.  limit: in the metric's unit.  text: as the user gave it.
     """
 
     metric: Text
     at: Text = ""
     limit: NotNegative
-    percent: bool = False
-    to_base: bool = False
-    spelling: Text = ""
+    text: Text
 
     @model_validator(mode="after")
     def _is_known(self) -> Condition:
-        if self.metric not in (*METRICS, *SLOWER):
+        if self.metric not in METRICS:
             raise ValueError(f"there is no metric {self.metric}")
-        places = SLOWER[self.metric] if self.metric in SLOWER else METRICS[self.metric].places
-        if self.at and places is not None and self.at not in places:
+        if not METRICS[self.metric].has(self.at):
             raise ValueError(f"there is no {self.metric} at {self.at}")
         return self
 
 
-class Verdict(Record):
-    """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.
-    found: in words.
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The largest change from a baseline that is allowed, to the worse.
+
+    limit: a part of the baseline's value if relative, else in the metric's unit.  Others: see
+    `Condition`.
     """
 
-    condition: Condition
+    metric: str
+    at: str
+    limit: float
+    relative: bool
+    text: str
+
+
+class Verdict(Record):
+    """condition: as the user gave it.  case: its name; empty: the condition judged no case.
+    holds: None if it cannot be judged.  found: in words.
+    """
+
+    condition: Text
     case: Text
     holds: bool | None
     found: Text = ""
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.condition.spelling, self.case, self.found) if part)
+        return ": ".join(part for part in (self.condition, self.case, self.found) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """of: (case, where, report) -> its value; None: there is none.
 
-    lacks: why not, in words.  says: (case, value, limit) -> the value that breaks a limit, in
-    words.
-    applies: whether it is of a case.  places: what @ may name; None: any implementation.
-    more: more is better.  percent: an absolute limit is in percent.  unit: of values.
-    relative: a change without "base" is in percent.  changes: the value that changes are of; None:
-    that of `of`.
+    lacks: the reason why not, in words.  applies: whether it is of a case.
+    places: what @ may name; None: any implementation.  place: the default.
+    more: more is better.  unit: of values.  limit, change: examples.
     """
 
     of: Callable[[Case, str, Report], Value | None]
-    lacks: Callable[[Case], str] = lambda _: "no such value"
-    says: Callable[[Case, float, Condition], str]
+    lacks: str = "no such value"
     applies: Callable[[Case], bool]
     places: tuple[str, ...] | None = ()
+    place: str = ""
     more: bool = False
-    percent: bool = False
     unit: str = ""
-    relative: bool = False
-    changes: Callable[[Case, str, Report], Value | None] | None = None
+    limit: str
+    change: str
+
+    def has(self, place: str) -> bool:
+        """Whether @ may name it."""
+        return not place or self.places is None or place in self.places
+
+    @property
+    def percent(self) -> bool:
+        return self.unit == "%"
+
+    def shown(self, value: float) -> str:
+        return f"{value:,}{self.unit}" if isinstance(value, int) else f"{value:.6g}{self.unit}"
+
+
+def _timed(case: Case) -> bool:
+    return not case.answers
 
 
 def _call(case: Case) -> bool:
@@ -113,201 +129,165 @@ def _answers(case: Case) -> bool:
     return bool(case.answers)
 
 
+def _time(case: Case, clock: str, _report: Report) -> Estimate | None:
+    if clock == "call":
+        return case.call_us
+    return case.device_us if clock == "device" else case.time_us
+
+
 def _rms(case: Case, _where: str, _report: Report) -> float | None:
     """Over the floor; infinite if the floor is 0 and the error is not."""
     out = case.tensor("out")
     if out is None:
         return None
-    return out.over_floor if out.floor.rms_ratio else (math.inf if out.vs_oracle.rms_ratio else 0.0)
+    if out.floor.rms_ratio:
+        return out.over_floor
+    return math.inf if out.vs_oracle.rms_ratio else 0.0
+
+
+def _of_answers(name: str) -> Callable[[Case, str, Report], float | None]:
+    """A value of the answers' whole prompt."""
+
+    def value(case: Case, _where: str, _report: Report) -> float | None:
+        return getattr(case.band, name) if case.band else None
+
+    return value
 
 
 METRICS: dict[str, Metric] = {
     "speedup": Metric(
-        of=lambda case, where, report: report.speedup(case, over=where),
-        applies=lambda case: not case.answers,
-        lacks=lambda case: "its baseline was not timed" if case.time_us else "not timed",
-        says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}",
+        of=lambda case, over, report: report.speedup(case, over=over),
+        lacks="it or its baseline was not timed",
+        applies=_timed,
         places=None,
         more=True,
-        relative=True,
+        unit="x",
+        limit="1.5",
+        change="base-3%",
     ),
     "time": Metric(
-        of=lambda case, where, _: {"call": case.call_us, "device": case.device_us}.get(
-            where, case.time_us
-        ),
-        lacks=lambda _: "not timed",
-        says=lambda _case, value, _: f"{value:,.5g} us",
-        applies=lambda case: not case.answers,
+        of=_time,
+        lacks="not timed",
+        applies=_timed,
         places=("call", "device"),
         unit=" us",
-        relative=True,
+        limit="500",
+        change="base+3%",
     ),
     "match": Metric(
-        of=lambda case, where, _: case.match_pct(TOLERANCE_NAMES[where or "1e-3"]),
+        of=lambda case, within, _: case.match_pct(TOLERANCE_NAMES[within]),
+        lacks="not compared with a baseline",
         applies=_call,
-        lacks=lambda _: "not compared with a baseline",
-        says=lambda _case, value, _: f"{value:.6g}%",
         places=tuple(TOLERANCE_NAMES),
+        place="1e-3",
         more=True,
-        percent=True,
         unit="%",
+        limit="99%",
+        change="base-0.1",
     ),
     "rms": Metric(
         of=_rms,
-        lacks=lambda _: "not compared with the fp64 oracle",
+        lacks="not compared with the fp64 oracle",
         applies=_call,
-        relative=True,
-        says=lambda _case, value, _: (
-            "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor"
-        ),
-        changes=lambda case, _where, _report: case.error.rms_ratio if case.error else None,
+        unit=" times the floor",
+        limit="1.5",
+        change="base+5%",
     ),
     "memory": Metric(
         of=lambda case, _where, _report: case.workspace_bytes,
         applies=_call,
-        says=lambda _case, value, _: f"{value:,.0f} bytes",
         unit=" bytes",
-        relative=True,
+        limit="1e9",
+        change="base+5%",
     ),
     "launches": Metric(
-        of=lambda case, _where, _report: case.kernels,
-        says=lambda _case, value, _: f"{value:.0f}",
-        applies=_call,
+        of=lambda case, _where, _report: case.kernels, applies=_call, limit="2", change="base+0"
     ),
     "kl": Metric(
-        of=lambda case, _where, _report: case.band.kl_mean if case.band else None,
+        of=_of_answers("kl_mean"),
         applies=_answers,
         unit=" nats",
-        says=lambda _case, value, at: f"mean KL {value:.3g} is above {at.limit:g}",
+        limit="0.001",
+        change="base+0.001",
     ),
     "top1": Metric(
-        of=lambda case, _where, _report: case.band.top1_pct if case.band else None,
+        of=_of_answers("top1_pct"),
         applies=_answers,
         more=True,
-        says=lambda _case, value, at: (
-            f"the same top token at {value:.4g}% of positions, below {at.limit:g}%"
-        ),
-        percent=True,
         unit="%",
+        limit="99%",
+        change="base-0.1",
     ),
     "perplexity": Metric(
-        of=lambda case, _where, _report: case.band.perplexity if case.band else None,
-        applies=_answers,
-        relative=True,
-        says=lambda _case, value, at: f"perplexity {value:.6g} is above {at.limit:g}",
+        of=_of_answers("perplexity"), applies=_answers, limit="8", change="base+1%"
     ),
     "perplexity-increase": Metric(
-        of=lambda case, _where, _report: case.band.perplexity_increase_pct if case.band else None,
+        of=_of_answers("perplexity_increase_pct"),
         applies=_answers,
-        says=lambda _case, value, at: f"perplexity rises by {value:.3g}%, more than {at.limit:g}%",
-        percent=True,
         unit="%",
+        limit="0.1%",
+        change="base+0.1",
     ),
 }
-# of --fail-if: the time, or the speedup where the machines differ; and the places of a condition
-SLOWER: dict[str, tuple[str, ...]] = {"slower": (), "slower-call": ("call",)}
-# whose limit in --fail-if is a change
-_CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")
-LIMITS = {  # options -> the metrics that they limit
-    "min_speedup": "speedup",
-    "min_match": "match",
-    "max_rms_ratio": "rms",
-    "max_kl": "kl",
-    "min_top1": "top1",
-    "max_perplexity_increase": "perplexity-increase",
-}
 
 
-def metric_of(name: str) -> Metric:
-    """The metric of a condition."""
-    return METRICS["time" if name in SLOWER else name]
-
-
-def parse(option: str, text: str) -> Condition:
-    """option: for messages; --fail-if also takes its older spellings.
-
-    Raises BadInputError, which says what to write, for anything that is not a condition.
-    """
-    name, old = re.split("[@:]", text, maxsplit=1)[0], option == "--fail-if"
-    known = (*(SLOWER if old else ()), *METRICS)
-    if name not in known:
-        raise BadInputError(f"{option} does not know {name!r}.", nearest(name, known))
-    metric, found = metric_of(name), _GRAMMAR.fullmatch(text)
-    # from BASE, without saying it
-    change = old and (name in SLOWER or (name in _CHANGES and ":base" not in text))
-    more = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
-    hint = f"Write {name}:2{'%' if metric.percent else ''}{f' or {more}' if old else ''}."
-    if found and found["base"] and not old:
+def parse_gate(text: str) -> Condition:
+    """ "match@1e-2:99%" -> the gate.  Raises BadInputError, which says what to write."""
+    name, metric = _metric("gate", text)
+    hint = f"Write {name}:{metric.limit}."
+    if re.search(":base[+-]", text):
         raise BadInputError(
-            f"{option} has no report to compare with: {text!r}.",
+            f"The gate {text!r} compares with another report.",
             "Give it to 'ssdprof compare --fail-if'.",
         )
-    if change:
-        hint = f"Write {name}:{'3%' if metric.relative else '-0.1' if metric.more else '0'}."
-    if found is None or (change and found["base"]):
-        raise BadInputError(f"{option} cannot read {text!r}.", hint)
-    at, base, unit, word = found["at"] or "", found["base"], found["unit"], found["limit"]
-    places = TOLERANCE_NAMES if change and name == "match" else () if change else metric.places
-    if places is not None and at and at not in places:
-        if change or places:
-            hint = (
-                f"{'match' if change else name} has a place: "
-                f"{', '.join(places or TOLERANCE_NAMES)}."
-            )
-        raise BadInputError(f"{option} knows no {name} at {at}.", hint)
-    limit = float(word) if word.count(".") < 2 else math.inf
-    if math.isinf(limit):
-        raise BadInputError(f"{option} has no number in {text!r}.", hint)
-    fits = word[0] not in "+-" and bool(unit) == metric.percent and (limit <= 100 or not unit)
-    if change:
-        fits = (limit <= 0 if metric.more else limit >= 0) and bool(unit) == metric.relative
-    elif base:
-        fits = word[0] == ("-" if metric.more else "+")
-    if not fits:
-        raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", hint)
-    return Condition(
-        metric=name,
-        at="call" if name == "slower-call" else at,
-        limit=abs(limit),
-        percent=bool(unit),
-        to_base=change or bool(base),
-        spelling=text,
+    parts = _GATE.fullmatch(text)
+    if parts is None:
+        raise BadInputError(f"The gate {text!r} cannot be read.", hint)
+    at = _place("gate", text, metric, parts)
+    limit = float(parts["number"])
+    largest = 100 if metric.percent else math.inf
+    if bool(parts["percent"]) != metric.percent or math.isinf(limit) or limit > largest:
+        raise BadInputError(f"The gate {text!r} has a limit that does not fit {name}.", hint)
+    return Condition(metric=name, at=at, limit=limit, text=text)
+
+
+def parse_change(text: str) -> Change:
+    """ "time@call:base+3%" -> the change.  Raises BadInputError, which says what to write.
+
+    Changes of a metric in percent are in percentage points: `match:base-0.1`.
+    """
+    name, metric = _metric("change", text)
+    hint = f"Write {name}:{metric.change}."
+    parts = _CHANGE.fullmatch(text)
+    if parts is None:
+        raise BadInputError(f"The change {text!r} cannot be read.", hint)
+    at = _place("change", text, metric, parts)
+    relative, limit = bool(parts["percent"]), float(parts["number"])
+    worse = parts["sign"] == ("-" if metric.more else "+")
+    if not worse or (relative and metric.percent) or math.isinf(limit):
+        raise BadInputError(f"The change {text!r} has a limit that does not fit {name}.", hint)
+    return Change(
+        metric=name, at=at, limit=limit / 100 if relative else limit, relative=relative, text=text
     )
 
 
-def of_options(gates: Iterable[str] = (), **limits: Any) -> tuple[Condition, ...]:
-    """The conditions of the options in `LIMITS`, in its order, and of --gate.  None: one that was
-    not given.
+def _metric(what: str, text: str) -> tuple[str, Metric]:
+    """The metric of a gate or a change, and its name.  Raises BadInputError for an unknown one."""
+    name = re.split("[@:]", text, maxsplit=1)[0]
+    if name not in METRICS:
+        raise BadInputError(f"The {what} {text!r} is of an unknown metric.", nearest(name, METRICS))
+    return name, METRICS[name]
 
-    Raises BadInputError for an invalid one.
-    """
-    found = []
-    for name in sorted(limits, key=[*LIMITS].index):
-        given, metric, option = limits[name], LIMITS[name], name.replace("_", "-")
-        unit, colon = "%" * METRICS[metric].percent, ":" * (metric == "match")
-        if metric == "match":  # several
-            places = [tuple(one.partition(":")[::2]) for one in given or ()]
-        else:
-            places = [] if given is None else [("", given)]
-        for at, limit in places:
-            try:
-                one = parse(
-                    "",
-                    f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}",
-                )
-            except BadInputError as error:
-                example = (
-                    "Give a number from 0 to 100, such as 1.5%." if unit else "Give it as 1.5."
-                )
-                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(
-                    metric, example
-                )
-                raise BadInputError(
-                    f"--{option} is no limit: {at}{colon}{limit}.", example
-                ) from error
-            shown = f"{at}{colon}{one.limit:g}{unit * (not colon)}"
-            found.append(one.changed(spelling=f"{option} {shown}"))
-    return (*found, *(parse("--gate", text) for text in gates))
+
+def _place(what: str, text: str, metric: Metric, parts: re.Match[str]) -> str:
+    """The place of a gate or a change, or the default.  Raises BadInputError for an unknown one."""
+    at = parts["at"] or metric.place
+    if not metric.has(at):
+        raise BadInputError(
+            f"The {what} {text!r} has an unknown place.",
+            f"{parts['metric']} takes {', '.join(metric.places or ()) or 'no @'}.",
+        )
+    return at
 
 
 def parse_percent(option: str, text: str) -> float:
@@ -348,7 +328,7 @@ def verdicts(report: Report) -> Iterator[Verdict]:
         yield from found
         if all(one.holds is None for one in found):
             yield Verdict(
-                condition=condition,
+                condition=condition.text,
                 case="",
                 holds=False,
                 found="no case passed that it could judge",
@@ -365,7 +345,7 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
     found: list[tuple[str, bool | None, str]] = []
     for case in cases:
         if case.result == "passed":
-            holds, words = judge(condition, case, report)
+            holds, words = _judge(condition, case, report)
             # an answer without a next token has no perplexity
             found.append(
                 (case.name, bool(holds) if holds is not None or not case.answers else None, words)
@@ -378,19 +358,17 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
                 place = f"{out.place}, {JUDGED}" if report.kind == "prefill" else out.place
                 found.append((place, False, f"left out: {out.reason}"))
     for name, verdict, words in found:
-        yield Verdict(condition=condition, case=name, holds=verdict, found=words)
+        yield Verdict(condition=condition.text, case=name, holds=verdict, found=words)
 
 
-def judge(condition: Condition, case: Case, report: Report) -> tuple[bool | None, str]:
-    """Whether a case is within an absolute limit, and what is wrong if not; None if it has no such
-    value.
-    """
+def _judge(condition: Condition, case: Case, report: Report) -> tuple[bool | None, str]:
+    """Whether a case is within the limit, and its value if not; None if it has no such value."""
     metric = METRICS[condition.metric]
     value = number(metric.of(case, condition.at, report))
     if value is None:
-        return None, metric.lacks(case)
+        return None, metric.lacks
     holds = value >= condition.limit if metric.more else value <= condition.limit
-    return holds, "" if holds else metric.says(case, value, condition)
+    return holds, "" if holds else metric.shown(value)
 
 
 def number(value: Value | None) -> float | None:

@@ -1,5 +1,4 @@
-"""Two reports of a kind, case by case: which values can be compared, the changes, and the
-conditions on them.
+"""Two reports of a kind, case by case: which values can be compared, and how they changed.
 
 Ratios are BASE's time over NEW's, so a ratio above 1 means that NEW is faster.
 """
@@ -15,14 +14,14 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionRecord, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import SLOWER, Condition, Outcome, Verdict, judge, metric_of, number
+from ssdprof.core.conditions import METRICS, Change, Outcome, Verdict, number
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.errors import BadInputError
 
 TotalBy = Literal["device time", "call time", "speedup", "call speedup"]
 TotalOver = Literal["layer", "call", "length"]
-_TIMED = (*SLOWER, "time", "speedup")  # metrics of times
+_TIMED = ("time", "speedup")  # metrics
 
 
 def subject(report: Report) -> str:
@@ -137,7 +136,8 @@ class Total:
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """machine: the differences between the machines, which prevent a comparison of absolute times.
-    verdicts: of the conditions: for each its offenders, or none."""
+    verdicts: the allowed changes, as the user gave them -> the cases that changed more, or none.
+    """
 
     base: Side
     new: Side
@@ -145,13 +145,7 @@ class Comparison:
     machine: tuple[str, ...]
     pairs: tuple[Pair, ...]
     totals: tuple[Total, ...]
-    verdicts: Annotated[
-        Mapping[Condition, tuple[Verdict, ...]],
-        PlainSerializer(
-            lambda found: {one.spelling: offenders for one, offenders in found.items()},
-            return_type=dict[str, tuple[Verdict, ...]],
-        ),
-    ]
+    verdicts: dict[str, tuple[Verdict, ...]]
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -179,7 +173,7 @@ def compare(
     new: tuple[str, Report],
     *,
     smallest_difference: float,
-    conditions: Sequence[Condition] = (),
+    allowed: Sequence[Change] = (),
 ) -> Comparison:
     """base, new: the name as the user gave it, and the report.
 
@@ -208,9 +202,7 @@ def compare(
         machine=_different(_needs(one), _needs(other)),
         pairs=tuple(pairs),
         totals=tuple(_totals(pairs, smallest_difference)),
-        verdicts={
-            condition: tuple(_offenders(condition, pairs, one, other)) for condition in conditions
-        },
+        verdicts={change.text: tuple(_offenders(change, pairs, one, other)) for change in allowed},
     )
 
 
@@ -344,115 +336,118 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
     ) else "call"
 
 
-# --- conditions
+# --- allowed changes
 
 
 def _offenders(
-    condition: Condition, pairs: Sequence[Pair], base: Report, new: Report
+    change: Change, pairs: Sequence[Pair], base: Report, new: Report
 ) -> Iterator[Verdict]:
-    """The cases that violate the condition.
+    """The cases that changed by more than is allowed.
 
-    An incomplete NEW violates it too, as does a NEW without an implementation of BASE, or without a
-    case to judge.
+    An incomplete NEW breaks the condition too, as does a NEW without an implementation of BASE, or
+    without a case to compare.
     """
     both = [pair for pair in pairs if pair.base and pair.new]
-    found = {pair.name: _judged(condition, pair, base, new) for pair in both}
-    said = [(name, why) for name, why in found.items() if why]
-    timed = condition.metric in _TIMED
-    applies, there = (
-        metric_of(condition.metric).applies,
-        {case.implementation for case in new.cases},
-    )
-    only_base = (
-        pair.case for pair in pairs if not pair.new and pair.case.judged and applies(pair.case)
-    )
-    lost = dict.fromkeys(
-        case.implementation for case in only_base if case.implementation not in there
-    )
-    if both and lost:
+    faults = {pair.name: _fault(change, pair, base, new) for pair in both}
+    said = [(name, fault) for name, fault in faults.items() if fault]
+    if both and (lost := _lost(change, pairs, new)):
         said.append(("", f"NEW has no case of {', '.join(lost)}"))
     if incomplete := unfinished(new):
         said.append(("", f"NEW is incomplete: {incomplete}"))
-    elif all(why is None for why in found.values()):
-        nothing = (
-            f"BASE has no {'times' if timed else 'such value'}" if both else "no case is in both"
-        )
-        reasons = (
-            why
-            for one in both
-            for why in (one.incomparable if timed else [one.other_inputs])
-            if why
-        )
-        said.append(
-            ("", f"no case could be judged: {'; '.join(dict.fromkeys(reasons)) or nothing}")
-        )
-    for name, why in said:
-        yield Verdict(condition=condition, case=name, holds=False, found=why)
+    elif all(fault is None for fault in faults.values()):
+        said.append(("", f"no case could be judged: {_why_none(change, both)}"))
+    for name, fault in said:
+        yield Verdict(condition=change.text, case=name, holds=False, found=fault)
 
 
-def _judged(condition: Condition, pair: Pair, one: Report, other: Report) -> str | None:
+def _lost(change: Change, pairs: Sequence[Pair], new: Report) -> list[str]:
+    """The implementations with such values in BASE that have no case in NEW."""
+    applies = METRICS[change.metric].applies
+    only_in_base = [pair.case for pair in pairs if pair.new is None]
+    present = {case.implementation for case in new.cases}
+    lost = [
+        case.implementation
+        for case in only_in_base
+        if case.judged and applies(case) and case.implementation not in present
+    ]
+    return list(dict.fromkeys(lost))
+
+
+def _why_none(change: Change, both: Sequence[Pair]) -> str:
+    """Why no pair has two values that can be compared."""
+    timed = change.metric in _TIMED
+    reasons: list[str] = []
+    for pair in both:
+        reasons += pair.incomparable if timed else [pair.other_inputs]
+    if known := list(dict.fromkeys(filter(None, reasons))):
+        return "; ".join(known)
+    if not both:
+        return "no case is in both"
+    return f"BASE has no {'times' if timed else 'such value'}"
+
+
+def _fault(change: Change, pair: Pair, base_report: Report, new_report: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
-    base, new, metric = pair.base, pair.new, metric_of(condition.metric)
+    base, new, metric = pair.base, pair.new, METRICS[change.metric]
     assert base
     assert new
-    if not metric.applies(new) or not (condition.to_base or new.judged):
+    if not metric.applies(new):
         return None
-    if not condition.to_base:
-        return judge(condition, new, other)[1]
-    status = "no such value" if new.result == "passed" else new.result
-    if condition.metric in _TIMED:
-        if base.time_us and not new.time_us:
-            return f"timed in BASE; {status} in NEW"
-        return _slower(condition, pair, (one, base), (other, new))
-    of = (metric.changes if condition.percent else None) or metric.of
-    before, now = (
-        number(of(case, condition.at, report)) for report, case in ((one, base), (other, new))
-    )
-    if before is None or pair.other_inputs:
+    if change.metric in _TIMED and base.time_us and not new.time_us:
+        return f"timed in BASE; {_status(new)} in NEW"
+    if change.metric == "time":
+        return _time_rose(change, pair, base, new)
+    if _shape(base, base_report) != _shape(new, new_report):
         return None
-    in_base, in_new = (
-        f"{it:{',' if isinstance(it, int) else '.6g'}}{metric.unit}" for it in (before, now or 0)
-    )
+    if change.metric == "speedup":
+        if not (change.at or pair.over_baseline):
+            return None
+        speedup = base_report.speedup(base, over=change.at)
+        return _speedup_fell(change, speedup, new_report.speedup(new, over=change.at), pair)
+    if pair.other_inputs:
+        return None
+    before = number(metric.of(base, change.at, base_report))
+    if before is None:
+        return None
+    now = number(metric.of(new, change.at, new_report))
     if now is None:
-        return f"{in_base} in BASE; {status} in NEW"
-    step = condition.limit / 100 * before if condition.percent else condition.limit
-    holds = now >= before - step if metric.more else now <= before + step
-    return "" if holds else f"{in_base} in BASE, {in_new} in NEW"
+        return f"{metric.shown(before)} in BASE; {_status(new)} in NEW"
+    step = change.limit * before if change.relative else change.limit
+    worsened = now < before - step if metric.more else now > before + step
+    return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if worsened else ""
 
 
-def _slower(condition: Condition, pair: Pair, *both: tuple[Report, Case]) -> str | None:
-    """both: BASE's report and case, then NEW's."""
-    by_call = condition.at == "call" or bool(pair.case.prefill)
-    by_speedup = condition.metric == "speedup" or (
-        condition.metric == "slower" and pair.time is None
-    )
-    over = condition.at if condition.metric == "speedup" else ""
-    same_call = pair.call if condition.at == "call" else pair.time
-    if not (over or pair.over_baseline if by_speedup else same_call):
+def _status(new: Case) -> str:
+    """Why NEW has no value."""
+    return "no such value" if new.result == "passed" else new.result
+
+
+def _time_rose(change: Change, pair: Pair, base: Case, new: Case) -> str | None:
+    """Whether the whole interval of the time's rise is above the limit: see `_fault`."""
+    by_call = change.at == "call" or base.prefill is not None
+    before, now = (base.call_us, new.call_us) if by_call else (base.device_us, new.device_us)
+    comparable = pair.call if by_call else pair.time
+    if not (comparable and before and now):
         return None
-    before, now = (
-        report.speedup(case, over=over)
-        if by_speedup
-        else case.call_us
-        if by_call
-        else case.device_us
-        for report, case in both
-    )
-    if before and not now:
-        return f"a speedup over {over} in BASE, none in NEW"
-    if before is None or now is None:
+    ratio = statistics.quotient(now, before)
+    rose = ratio.low - 1 if change.relative else statistics.difference(now, before).low
+    interval = "" if by_call else _interval(ratio)
+    return f"{ratio.value:.4g} times BASE's time{interval}" if rose > change.limit else ""
+
+
+def _speedup_fell(
+    change: Change, before: Estimate | None, now: Estimate | None, pair: Pair
+) -> str | None:
+    """Whether the whole interval of the speedup's fall is above the limit: see `_fault`."""
+    if before is None:
         return None
-    change, limit = statistics.quotient(now, before), condition.limit / 100
-    if condition.percent:
-        slower = change.high < 1 - limit if by_speedup else change.low > 1 + limit
-    else:
-        slower = (
-            statistics.difference(*((before, now) if by_speedup else (now, before))).low
-            > condition.limit
-        )
-    interval = "" if by_call else f" [{change.low:.4g}, {change.high:.4g}]"
-    return (
-        f"{change.value:.4g} times BASE's {'speedup' if by_speedup else 'time'}{interval}"
-        if slower
-        else ""
-    )
+    if now is None:
+        return f"a speedup over {change.at} in BASE, none in NEW"
+    ratio = statistics.quotient(now, before)
+    fell = 1 - ratio.high if change.relative else statistics.difference(before, now).low
+    interval = "" if pair.case.prefill else _interval(ratio)
+    return f"{ratio.value:.4g} times BASE's speedup{interval}" if fell > change.limit else ""
+
+
+def _interval(ratio: Estimate) -> str:
+    return f" [{ratio.low:.4g}, {ratio.high:.4g}]"

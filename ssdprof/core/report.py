@@ -25,7 +25,7 @@ from ssdprof.core.base import (
     unique,
 )
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import SLOWER, Condition, Outcome
+from ssdprof.core.conditions import Condition, Outcome
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import (
     Ceilings,
@@ -136,12 +136,6 @@ class Report(Record):
         unique("a case", [case.name for case in self.cases])
         unique("a requested case", self.requested)
         unique("a process", [one.process for one in self.processes])
-        if changes := [
-            one.spelling or one.metric
-            for one in self.conditions
-            if one.to_base or one.metric in SLOWER
-        ]:
-            raise ValueError(f"the gate {changes[0]} compares with another report")
         if len(self.processes) > self.files:
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         slices: dict[int, int] = {}

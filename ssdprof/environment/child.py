@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,25 +64,10 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
     return int(count)
 
 
-_SAMPLER = "SSDPROF_SAMPLER"  # set for a command that only samples again: its number
-
-
-def sample_again(command: Sequence[str], folder: Path, number: int) -> None:
-    """Run the command of a report in a fresh process, which only adds samples to it."""
-    words = (*python("ssdprof"), *command[1:], "--out", str(folder))
-    subprocess.run(
-        words, env=os.environ | search_path() | {_SAMPLER: str(number)}, stdout=subprocess.DEVNULL
-    )
-
-
-def sampler() -> int:
-    """The number of this process, if another one runs it for its samples; else 0."""
-    number = os.environ.get(_SAMPLER) or "0"
-    if not re.fullmatch(r"[0-9]{1,4}", number):
-        raise BadInputError(
-            f"{_SAMPLER}={number!r} is set by ssdprof alone.", f"Run: unset {_SAMPLER}"
-        )
-    return int(number)
+def sample_again(folder: Path, number: int) -> None:
+    """Have a fresh process, of this number, add samples to a report: see `jobs.sample`."""
+    words = (*python("ssdprof.jobs.sample"), str(folder), str(number))
+    subprocess.run(words, env=os.environ | search_path(), stdout=subprocess.DEVNULL)
 
 
 # --- a command in a child process, which may end in any way

@@ -18,7 +18,6 @@ from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report
-from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -91,7 +90,7 @@ def bench(
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
     files = partial(source_files, request.compared)
-    with opened(request.out, watcher, ranks, files, **header) as writer:
+    with opened(request.out, watcher, ranks, files, sampler=request.sampler, **header) as writer:
         clocks = watch_clocks()
         began -= writer.report.first.seconds
         writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))
@@ -112,7 +111,7 @@ def bench(
                     for one in writer.report.requested
                     if one[0] == _place(cell)
                 ]
-                if all(there) and not sampler():
+                if all(there) and not request.sampler:
                     advance(1)
                     continue
                 seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
@@ -125,7 +124,7 @@ def bench(
                 )
                 try:
                     cases: Iterable[Case]
-                    if sampler():
+                    if request.sampler:
                         entries = _entries(request, operator, cell, device, None)
                         cases = own.sample_again(entries, str(cell), writer.earlier)
                     else:
@@ -163,13 +162,10 @@ def resolved(
     if (
         not asked.verify
         and matched.name != operator.baseline
-        and any(one.metric == "match" for one in asked.conditions)
+        and any(gate.metric == "match" for gate in asked.conditions)
     ):
         raise BadInputError(
-            (
-                f"--min-match compares with {operator.baseline}, but --match-with names "
-                f"{matched.name}."
-            ),
+            f"A gate of match is with {operator.baseline}, but --match-with names {matched.name}.",
             "Leave one of them out.",
         )
     require_gpu(*NEEDS_GPU)

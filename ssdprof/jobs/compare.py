@@ -591,7 +591,7 @@ def replaying(
                 by = writer.report.model.model_type if writer.report.model else ""
                 compared.append((*served(captured, by), compared[0][1]))
             entries = entries_of(inputs, common, compared, prober)
-            if child.sampler():
+            if wanted.sampler:
                 for sampled in comparer.sample_again(entries, layer.name, writer.earlier):
                     writer.case(sampled)
                 advance(1)

@@ -39,8 +39,6 @@ def exported(format: str, folder: Path | None, report: Report, target: Path | No
             return text
         figures = stall_files.write_pictures(target, profiled) if target else {}
         return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
-    if format.startswith("benchmark-action"):
-        return exports.benchmark_action(report, bigger=format.endswith("-bigger"))
     known = {
         "json": reports.dump,
         "baseline": exports.baseline,

@@ -33,7 +33,6 @@ from ssdprof.core.subject import (
     split_prompt,
 )
 from ssdprof.core.words import plural, words
-from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu, unusable_gpu
 from ssdprof.errors import BadInputError
@@ -226,19 +225,15 @@ def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]
     """
     if torch.cuda.is_available():
         return options.conditions
-    of_times = [one for one in options.conditions if one.metric in ("speedup", "time")]
-    for one in of_times:
-        option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
-        if options.min_speedup is not None or one.spelling in (options.gate or ()):
+    of_times = [gate for gate in options.conditions if gate.metric in ("speedup", "time")]
+    for gate in of_times:
+        if gate.text in (options.gate or ()):
+            option = f"--gate {gate.text}"
             require_gpu(
                 f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out."
             )
-        watcher.say(
-            f"{one.spelling.split()[0]} of the settings file is not judged: this machine has "
-            "no "
-            "GPU."
-        )
-    return tuple(one for one in options.conditions if one not in of_times)
+        watcher.say(f"{gate.text} of the settings file is not judged: this machine has no GPU.")
+    return tuple(gate for gate in options.conditions if gate not in of_times)
 
 
 def run(
@@ -276,6 +271,7 @@ def run(
         watcher,
         ranks,
         partial(sources, found, (*resolved.found, *resolved.baselines)),
+        sampler=replay.sampler,
         kind="run",
         subject=found.ref.repo_id,
         command=replay.command,
@@ -304,12 +300,7 @@ def run(
             else:
                 mine.run(on_layer)
         # with --decode the model is whole, but none are compared
-        if (
-            isinstance(found, Subject)
-            and found.whole
-            and not found.serving.decode
-            and not sampler()
-        ):
+        if isinstance(found, Subject) and found.whole and not found.serving.decode:
             names = tuple(
                 dict.fromkeys(one.name for one in resolved.found if one.kind != "library")
             )

@@ -18,7 +18,7 @@ from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
-from ssdprof.core.conditions import LIMITS, Condition, of_options, parse_percent
+from ssdprof.core.conditions import Condition, parse_gate, parse_percent
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
 from ssdprof.core.words import words
 from ssdprof.environment.child import started
@@ -272,10 +272,7 @@ def read(options: Options) -> Options:
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
     """Those of the command line, then those of the settings file, if the command reads it."""
-    given = of_options(
-        getattr(options, "gate", None) or (),
-        **{name: getattr(options, name, None) for name in LIMITS},
-    )
+    given = tuple(map(parse_gate, getattr(options, "gate", None) or ()))
     if not hasattr(options, "config"):
         return given
     return settings.gates(
@@ -374,7 +371,7 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     }
     refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
-    if ranks is None or ranks.first:
+    if (ranks is None or ranks.first) and not asked.sampler:
         check_folder(asked.out)
     return asked, find_to_replay(asked), ranks
 
@@ -445,7 +442,7 @@ def bench(
     libraries = tuple(dict.fromkeys(against))
     also = reading.parse_implementations("--also", options.also) if options.also else ()
     sizes = reading.parse_chunk_sizes(options.chunk_size)
-    if not follows():
+    if not (options.sampler or follows()):
         check_folder(options.out)
     if sizes and not operator.generated.chunk_sizes:
         raise BadInputError(

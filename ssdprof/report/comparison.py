@@ -108,15 +108,11 @@ def compose(
 
 
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
-    for condition, verdicts in comparison.verdicts.items():
+    for change, verdicts in comparison.verdicts.items():
         if verdicts:
             offenders = [": ".join(filter(None, (one.case, one.found))) for one in verdicts]
-            yield VerdictLine(
-                f"FAILED: {condition.spelling}: {shortened(offenders, _MOST_OFFENDERS)}.", False
-            )
-    if held := [
-        condition.spelling for condition, verdicts in comparison.verdicts.items() if not verdicts
-    ]:
+            yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
+    if held := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(held, 'or')}.", True)
     counts = Counter(pair.verdict for pair in comparison.pairs)
     said = {

@@ -182,17 +182,15 @@ def _summarised(report: Report, case: Case) -> Case:
     over: dict[Clock, Estimate] = {
         clock: found for clock in CLOCKS if (found := report.speedup(case, clock))
     }
-    parts = ("vs_oracle", "vs_baseline", "floor")
     accuracy = []
-    for one in (one for one in case.accuracy if one.tensor == "out" or one.reason):
-        deviations = {
-            name: found and found.changed(along=())
-            for name in parts
-            for found in [getattr(one, name)]
-        }
-        accuracy.append(
-            one.changed(**deviations, **({} if one.reason else {"budget": (), "checks": ()}))
-        )
+    for tensor in case.accuracy:
+        if tensor.tensor == "out" or tensor.reason:
+            short = tensor.changed(
+                vs_oracle=tensor.vs_oracle.changed(along=()),
+                vs_baseline=tensor.vs_baseline and tensor.vs_baseline.changed(along=()),
+                floor=tensor.floor.changed(along=()),
+            )
+            accuracy.append(short if tensor.reason else short.changed(budget=(), checks=()))
     launches = [
         Launch(kernel=one.kernel, config={"digest": one.digest}, registers=one.registers)
         for one in case.launches
@@ -226,49 +224,6 @@ def _stored(record: Report | Case) -> dict[str, object]:
     return {name: found[name] for name in (*order, *found) if name in found}
 
 
-# --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark
-
-# name and unit of a number -> its column of the CSV
-_SMALLER = {
-    ("device time", "µs"): "device time [µs]",
-    ("call time", "µs"): "call time [µs]",
-    ("peak memory", "bytes"): "peak memory [bytes]",
-    ("extra memory", "bytes"): "extra memory [bytes]",
-    ("rms error", "relative"): "output, rms error [relative]",
-    ("KL, mean", "nats"): "KL, mean [nats]",
-    ("perplexity", "tokens"): "perplexity",
-}
-_BIGGER = {
-    ("speedup, device", "x"): "speedup, device [x]",
-    ("speedup, call", "x"): "speedup, call [x]",
-    ("match @ 1e-3", "%"): "output, match against baseline @ 1e-3 [%]",
-    ("same top token", "%"): "same top token [%]",
-}
-
-
-def benchmark_action(report: Report, *, bigger: bool = False) -> str:
-    """The JSON of its tool customSmallerIsBetter, or customBiggerIsBetter.
-
-    Smaller: device and call times, extra memory or that of a prefill, RMS errors, divergences and
-    perplexities.
-    Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top
-    tokens.  Cases that did not pass are left out, because they have no valid number.
-    """
-    extra = f"{report.kind} {report.id}, {gpu_name(report.environment, 'no GPU')}"
-    found = []
-    for case in rows(report):
-        row = _row(report, case) if case.result == "passed" else {}
-        for (name, unit), header in (_BIGGER if bigger else _SMALLER).items():
-            if (value := row.get(header)) is None:
-                continue
-            entry = {"name": f"{case.name}: {name}", "unit": unit, "value": value}
-            low, high = (row.get(f"{name}, {end} [{unit}]") for end in ("low", "high"))
-            if isinstance(low, float) and isinstance(high, float):
-                entry["range"] = f"± {(high - low) / 2:.3g}"
-            found.append(entry | {"extra": extra})
-    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
-
-
 # --- JUnit
 
 
@@ -297,7 +252,7 @@ def junit(report: Report) -> str:
     if why := incomplete(report):
         _answer(whole[0], "error", "incomplete", why)
     broken = by_gate(found.broken)
-    for gate in dict.fromkeys(one.spelling for one in report.conditions):
+    for gate in dict.fromkeys(one.text for one in report.conditions):
         whole.append(_test("gates", gate))
         if gate in broken:
             _answer(whole[-1], "failure", "gate", "\n".join(map(str, broken[gate])))

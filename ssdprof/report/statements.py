@@ -47,7 +47,9 @@ def errors(report: Report) -> tuple[str, ...]:
     found = Outcome(report)
     lines = shortcomings(found)
     for case in found.answers_failed:
-        broken = "; ".join(one.found for one in found.broken if one.case == case.name)
+        broken = "; ".join(
+            f"{one.condition}: {one.found}" for one in found.broken if one.case == case.name
+        )
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
         lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
     return (*lines, *([] if found.judged or found.answers else [NOTHING]))
@@ -90,14 +92,15 @@ def shortcomings(found: Outcome) -> list[str]:
 
 
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
-    """Gate, as the user spelled it -> its verdicts."""
-    return grouped(broken, lambda one: one.condition.spelling)
+    """Gate, as the user gave it -> its verdicts."""
+    return grouped(broken, lambda verdict: verdict.condition)
 
 
 def _passed(report: Report, found: Outcome) -> Iterator[VerdictLine]:
     if found.answers and not found.answers_failed:
-        gates = [one for one in report.conditions if METRICS[one.metric].applies(found.answers[0])]
-        unknown = any(one.condition in gates for one in found.broken)
+        answers = found.answers[0]
+        gates = [one.text for one in report.conditions if METRICS[one.metric].applies(answers)]
+        unknown = any(verdict.condition in gates for verdict in found.broken)
         judged = "they are within the limits" if gates else "no limit was given"
         limits = "a limit could not be judged" if unknown else judged
         yield VerdictLine(

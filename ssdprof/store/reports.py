@@ -30,7 +30,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
-from ssdprof.environment.child import sample_again, sampler, tell
+from ssdprof.environment.child import sample_again, tell
 from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
@@ -179,10 +179,7 @@ class Writer:
 
 def check_folder(out: Path | None) -> None:
     """Raise in advance what `opened` raises for a folder, before a model is loaded."""
-    path = out or RUNS
-    if sampler():
-        return
-    check_writable(path)
+    check_writable(out or RUNS)
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with locked(file, *_TAKEN):
             pass
@@ -238,19 +235,27 @@ def opened(
     watcher: Watcher,
     ranks: Ranks | None = None,
     sources: Callable[[], Iterable[Path]] = tuple,
+    sampler: int = 0,
     **fields: Any,
 ) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
     out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the
     first one makes the folder, and waits at the end for the others.  fields: see `draft`.
-    sources: gives the files on which the results depend, and the fields do not.  After an exception
-    what was done stays, and the user is told where it is; without a case the files are removed.
+    sources: gives the files on which the results depend, and the fields do not.
+    sampler: number of a process that only adds samples to the report in `out`.
+    After an exception what was done stays, and the user is told where it is; without a case the
+    files are removed.
     The same request goes on in the folder of an interrupted report: its cases are `Writer.earlier`.
 
     Raises BadInputError if `out` has another report, or another process is writing into it;
     MissingCapabilityError if it cannot be written, or if a rank died.
     """
+    if sampler:
+        assert out
+        with _sampled(out, sampler) as writer:
+            yield writer
+        return
     first, header = ranks is None or ranks.first, draft(**fields)
     if first:
         path = out or new_folder(header.subject)
@@ -261,13 +266,9 @@ def opened(
         id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
     )
     rank = ranks.rank if ranks else FIRST
-    again = sampler()
     with ExitStack() as stack:
         made = not path.exists()
-        file = stack.enter_context(locked(path / f"cases.{again or rank}.jsonl", *_TAKEN))
-        if again:
-            first, header = False, _document(path / HEADER)
-            file.truncate(0)
+        file = stack.enter_context(locked(path / f"cases.{rank}.jsonl", *_TAKEN))
         if first:
             if (path / HEADER).exists():
                 _refuse_another(path, header, sources())
@@ -288,15 +289,13 @@ def opened(
             writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
         if writer.begun:
             watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
-        if again:
-            writer.earlier = {case.name: case for case in _folder(path).cases}
-        tell(f"report {again or rank} {path.resolve()}")
+        tell(f"report {rank} {path.resolve()}")
         try:
             yield writer
             for number in range(header.ranks, header.files) if first else ():
                 if not _last(path, number).complete:
                     with watcher.step(f"Process {number + 1} of {header.samplers}"):
-                        sample_again(header.command, path, number)
+                        sample_again(path, number)
             writer.update(complete=True)
             writer.flush()
             if ranks and ranks.first:
@@ -314,6 +313,24 @@ def opened(
                 raise KeyboardInterrupt(kept) from None
             if writer.begun:
                 watcher.say(kept)
+            raise
+
+
+@contextmanager
+def _sampled(folder: Path, number: int) -> Iterator[Writer]:
+    """As `opened`, for process `number`: `Writer.earlier` are the cases of the first one."""
+    with locked(folder / f"cases.{number}.jsonl", *_TAKEN) as file:
+        file.truncate(0)
+        writer = Writer(folder, _document(folder / HEADER), file)
+        writer.earlier = {case.name: case for case in _folder(folder).cases}
+        tell(f"report {number} {folder.resolve()}")
+        try:
+            yield writer
+            writer.update(complete=True)
+            writer.flush()
+        except BaseException as error:
+            with uninterrupted():
+                _ended(writer, error)
             raise
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import gates
 
 from ssdprof.core.base import DType, precisions_for
-from ssdprof.core.conditions import of_options
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import subject
 from ssdprof.jobs.options import (
@@ -94,16 +94,10 @@ def test_two_precisions_unless_more_are_asked_for(
 
 
 def test_the_conditions_of_every_command() -> None:
-    run, answers = (
-        RunOptions(model="demo", min_speedup=2, gate=["rms:5"]),
-        {"max_kl": 0.1, "min_top1": "90%"},
-    )
-    assert subject.run(run)[0].conditions == of_options(min_speedup=2, gates=["rms:5"])
-    asked, found = subject.answers(
-        AnswersOptions(model="demo", max_perplexity_increase="2%", **answers)
-    )
-    conditions = of_options(max_perplexity_increase="2%", **answers)  # type: ignore[arg-type]
-    assert asked.conditions == conditions
+    asked, _, _ = subject.run(RunOptions(model="demo", gate=["speedup:2", "rms:5"]))
+    assert asked.conditions == gates("speedup:2", "rms:5")
+    compared, found = subject.answers(AnswersOptions(model="demo", gate=["kl:0.1", "top1:90%"]))
+    assert compared.conditions == gates("kl:0.1", "top1:90%")
     assert found.whole
 
 
@@ -123,7 +117,7 @@ def test_the_cells_and_names_of_a_bench() -> None:
             also="recurrent_in_place",
             chunk_size="64",
             states=("bf16",),
-            max_rms_ratio=2,
+            gate=["rms:2"],
         )
     )
     assert [str(cell.tokens) for cell in request.measured] == [
@@ -137,27 +131,26 @@ def test_the_cells_and_names_of_a_bench() -> None:
     assert (request.baseline, request.match_with) == ("mamba_ssm", None)
     assert names == ("mamba_ssm", "published=mamba", "unfused", "fused", "recurrent_in_place")
     assert (request.sizes, request.intermediates, request.states) == ((64,), "exact", ("bf16",))
-    assert request.conditions == of_options(max_rms_ratio=2)
+    assert request.conditions == gates("rms:2")
 
 
 def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "ssdprof.toml"
     file.write_text(
-        "[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\nmin-match = {0 = "
-        "50}\n[prefill]\nmin-speedup = 1.1\n"
+        'gates = ["speedup:1.5", "rms:3", "match@0:50%"]\n[prefill]\ngates = ["speedup:1.1"]\n'
     )
-    bench = BenchOptions(operator="ssd", min_speedup=2, min_match=["1e-3:99"], config=file)
-    assert subject.bench(bench)[0].conditions == of_options(
-        min_speedup=2, min_match=["1e-3:99"], max_rms_ratio=3
+    bench = BenchOptions(operator="ssd", gate=["speedup:2", "match:99%"], config=file)
+    assert subject.bench(bench)[0].conditions == gates(
+        "speedup:2", "match:99%", "rms:3", "match@0:50%"
     )
     prefill = PrefillOptions(model="demo", config=file, against="fused,reference")
     asked = subject.prefill(prefill)
     assert (asked.conditions, asked.implementations) == (
-        of_options(min_speedup=1.1),
+        gates("speedup:1.1"),
         (*COMPARED, "reference"),
     )
-    assert subject.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == of_options(
-        gates=["speedup:1.2"]
+    assert subject.prefill(replace(prefill, gate=["speedup:1.2"])).conditions == gates(
+        "speedup:1.2"
     )
 
 
@@ -176,8 +169,8 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ({"answers": True, "batch": 2}, "--answers runs one whole sequence"),
         ({"prefill": True, "chunk": "8k"}, "--prefill runs one whole sequence"),
         ({"trace": Path(__file__)}, "test_requests.py exists"),
-        ({"gate": ["speed:2"]}, "--gate does not know 'speed'"),
-        ({"gate": ["match@1:99%"]}, "--gate knows no match at 1"),
+        ({"gate": ["speed:2"]}, "The gate 'speed:2' is of an unknown metric"),
+        ({"gate": ["match@1:99%"]}, "The gate 'match@1:99%' has an unknown place"),
     ],
 )
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:

@@ -47,14 +47,14 @@ def runs_in_folder(in_empty_folder: None) -> None:
 
 def test_exit_code_and_rows() -> None:
     assert compare("base", "slow").code == 0  # without conditions
-    held = compare("base", "same", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
+    held = compare("base", "same", "--fail-if", "time:base+3%", "--fail-if", "match:base-0.1")
     assert (held.code, held.err) == (0, "")
-    assert "PASSED: no case violates slower:3% or match:-0.1." in held.out
-    broken = compare("base", "slow", "--fail-if", "slower:3%", "--fail-if", "match:-0.1")
+    assert "PASSED: no case violates time:base+3% or match:base-0.1." in held.out
+    broken = compare("base", "slow", "--fail-if", "time:base+3%", "--fail-if", "match:base-0.1")
     assert broken.code == 1
-    assert f"FAILED: slower:3%: {FUSED}: 1.05 times BASE's time [1.043, 1.057]" in broken.err
+    assert f"FAILED: time:base+3%: {FUSED}: 1.05 times BASE's time [1.043, 1.057]" in broken.err
     assert "match" not in broken.err
-    assert f"FAILED: slower:3%: {FUSED}: 1.05 times" in broken.shown
+    assert f"FAILED: time:base+3%: {FUSED}: 1.05 times" in broken.shown
     assert "unfused, exact" not in broken.err
 
 
@@ -69,11 +69,11 @@ def test_a_gate_does_not_pass_because_nothing_was_compared() -> None:
 def test_every_way_to_name_a_run(tmp_path: Path) -> None:
     base = tmp_path / "runs" / "base"
     for name in ("base", str(base), "runs/base", str(base / "run.json")):
-        assert compare(name, "slow", "--fail-if", "slower:3%").code == 1
+        assert compare(name, "slow", "--fail-if", "time:base+3%").code == 1
 
 
 def test_another_machine_is_said_to_be_one() -> None:
-    answer = compare("base", "elsewhere", "--fail-if", "slower:3%")
+    answer = compare("base", "elsewhere", "--fail-if", "speedup:base-3%")
     assert answer.code == 0
     said = answer.shown
     assert (
@@ -88,12 +88,12 @@ def test_json_and_markdown() -> None:
     keeps_to("comparison", told)
     assert len(told["pairs"]) == 8
     failed = compare(
-        "base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "slower:3%"
+        "base", "slow", "--format", "markdown", "-o", "compare.md", "--fail-if", "time:base+3%"
     )
     assert (failed.code, failed.out) == (1, "")
     text = Path("compare.md").read_text()
     assert text.startswith(
-        "## ssdprof compare: BASE base, NEW slow\n\n**FAILED: slower:3%: layer 0"
+        "## ssdprof compare: BASE base, NEW slow\n\n**FAILED: time:base+3%: layer 0"
     )
     assert "| layer 9, 131,072 tokens | fused" in text
     again = compare("base", "slow", "--format", "markdown", "-o", "compare.md")
@@ -122,19 +122,19 @@ def test_a_path_is_named_as_it_is() -> None:
 
 def test_settings_hold_the_conditions() -> None:
     Path("ssdprof.toml").write_text(
-        '[compare]\nfail-if = ["slower:3%"]\nsmallest-difference = "10%"\n'
+        '[compare]\nfail-if = ["time:base+3%"]\nsmallest-difference = "10%"\n'
     )
     answer = compare("base", "slow")
     assert answer.code == 1
     assert "8 no difference within 10.0%" in answer.shown
-    assert compare("base", "slow", "--fail-if", "slower:20%").code == 0
+    assert compare("base", "slow", "--fail-if", "time:base+20%").code == 0
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (("base", "nothing"), "nothing is not a "),
-        (("base", "same", "--fail-if", "slowr:3%"), "Did you mean slower?"),
+        (("base", "same", "--fail-if", "tme:base+3%"), "Did you mean time?"),
         (("base", "same", "--smallest-difference", "much"), "not a percentage"),
         (("base", "same", "-o", "no/where.md"), "There is no folder"),
         (("base", "ssdprof.txt"), "not JSON"),

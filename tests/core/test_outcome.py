@@ -19,7 +19,7 @@ from cases import (
     prefill,
 )
 
-from ssdprof.core.conditions import Outcome, exact_answer_is_finite, of_options
+from ssdprof.core.conditions import Outcome, exact_answer_is_finite, parse_gate
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
 
 
@@ -48,7 +48,7 @@ def libraries(result: str, **fields: Any) -> Report:
     return bench(*made, **({"requested": tuple(map(cases.requested, made))} if fields else {}))
 
 
-WHOLE, GATE = report(), of_options(max_kl=0.01)
+WHOLE, GATE = report(), (parse_gate("kl:0.01"),)
 OUTSIDE = report(change=with_result("inaccurate", "unfused"))
 NO_BASELINE, NO_FUSED = (
     report(change=with_result("refused", "unfused")),
@@ -138,8 +138,8 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     (libraries("refused", kind="own"), False, {}),
     (prefill(BASE, failed(of_prefill(), "refused")), True, {}),
     (prefill(BASE, failed(of_prefill(), "failed")), False, {}),
-    (report(conditions=of_options(min_speedup=1.9)), True, {}),
-    (report(conditions=of_options(min_speedup=2.2)), False, {}),
+    (report(conditions=(parse_gate("speedup:1.9"),)), True, {}),
+    (report(conditions=(parse_gate("speedup:2.2"),)), False, {}),
     # answers: noise and single layers are not judged
     (
         answers(GOOD, of_answers(alone=3, nonfinite=7), NOISE, conditions=GATE),

@@ -23,7 +23,7 @@ from cases import (
 )
 
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import parse
+from ssdprof.core.conditions import parse_change
 from ssdprof.core.pairs import Comparison, Pair, compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
@@ -46,8 +46,8 @@ def fused(case: Case) -> bool:
 
 
 def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -> Comparison:
-    asked = [parse("--fail-if", text) for text in fail_if]
-    return compare(("base", base), ("new", new), smallest_difference=smallest, conditions=asked)
+    allowed = list(map(parse_change, fail_if))
+    return compare(("base", base), ("new", new), smallest_difference=smallest, allowed=allowed)
 
 
 def pair_of(found: Comparison, name: str = FUSED) -> Pair:
@@ -61,14 +61,21 @@ def near(found: Estimate | None, value: float) -> bool:
 
 def offences(found: Comparison) -> dict[str, list[str]]:
     return {
-        one.spelling: [f"{each.case}: {each.found}" for each in offenders]
-        for one, offenders in found.verdicts.items()
+        change: [f"{each.case}: {each.found}" for each in offenders]
+        for change, offenders in found.verdicts.items()
     }
 
 
 def test_a_report_does_not_differ_from_itself() -> None:
     found = compared(
-        run(), run(), "slower:0%", "slower-call:0%", "match:0", "rms:0%", "memory:0%", "launches:0"
+        run(),
+        run(),
+        "time:base+0%",
+        "time@call:base+0%",
+        "match:base-0",
+        "rms:base+0%",
+        "memory:base+0%",
+        "launches:base+0",
     )
     assert found.passed, offences(found)
     assert {pair.verdict for pair in found.pairs} == {"no difference"}
@@ -82,9 +89,9 @@ def test_every_chunk_of_a_prompt_is_compared() -> None:
     first = cases.slowed(
         1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1
     )
-    found = compared(base, base.changed(cases=tuple(map(first, base.cases))), "slower:3%")
+    found = compared(base, base.changed(cases=tuple(map(first, base.cases))), "time:base+3%")
     assert len(found.pairs) == len(base.cases)
-    assert sorted(one.partition(": ")[0] for one in offences(found)["slower:3%"]) == sorted(
+    assert sorted(one.partition(": ")[0] for one in offences(found)["time:base+3%"]) == sorted(
         f"layer {layer}, 8 tokens, chunk 1 of 3 of 24 tokens, fused, {precision}"
         for layer in (0, 9)
         for precision in ("exact, fp32 states", "relaxed, fp32 states")
@@ -124,22 +131,23 @@ def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -
     }[what]
     here = environment(**other)  # type: ignore[arg-type]
     new = run(environment=here, change=cases.slowed(2.0, fused))
-    found = compared(run(), new, "slower:3%", "slower-call:3%")
+    found = compared(run(), new, "speedup:base-3%", "time:base+3%", "time@call:base+3%")
     assert [one.split(":")[0] for one in found.machine] == [f"other {what}"]
     pair = pair_of(found)
     assert (pair.time, pair.call, pair.incomparable) == (None, None, found.machine)
     assert near(pair.over_baseline, 0.5)
     assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "not comparable"
     assert {total.by for total in found.totals} == {"speedup"}
-    assert f"{FUSED}: 0.5 times BASE's speedup [0.4" in offences(found)["slower:3%"][0]
-    assert offences(found)["slower-call:3%"] == [f": no case could be judged: {found.machine[0]}"]
+    assert f"{FUSED}: 0.5 times BASE's speedup [0.4" in offences(found)["speedup:base-3%"][0]
+    for change in ("time:base+3%", "time@call:base+3%"):
+        assert offences(found)[change] == [f": no case could be judged: {found.machine[0]}"]
 
 
 def test_another_shape_does_not_compare() -> None:
     def smaller(case: Case) -> Case:
         return case.changed(dims=case.dims and case.dims.changed(words="64 heads x 64, state 128"))
 
-    found = compared(run(), run(change=smaller), "slower:3%", "match:-0.1")
+    found = compared(run(), run(change=smaller), "time:base+3%", "match:base-0.1")
     assert {pair.verdict for pair in found.pairs} == {"not comparable"}
     for said in offences(found).values():
         assert said == [
@@ -161,12 +169,14 @@ def test_another_shape_does_not_compare() -> None:
     ids=["prompt", "revision", "model", "prompt of chunks"],
 )
 def test_errors_on_other_inputs_do_not_compare(new: Report) -> None:
-    found = compared(in_calls(run()) if new.cases[0].call else run(), new, "slower:3%", "rms:5%")
+    found = compared(
+        in_calls(run()) if new.cases[0].call else run(), new, "time:base+3%", "rms:base+5%"
+    )
     assert all(pair.other_inputs.startswith("other inputs: ibm-granite") for pair in found.pairs)
     # times depend only on shapes
     assert {pair.verdict for pair in found.pairs} == {"no difference"}
-    assert offences(found)["slower:3%"] == []
-    assert "no case could be judged: other inputs" in offences(found)["rms:5%"][0]
+    assert offences(found)["time:base+3%"] == []
+    assert "no case could be judged: other inputs" in offences(found)["rms:base+5%"][0]
 
 
 def less_exact(case: Case) -> Case:
@@ -215,41 +225,38 @@ FAILED = cases.prefill(PREFILL_BASE, failed(of_prefill(), "failed"))
 LOST = LeftOut(place="prefill, model convolution and norm, 131,072 tokens", reason="spent")
 OTHER_SHAPE = [": no case could be judged: other shape"]
 OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
-    ("match:-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 61.1009% in BASE, 60.9009% in NEW"]),
-    ("match@0:-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 55.0459% in BASE, 54.8459% in NEW"]),
-    ("match@1e-2:-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 100% in BASE, 99.8% in NEW"]),
-    ("match:-0.3", BASE, LESS_EXACT, []),
-    ("rms:9%", BASE, LESS_EXACT, [f"{LAYER_9}: 0.00327 in BASE, 0.003597 in NEW"]),
-    ("rms:base+9%", BASE, LESS_EXACT, [f"{LAYER_9}: 0.00327 in BASE, 0.003597 in NEW"]),
-    ("rms:11%", BASE, LESS_EXACT, []),
+    ("match:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 61.1009% in BASE, 60.9009% in NEW"]),
+    ("match@0:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 55.0459% in BASE, 54.8459% in NEW"]),
+    ("match@1e-2:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 100% in BASE, 99.8% in NEW"]),
+    ("match:base-0.3", BASE, LESS_EXACT, []),
+    ("rms:base+9%", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 times the floor in BASE, 2.398 times"]),
+    ("rms:base+11%", BASE, LESS_EXACT, []),
     (
-        "memory:9%",
+        "memory:base+9%",
         BASE,
         LESS_EXACT,
         [f"{LAYER_9}: 1,048,576 bytes in BASE, 1,153,433 bytes in NEW"],
     ),
-    ("memory:10%", BASE, LESS_EXACT, []),
+    ("memory:base+10%", BASE, LESS_EXACT, []),
     ("memory:base+104858", BASE, LESS_EXACT, []),
-    ("launches:0", BASE, LESS_EXACT, [f"{LAYER_9}: 1 in BASE, 2 in NEW"]),
-    ("launches:1", BASE, LESS_EXACT, []),
-    ("kl:0.001", answered(), WORSE, [f"{ANSWERS}: 0.001 nats in BASE, 0.003 nats in NEW"]),
-    ("kl:0.0021", answered(), WORSE, []),
-    ("top1:-0.1", answered(), WORSE, [f"{ANSWERS}: 99.5% in BASE, 99.2% in NEW"]),
-    ("top1:-0.4", answered(), WORSE, []),
-    ("perplexity:1%", answered(), WORSE, [f"{ANSWERS}: 8 in BASE, 8.1 in NEW"]),
-    ("perplexity:2%", answered(), WORSE, []),
-    # an absolute one judges NEW alone
-    ("speedup:2.1", run(layers=(0,)), run(layers=(0,)), [f"{FUSED}: 2x over unfused"]),
+    ("launches:base+0", BASE, LESS_EXACT, [f"{LAYER_9}: 1 in BASE, 2 in NEW"]),
+    ("launches:base+1", BASE, LESS_EXACT, []),
+    ("kl:base+0.001", answered(), WORSE, [f"{ANSWERS}: 0.001 nats in BASE, 0.003 nats in NEW"]),
+    ("kl:base+0.0021", answered(), WORSE, []),
+    ("top1:base-0.1", answered(), WORSE, [f"{ANSWERS}: 99.5% in BASE, 99.2% in NEW"]),
+    ("top1:base-0.4", answered(), WORSE, []),
+    ("perplexity:base+1%", answered(), WORSE, [f"{ANSWERS}: 8 in BASE, 8.1 in NEW"]),
+    ("perplexity:base+2%", answered(), WORSE, []),
     # a time offends if its whole interval does
     (
-        "slower:3%",
+        "time:base+3%",
         BASE,
         SLOW,
         [f"{FUSED}: 1.04 times BASE's time [1.03", "layer 0", "layer 9", "layer 9"],
     ),
-    ("slower:3.5%", BASE, SLOW, []),
-    ("slower:0%", SLOW, BASE, []),
-    ("slower-call:1%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
+    ("time:base+3.5%", BASE, SLOW, []),
+    ("time:base+0%", SLOW, BASE, []),
+    ("time@call:base+1%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     ("time:base+3%", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
     # in the metric's own unit
     ("time:base+10", BASE, SLOW, [f"{FUSED}: 1.04"] + ["layer "] * 3),
@@ -258,55 +265,65 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("speedup:base-1", BASE, SLOW, []),
     ("speedup:base-38%", BASE, run(change=cases.slowed(1.6, fused)), []),
     ("rms:base+0.3", BASE, LESS_EXACT, []),
-    ("rms:base+0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 in BASE, 2.398 in NEW"]),
+    ("rms:base+0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 2.18 times the floor in BASE, 2.398 times"]),
     # over another implementation
     ("speedup@unfused:base-1%", BASE, SLOW, [f"{FUSED}: 0.96"] + ["layer "] * 3),
     ("speedup@fla:base-3%", BASE, SLOW, [": no case could be judged"]),
     # an implementation that is no longer there
-    ("rms:0%", BASE, BASE.restricted(implementations=["unfused"]), [": NEW has no case of fused"]),
-    # what BASE had and NEW has not
-    ("slower:50%", BASE, REFUSED, [f"{FUSED}: timed in BASE; refused in NEW", "layer 0"]),
-    ("match:-50", BASE, REFUSED, [f"{FUSED}: 99.9% in BASE; refused in NEW", "layer 0"]),
-    ("rms:500%", BASE, REFUSED, [f"{FUSED}: 0.002 in BASE; refused in NEW", "layer 0"]),
     (
-        "rms:1%",
+        "rms:base+0%",
+        BASE,
+        BASE.restricted(implementations=["unfused"]),
+        [": NEW has no case of fused"],
+    ),
+    # what BASE had and NEW has not
+    ("time:base+50%", BASE, REFUSED, [f"{FUSED}: timed in BASE; refused in NEW", "layer 0"]),
+    ("match:base-50", BASE, REFUSED, [f"{FUSED}: 99.9% in BASE; refused in NEW", "layer 0"]),
+    (
+        "rms:base+500%",
+        BASE,
+        REFUSED,
+        [f"{FUSED}: 1.33333 times the floor in BASE; refused in NEW", "layer 0"],
+    ),
+    (
+        "rms:base+1%",
         BASE,
         run(change=broken("nonfinite")),
-        [f"{FUSED}: 0.002 in BASE; nonfinite in NEW", "layer 0"],
+        [f"{FUSED}: 1.33333 times the floor in BASE; nonfinite in NEW", "layer 0"],
     ),
-    ("slower:90%", PREFILL, LATE, [f"{ROW}: timed in BASE; no such value in NEW"]),
-    ("slower:90%", PREFILL, FAILED, [f"{ROW}: timed in BASE; failed in NEW"]),
+    ("time:base+90%", PREFILL, LATE, [f"{ROW}: timed in BASE; no such value in NEW"]),
+    ("time:base+90%", PREFILL, FAILED, [f"{ROW}: timed in BASE; failed in NEW"]),
     # a condition that judges nothing, and a NEW that is not whole
-    ("slower:3%", UNTIMED, UNTIMED, [": no case could be judged: BASE has no times"]),
-    ("kl:0", UNTIMED, UNTIMED, [": no case could be judged: BASE has no such value"]),
-    ("match:-0.1", UNTIMED, UNTIMED, []),
+    ("time:base+3%", UNTIMED, UNTIMED, [": no case could be judged: BASE has no times"]),
+    ("kl:base+0", UNTIMED, UNTIMED, [": no case could be judged: BASE has no such value"]),
+    ("match:base-0.1", UNTIMED, UNTIMED, []),
     (
-        "match:-0.1",
+        "match:base-0.1",
         run(layers=(0,)),
         run(layers=(9,)),
         [": no case could be judged: no case is in both"],
     ),
     (
-        "match:-0.1",
+        "match:base-0.1",
         BASE,
         run(complete=False),
         [": NEW is incomplete: this run did not reach its end"],
     ),
     (
-        "match:-0.1",
+        "match:base-0.1",
         BASE,
         BASE.changed(cases=BASE.cases[:-1]),
         [": NEW is incomplete: 1 of the requested cases are missing"],
     ),
-    ("match:-0.1", run(complete=False), BASE, []),
-    ("slower:90%", PREFILL, cases.prefill(complete=False), [": NEW is incomplete"]),
-    ("slower:90%", PREFILL, cases.prefill(left_out=(LOST,)), []),
+    ("match:base-0.1", run(complete=False), BASE, []),
+    ("time:base+90%", PREFILL, cases.prefill(complete=False), [": NEW is incomplete"]),
+    ("time:base+90%", PREFILL, cases.prefill(left_out=(LOST,)), []),
     # answers with another reference, and prompts that do not count
     *(
-        ("kl:0", cases.answers(of_answers()), cases.answers(of_answers(**own)), OTHER_SHAPE)
+        ("kl:base+0", cases.answers(of_answers()), cases.answers(of_answers(**own)), OTHER_SHAPE)
         for own in ({"weights": "fp32"}, {"reference": "unfused"}, {"layers": (0, 3)})
     ),
-    ("rms:0%", BASE, run(prompts=(cases.prompt(131_072, token_sha256="00" * 32),)), []),
+    ("rms:base+0%", BASE, run(prompts=(cases.prompt(131_072, token_sha256="00" * 32),)), []),
 ]
 
 
@@ -352,10 +369,16 @@ def test_prefills_are_compared_by_their_call_times() -> None:
     assert pair.time.value == pytest.approx(1 / 1.05)
     assert near(pair.over_baseline, 1 / 1.05)
     said = offences(
-        compared(cases.prefill(), slow_prefill(), "slower:3%", "slower-call:3%", "slower:4.9%")
+        compared(
+            cases.prefill(), slow_prefill(), "time:base+3%", "time@call:base+3%", "time:base+4.9%"
+        )
     )
-    assert [len(said[one]) for one in ("slower:3%", "slower-call:3%", "slower:4.9%")] == [1, 1, 0]
-    assert said["slower:3%"] == [f"{ROW}: 1.05 times BASE's time"], (
+    assert [len(said[one]) for one in ("time:base+3%", "time@call:base+3%", "time:base+4.9%")] == [
+        1,
+        1,
+        0,
+    ]
+    assert said["time:base+3%"] == [f"{ROW}: 1.05 times BASE's time"], (
         "an interval of call time would be of one process"
     )
 
@@ -384,12 +407,12 @@ def versions(**packages: str) -> dict[str, Any]:
 def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
     fields: dict[str, Any], own: dict[str, Any], reason: str
 ) -> None:
-    found = compared(cases.prefill(), slow_prefill(**own).changed(**fields), "slower:3%")
+    found = compared(cases.prefill(), slow_prefill(**own).changed(**fields), "speedup:base-3%")
     pair = pair_of(found, ROW)
     assert (pair.time, pair.call, len(pair.incomparable)) == (None, None, 1)
     assert pair.incomparable[0].startswith(reason)
     assert near(pair.over_baseline, 1 / 1.05)
-    assert "0.9524 times BASE's speedup" in offences(found)["slower:3%"][0]
+    assert "0.9524 times BASE's speedup" in offences(found)["speedup:base-3%"][0]
     assert pair_of(found, ROW.replace("fused", "unfused")).verdict == "not comparable"
 
 
@@ -415,7 +438,9 @@ def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
     ids=["model", "layers"],
 )
 def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report) -> None:
-    found = compared(cases.prefill(), new, "slower:3%")
+    found = compared(cases.prefill(), new, "time:base+3%")
     pair = pair_of(found, ROW)
     assert (pair.time, pair.over_baseline, pair.verdict) == (None, None, "not comparable")
-    assert "no case could be judged: other model: ibm-granite/" in offences(found)["slower:3%"][0]
+    assert (
+        "no case could be judged: other model: ibm-granite/" in offences(found)["time:base+3%"][0]
+    )

@@ -174,10 +174,14 @@ PROMPT = cases.prompt(40)
         ),
         (REPORTS["run"], {"processes": REPORTS["run"].processes * 2}, "a process occurs twice"),
         (REPORTS["run"], {"ranks": 10**9}, "less than or equal"),
-        (REPORTS["run"], {"conditions": ({"metric": "speed", "limit": 1},)}, "no metric speed"),
         (
             REPORTS["run"],
-            {"conditions": ({"metric": "match", "at": "1e-9", "limit": 1},)},
+            {"conditions": ({"metric": "speed", "limit": 1, "text": ""},)},
+            "no metric speed",
+        ),
+        (
+            REPORTS["run"],
+            {"conditions": ({"metric": "match", "at": "1e-9", "limit": 1, "text": ""},)},
             "no match at 1e-9",
         ),
     ],

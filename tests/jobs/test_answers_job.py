@@ -11,7 +11,7 @@ import torch
 from fakes import inputs
 
 from ssdprof.capture.intercept import OperatorCall
-from ssdprof.core.conditions import broken, of_options
+from ssdprof.core.conditions import broken, parse_gate
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions
@@ -48,7 +48,7 @@ def reference(report: Report) -> tuple[str, str]:
 
 
 def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
-    report = answered(generate=2, conditions=of_options(max_kl=1e-30))
+    report = answered(generate=2, conditions=(parse_gate("kl:1e-30"),))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
     assert [
         (case.implementation, case.answers and case.answers.change, case.judged)

@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 from cases import value
+from command_line import passing
 from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 
 from ssdprof import kernels, operators
-from ssdprof.commands import output
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import SPREAD
 from ssdprof.environment.machine import kernels_hash
-from ssdprof.errors import BadInputError
 from ssdprof.jobs import bench as job
-from ssdprof.jobs import compare
+from ssdprof.jobs import compare, sample
 from ssdprof.jobs.bench import bench, sampling_seconds
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels import registry
@@ -154,11 +153,34 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
 
 
-def test_a_number_of_a_process_that_ssdprof_did_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, why in (("abc", "is set by ssdprof alone"), ("1", "cannot be read")):
-        monkeypatch.setenv("SSDPROF_SAMPLER", number)
-        with pytest.raises(BadInputError, match=why):
-            benched(*cells(36), out=Path("result"))
+def test_a_further_process_repeats_the_command_of_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def sample_again(folder: Path, number: int) -> None:
+        monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
+        sample.main()
+
+    monkeypatch.setattr(reports, "sample_again", sample_again)
+    monkeypatch.chdir(tmp_path)
+    words = ("bench", "ssd", "--shape", "4x16x16x1", "--seq", "36", "--dtype", "fp32")
+    passing(*words, "--processes", "2", "--out", "kept")
+    report = load("kept")[1]
+    assert (report.complete, len(report.processes), report.missing) == (True, 2, ())
+    assert all(len({one.process for one in case.samples}) == 2 for case in report.cases)
+
+
+def test_a_further_process_that_fails_leaves_the_report_incomplete(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sample_again(folder: Path, number: int) -> None:
+        monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
+        sample.main()
+
+    monkeypatch.setattr(reports, "sample_again", sample_again)
+    command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
+    report = benched(*cells(36), processes=2, command=command)
+    assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
+    assert (report.complete, {case.result for case in report.cases}) == (False, {"passed"})
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])
@@ -173,21 +195,15 @@ def test_further_processes_only_add_samples_and_say_nothing(
 
     usual = FakeTimer.device_us
 
-    def sample_again(_command: Any, folder: Path, number: int) -> None:
+    def sample_again(folder: Path, number: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("SSDPROF_SAMPLER", str(number))
             if fault == "slow":
                 patch.setattr(
                     FakeTimer, "device_us", lambda timer, of: usual(timer, of) + 7.0 * number
                 )
             if fault == "wrong":
                 patch.setattr(FakeTimer, "unseen", lambda *_: "it cheats")
-            output.finish(
-                bench(BenchOptions(**request, out=folder), SSD, Watcher())[1],
-                "",
-                as_json=False,
-                note="Kept",
-            )
+            bench(BenchOptions(**request, out=folder, sampler=number), SSD, Watcher())
         assert len(verified) == 2
 
     request: dict[str, Any] = {

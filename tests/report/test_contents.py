@@ -29,7 +29,6 @@ from report.shown import row, there
 
 from ssdprof.core.base import REPEATS, PrecisionRecord, Probe
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import of_options
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import CallRef, Serving
 from ssdprof.report import calls
@@ -179,12 +178,12 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         report(
             layers=range(8),
             precisions=(EXACT_FP32,),
-            conditions=of_options(min_speedup=2.2, max_rms_ratio=9),
+            conditions=cases.gates("speedup:2.2", "rms:9"),
         ),
         [
             (
-                "GATE FAILED: min-speedup 2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: "
-                "2x over unfused; layer 1"
+                "GATE FAILED: speedup:2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: "
+                "2x; layer 1"
             ),
             "All 16",
         ],
@@ -205,11 +204,11 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         ],
     ),
     "bench below its gate": (
-        bench(conditions=of_options(min_speedup=3.0)),
+        bench(conditions=cases.gates("speedup:3")),
         [
             (
-                "GATE FAILED: min-speedup 3: mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 "
-                "states: 2x over"
+                "GATE FAILED: speedup:3: mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 "
+                "states: 2x."
             ),
             "All 2",
         ],
@@ -217,13 +216,13 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "prefill": (cases.prefill(), ["PASSED: all 2 cases ran."]),
     "answers": (cases.answers(), ["Answers of 1 case were compared: no limit was given."]),
     "answers within": (
-        cases.answers(conditions=of_options(max_kl=1.0)),
+        cases.answers(conditions=cases.gates("kl:1")),
         ["Answers of 1 case were compared: they are within the limits."],
     ),
     "answers whose limit could not be judged": (
         cases.answers(
             cases.of_answers(bands=(cases.band(perplexity=None),)),
-            conditions=of_options(["perplexity:9"]),
+            conditions=cases.gates("perplexity:9"),
         ),
         [
             "GATE FAILED: perplexity:9: no case passed that it could judge.",
@@ -231,11 +230,10 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         ],
     ),
     "answers outside": (
-        cases.answers(conditions=of_options(max_kl=1e-6, min_top1="100%")),
+        cases.answers(conditions=cases.gates("kl:1e-6", "top1:100%")),
         [
-            "FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: mean KL 0.002 is "
-            "above 1e-06; the same "
-            "top token at 99.5% of positions, below 100%."
+            "FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: kl:1e-6: "
+            "0.002 nats; top1:100%: 99.5%."
         ],
     ),
     "answers that are not finite": (

@@ -11,7 +11,7 @@ from report.shown import row
 from report.test_contents import of_title, verdict
 
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import parse
+from ssdprof.core.conditions import parse_change
 from ssdprof.core.pairs import compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.report import comparison
@@ -109,8 +109,8 @@ def test_prefills_that_were_not_timed_are_named() -> None:
 def compared(
     base: Report, new: Report, *fail_if: str, every: bool = False, stalls: Any = ()
 ) -> Document:
-    conditions = [parse("--fail-if", text) for text in fail_if]
-    found = compare(("a", base), ("b", new), smallest_difference=0.01, conditions=conditions)
+    allowed = list(map(parse_change, fail_if))
+    found = compare(("a", base), ("b", new), smallest_difference=0.01, allowed=allowed)
     return comparison.compose(found, stalls, every=every)
 
 
@@ -136,11 +136,11 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
     stalls = [("fused", "scores", 10.0, 12.5, 1.0, None)]
-    document = compared(base, new, "slower:3%", "memory:0%", stalls=stalls, every=every)
+    document = compared(base, new, "time:base+3%", "memory:base+0%", stalls=stalls, every=every)
     failing, passing, last = document.verdict
     name = "layer 0, 131,072 tokens, fused, exact, fp32 states"
-    assert failing.text.startswith(f"FAILED: slower:3%: {name}: 1.5 times BASE's time [1.")
-    assert (passing.text, passing.good) == ("PASSED: no case violates memory:0%.", True)
+    assert failing.text.startswith(f"FAILED: time:base+3%: {name}: 1.5 times BASE's time [1.")
+    assert (passing.text, passing.good) == ("PASSED: no case violates memory:base+0%.", True)
     assert last.text == "Compared 4 cases: 2 only in BASE, 1 no difference within 1.0%, 1 slower."
     found = tables(document)
     total = row(found["Change of all cases together"], "fused")
@@ -202,7 +202,7 @@ def test_other_machines_and_inputs_are_caveats() -> None:
 
 
 def test_answers_are_compared() -> None:
-    document = compared(answers(), answers(of_answers(bands=(band(kl_mean=0.5),))), "kl:0.1")
+    document = compared(answers(), answers(of_answers(bands=(band(kl_mean=0.5),))), "kl:base+0.1")
     cells = row(tables(document)["Answers of the model, side by side"], "answers, 1,100 tokens")
     assert cells["mean KL [nats], NEW"] == "0.5"
     assert document.verdict[0].text.endswith("0.002 nats in BASE, 0.5 nats in NEW.")

@@ -24,7 +24,7 @@ from report.shown import printed, row
 from report.test_contents import TWO, packed, result, steps
 
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import of_options
+from ssdprof.core.conditions import parse_gate
 from ssdprof.core.report import ListedRun, Report
 from ssdprof.errors import BadInputError
 from ssdprof.report import brief, terminal
@@ -306,7 +306,7 @@ def test_each_run_has_its_verdict() -> None:
         report(change=WRONG, gpu=False),
         report(change=result("refused")),
         random,
-        report(conditions=of_options(min_speedup=100)),
+        report(conditions=(parse_gate("speedup:100"),)),
         BadInputError("It is damaged."),
     )
     assert table is not None

@@ -1,0 +1,61 @@
+"""`python -m ssdprof.jobs.sample FOLDER NUMBER`: a fresh process, which measures the cases of a
+report again, and adds their samples to it as process NUMBER.
+
+Clocks, temperature and addresses differ between processes; intervals of call times need several.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ssdprof import operators
+from ssdprof.environment import child
+from ssdprof.errors import SsdprofError
+from ssdprof.jobs import subject
+from ssdprof.jobs.options import BenchOptions, RunOptions, own_kernels, parsed
+from ssdprof.progress import Watcher
+from ssdprof.store import reports, tuned
+
+
+def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
+    """asked: the options of the report in the folder.  Imports torch: a process with it must not be
+    forked.
+    """
+    from ssdprof.jobs import bench as bench_job
+    from ssdprof.jobs import run as run_job
+
+    watcher = Watcher()
+    if not asked.no_tuned:
+        tuned.use_saved(watcher.say)
+    if isinstance(asked, BenchOptions):
+        wanted, names, too_large = subject.bench(replace(asked, out=folder, sampler=number))
+        request = bench_job.resolved(wanted, names, too_large, watcher)
+        bench_job.bench(request, operators.get(request.operator), watcher)
+    else:
+        of_calls = replace(asked, answers=False, prefill=False, stalls=False, trace=None)
+        replay, found, _ = subject.run(replace(of_calls, out=folder, sampler=number))
+        run_job.run(found, replay, watcher)
+
+
+def main() -> None:
+    """Kernels of the user run in a child process, as they do in a command."""
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    _, report = reports.load(folder)
+    words = list(report.command[2:])
+    of_bench = report.kind == "bench"
+    asked = parsed(BenchOptions, words) if of_bench else parsed(RunOptions, words)
+    ended = child.fork() if own_kernels(vars(asked)) else None
+    if ended is None:
+        try:
+            sample(asked, folder, number)
+        except SsdprofError as error:
+            print(f"error: {error.message}", file=sys.stderr)
+        child.finish(0)
+    elif ended.fault or ended.last("exit") is None:
+        reports.close(folder, number, ended.last("case") or "", f"Process {number} {ended.how}")
+
+
+if __name__ == "__main__":
+    main()
