@@ -93,11 +93,12 @@ def build_prompt(
     vocab_size: int | None = None,
     batch: int = 1,
     packed: Sequence[int] = (),
+    unread: str = "",
 ) -> tuple[torch.Tensor, Prompt]:
     """Token ids (batch, seqlen) int64 on the CPU, and the record that describes them.
 
     tokenizer_folder: None if there is no tokenizer; then only kind "random" works, and draws from
-    `vocab_size` ids.
+    `vocab_size` ids.  unread: a file of a tokenizer that ssdprof does not read.
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random"
         draws uniformly from the tokenizer's vocabulary, special tokens left out, with `seed`.
     batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` in
@@ -127,7 +128,10 @@ def build_prompt(
         )
     elif tokenizer is None:
         raise BadInputError(
-            "The checkpoint has no tokenizer.",
+            f"The checkpoint's tokenizer is of a kind that ssdprof does not read: {unread}; it "
+            "runs no remote code."
+            if unread
+            else "The checkpoint has no tokenizer.",
             "Name one with --tokenizer, or take random tokens: --prompt random.",
         )
     else:

@@ -169,7 +169,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
         "model_type": model_type,
         "nested": text is not None,
         "original": original,
-        "quantization": quant_method(config),
+        "named_quantization": quant_method(config),
         "random_weights": stored.get(RANDOM_WEIGHTS) is True,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -88,6 +89,9 @@ TOKENIZER_FILES = (
 )
 # Each of these files is a vocabulary; other files only describe one.
 VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
+# tiktoken.model, tekken.json, spiece.model, tokenization_kimi.py
+_OTHER_TOKENIZER = re.compile("tiktoken|tekken|sentencepiece|spiece|tokeniz|vocab")
+_MOST_INNER = 4  # folders that a hint names
 ATTEMPTS = 3  # of a request whose connection drops
 PAUSE_S = 0.5
 NOBODY_THERE = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: of httpx or of httpx2
@@ -172,11 +176,34 @@ class Source:
         there = tuple(name for name in TOKENIZER_FILES if name in self.sizes)
         return there if VOCABULARIES & set(there) else ()
 
+    def unread_tokenizer(self) -> str:
+        """A file of a vocabulary, or of code for one, that ssdprof does not read; empty without
+        one.
+        """
+        others = sorted(set(self.sizes) - set(TOKENIZER_FILES))
+        found = [name for name in others if _OTHER_TOKENIZER.search(name)]
+        return min(found, key=lambda name: name.endswith(".py"), default="")
+
+    def inner_checkpoints(self) -> str:
+        """A hint that names the folders of checkpoints in this one, such as those of a training
+        run, newest first; empty if there are none.
+        """
+        configs = (path for depth in ("*", "*/*") for path in self.folder.glob(f"{depth}/{CONFIG}"))
+        found = sorted((path.parent for path in configs), key=_natural, reverse=True)
+        names = ", ".join(map(str, found[:_MOST_INNER]))
+        return f"Name a checkpoint inside: {names}." if found else ""
+
     def planned(self, name: str) -> PlannedFile:
         size = self.sizes.get(name)
         if size is None:
             size = self.path(name).stat().st_size  # not listed: a request for it raises the reason
         return PlannedFile(name=name, size_bytes=size, cached=self.cached(name))
+
+
+def _natural(path: Path) -> tuple[tuple[int, str], ...]:
+    """A key that puts checkpoint-1000 after checkpoint-200."""
+    parts = re.split(r"(\d+)", str(path))
+    return tuple((int(part), "") if part.isdecimal() else (0, part) for part in parts)
 
 
 def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableError:

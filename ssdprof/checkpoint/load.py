@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +19,31 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
-from ssdprof.checkpoint.meta import build, meta_model, quiet_transformers, refusals
+from ssdprof.checkpoint.meta import (
+    Destination,
+    build,
+    destinations,
+    meta_model,
+    missing,
+    quiet_transformers,
+    refusals,
+)
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
-from ssdprof.core.words import size_words
+from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DType = torch.dtype | Literal["auto"]
+Shapes = Mapping[str, tuple[int, ...]]  # by stored key
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
 # of classifiers
@@ -51,6 +63,7 @@ class LocalCheckpoint:
     does.
     head: whether the language-model head is part of it.
     tensors: the needed weights as stored, by name; None for a pickle, which has no header.
+    spare: files of weights that the index does not name.
     """
 
     ref: CheckpointRef
@@ -58,6 +71,7 @@ class LocalCheckpoint:
     depth: int
     head: bool = False
     tensors: dict[str, TensorInfo] | None = None
+    spare: tuple[str, ...] = ()
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
@@ -95,7 +109,7 @@ def fetch(
     try:
         local = LocalCheckpoint(model.ref, Path(tempfile.mkdtemp(prefix="ssdprof-")), depth, head)
         weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
-        config = model.cut_config(depth, model.dtype)
+        config = model.load_config(depth, model.dtype)
         # Infinities as the checkpoints write them
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         build(config, repo_id)  # refuse an unusable config before the download
@@ -105,10 +119,16 @@ def fetch(
 
         paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
         local.tensors = None if weights.pickled else weights.tensors(depth, head=head)
+        local.spare = weights.outside_index()
         model.refuse_codes(deepest_layer, head=head)
         for name, path in paths.items():
-            (local.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (local.folder / name).symlink_to(path.resolve())
+            target = local.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # transformers would take the last copy of a tensor, whatever the index says
+            if not weights.pickled and (misplaced := weights.misplaced(name)):
+                _copy_without(path, misplaced, target)
+            else:
+                target.symlink_to(path.resolve())
         if weights.shards is not None:
             index = {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)}
             (local.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
@@ -118,6 +138,14 @@ def fetch(
             "Make room there or set TMPDIR to another folder.",
         ) from None
     return local
+
+
+def _copy_without(path: Path, left_out: set[str], target: Path) -> None:
+    """Write the tensors of a safetensors file without some of them."""
+    with safe_open(path, framework="pt", device="cpu") as opened:
+        kept = sorted(set(opened.keys()) - left_out)
+        tensors = {key: opened.get_tensor(key) for key in kept}
+    save_file(tensors, target, metadata={"format": "pt"})
 
 
 def check_space(
@@ -145,7 +173,9 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
         load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")
     elif not model.weights.pickled:
         empty = meta_model(model, deepest_layer=deepest_layer, head=head)
-        _check_fit(model.ref, model.weights.tensors(model.depth(deepest_layer), head=head), empty)
+        tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        _fit(model.ref, shapes, empty, model.weights.outside_index())
 
 
 # --- loading
@@ -176,43 +206,57 @@ def load_model(
         empty = build(
             json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head
         )
-        if local.tensors is not None:
-            _check_fit(local.ref, local.tensors, empty)
-        if device_map is not None:
-            return _load(local, type(empty), dtype, device_map).eval()
         # With a map, weights are moved to the GPU one by one, without a complete copy in host
         # memory.
-        return (
-            _load(local, type(empty), dtype, None if device.type == "cpu" else {"": device})
-            .to(device)
-            .eval()
-        )
+        if device_map is not None:
+            return _load(local, empty, dtype, device_map).eval()
+        everywhere = None if device.type == "cpu" else {"": device}
+        return _load(local, empty, dtype, everywhere).to(device).eval()
 
 
-def _check_fit(
-    ref: CheckpointRef, tensors: Mapping[str, TensorInfo], empty: PreTrainedModel
-) -> None:
-    """Refuse a config that describes more parameters than the weights hold, before they are
-    allocated.
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """How stored weights become a model's.
+
+    key_mapping: renamings of stored keys that transformers does not know.
+    found: see `meta.destinations`.
     """
+
+    key_mapping: dict[str, str]
+    found: Mapping[str, Destination]
+
+
+def _fit(
+    ref: CheckpointRef, shapes: Shapes, empty: PreTrainedModel, spare: tuple[str, ...]
+) -> _Fit:
+    """Where each stored weight goes.
+
+    shapes: of the stored weights.  empty: the model on the meta device.  spare: files of weights
+    that are not read.
+
+    Raises, before anything is allocated, for a weight that is missing or of another shape, and for
+    a config that describes more parameters than the weights hold.
+    """
+    # The scales of ModelOpt, the embedding of the original format
+    names = {r"\.weight_scale$": ".weight_scale_inv"} if ref.quantization == "fp8" else {}
+    names |= {r"\bembedding\.": "embeddings."} if ref.model_type == "mamba2" else {}
+    fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
-        return
-    heads = {key for key in tensors if _OTHER_HEAD.search(key)}
-    if (out := empty.get_output_embeddings()) is not None and not any(
-        key.endswith(_HEAD) for key in tensors
-    ):
-        if heads:
-            raise BadInputError(
-                (
-                    f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it "
-                    "predicts no tokens."
-                ),
-                "Name a language model, or leave out what needs its predictions.",
-            )
-        if out.weight is not empty.get_input_embeddings().weight:
-            raise _incomplete(f"{ref.repo_id} lacks {_HEAD}.")
+        return fit
+    _refuse_classifier(ref, shapes, empty)
+    lost = missing(empty, fit.found)
+    if lost and (wrappers := _wrappers(shapes.keys() - fit.found.keys(), empty)):
+        names = names | wrappers
+        fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
+        lost = missing(empty, fit.found)
+    _refuse_missing(ref, lost, shapes.keys() - fit.found.keys(), spare)
+    whole = {key: to.names[0] for key, to in fit.found.items() if to.whole}
+    parameters = dict(empty.named_parameters(remove_duplicate=False))
+    for key, name in sorted(whole.items()):
+        if name in parameters and tuple(parameters[name].shape) != shapes[key]:
+            raise _other_shape(ref, key, shapes[key], parameters[name].shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
-    stored = sum(tensor.parameter_count for tensor in tensors.values())
+    stored = sum(math.prod(shape) for shape in shapes.values())
     if described > stored:
         raise BadInputError(
             f"The config of {ref.repo_id} describes {described} parameters in its first layers, "
@@ -230,22 +274,80 @@ def _check_fit(
             ),
             "The config is damaged, most often in rope_parameters.",
         )
+    return fit
+
+
+def _refuse_classifier(ref: CheckpointRef, keys: Iterable[str], empty: PreTrainedModel) -> None:
+    """BadInputError for a head that predicts no tokens where the model needs one that does."""
+    heads = [key for key in keys if _OTHER_HEAD.search(key)]
+    predicts = any(key.endswith(_HEAD) for key in keys)
+    if heads and not predicts and empty.get_output_embeddings() is not None:
+        raise BadInputError(
+            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it "
+            "predicts no tokens.",
+            "Name a language model, or leave out what needs its predictions.",
+        )
+
+
+def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+    """Renamings without the names that wrappers put into keys: "_orig_mod" anywhere, and what is
+    before the layers.
+
+    keys: those that transformers leaves aside.
+    """
+    parameters = [name for name, _ in model.named_parameters()]
+    known = {part for name in parameters for part in name.split(".")}
+    most: Counter[str] = Counter()
+    stripped = set()
+    for key in keys:
+        path = key.split(".")
+        inside = [part for part in path[:-1] if part.startswith("_") and part not in known]
+        most |= Counter(inside)
+        stripped.add(".".join(part for part in path if part not in inside))
+    # transformers applies a renaming once to each key; a comment makes a second one of it
+    found = {
+        rf"{re.escape(part)}\.(?#{number})": ""
+        for part, times in most.items()
+        for number in range(times)
+    }
+    for name in parameters:
+        before, layers, rest = name.partition("layers.")
+        for key in stripped if layers and rest.startswith("0.") else ():
+            prefix = key.removesuffix(layers + rest)
+            if prefix not in (key, before):
+                wrapper = prefix.removesuffix(before)
+                return found | {f"^{re.escape(wrapper)}": "" if prefix.endswith(before) else before}
+    return found
 
 
 def _load(
     local: LocalCheckpoint,
-    kind: type[PreTrainedModel],
+    empty: PreTrainedModel,
     dtype: DType,
     device_map: Mapping[str, int | str | torch.device] | None,
 ) -> PreTrainedModel:
-    # The scales of ModelOpt, the embedding of the original format
-    names = {r"\.weight_scale$": ".weight_scale_inv"} if local.ref.quantization == "fp8" else {}
-    names |= {r"\bembedding\.": "embeddings."} if local.ref.model_type == "mamba2" else {}
+    """empty: the model on the meta device."""
+    kind = type(empty)
     pickled = _pickled(local) if local.tensors is None else None
-
-    def load(renamed: dict[str, str]) -> tuple[PreTrainedModel, dict[str, Any]]:
-        with refusals(f"config and weights of {local.ref.repo_id}"), _whole_blocks():
-            return kind.from_pretrained(  # type: ignore[no-any-return]
+    shapes = {key: tuple(tensor.shape) for key, tensor in (pickled or local.tensors or {}).items()}
+    fit = _fit(local.ref, shapes, empty, local.spare)
+    if pickled is None:
+        exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype == "F32"}
+    else:
+        exact = {key for key, tensor in pickled.items() if tensor.dtype == torch.float32}
+    gates = [
+        name
+        for key in exact & fit.found.keys()
+        for name in fit.found[key].names
+        if fit.found[key].whole and name.rpartition(".")[2] in _OPERATOR_PARAMETERS
+    ]
+    try:
+        with (
+            refusals(f"config and weights of {local.ref.repo_id}"),
+            _whole_blocks(),
+            _in_fp32(kind, gates),
+        ):
+            model, info = kind.from_pretrained(
                 local.folder if pickled is None else None,
                 config=kind.config_class.from_pretrained(local.folder),
                 state_dict=None if pickled is None else dict(pickled),
@@ -256,40 +358,36 @@ def _load(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
-                key_mapping=names | renamed or None,
+                key_mapping=fit.key_mapping or None,
             )
-
-    try:
-        model, info = load({})
-        if info["missing_keys"] and (renamed := _foreign_prefix(local, model)):
-            model, info = load(renamed)
     except MissingCapabilityError as error:
         if local.ref.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
-    _refuse_missing(local, info["missing_keys"])
+    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - fit.found.keys(), local.spare)
     for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise BadInputError(
-            f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} is "
-            f"{tuple(stored)} in the file "
-            f"and {tuple(expected)} by the config.",
-            "Config and weights do not belong together.",
-        )
-    _restore_parameters(local, model, pickled or {})
+        raise _other_shape(local.ref, name, stored, expected)
     return model
 
 
-def _foreign_prefix(local: LocalCheckpoint, model: PreTrainedModel) -> dict[str, str] | None:
-    """transformers' renaming of stored weights whose layers have another prefix; None if none have,
-    or all lack one.
+@contextmanager
+def _in_fp32(kind: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
+    """Makes transformers load these parameters in fp32, wherever they are put: it would round them
+    like the weights.
     """
-    for name, _ in model.named_parameters():
-        before, layers, rest = name.partition("layers.")
-        for key in local.tensors or () if layers and rest.startswith("0.") else ():
-            prefix = key.removesuffix(layers + rest)
-            if prefix not in (key, before):
-                return {f"^{re.escape(prefix)}": before}
-    return None
+    post_init = kind.post_init
+
+    def with_fp32(model: PreTrainedModel) -> None:
+        post_init(model)
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.data = parameter.data.float()
+
+    kind.post_init = with_fp32
+    try:
+        yield
+    finally:
+        kind.post_init = post_init
 
 
 @contextmanager
@@ -326,35 +424,6 @@ def _whole_blocks() -> Iterator[None]:
         Fp8Dequantize._dequantize_one = decode
 
 
-def _restore_parameters(
-    local: LocalCheckpoint, model: PreTrainedModel, pickled: Mapping[str, torch.Tensor]
-) -> None:
-    """Give the operators their parameters as they are stored in fp32: transformers rounds them like
-    the weights.
-    """
-    wanted = {
-        name[name.index("layers.") :]: parameter
-        for name, parameter in model.named_parameters()
-        if name.rpartition(".")[2] in _OPERATOR_PARAMETERS
-        and "layers." in name
-        and not parameter.is_meta
-    }
-
-    def restore(key: str, read: Callable[[str], torch.Tensor]) -> None:
-        parameter = wanted.get(key[key.find("layers.") :])
-        if parameter is not None and parameter.dtype != torch.float32:
-            parameter.data = read(key).to(parameter.device)
-
-    for key, tensor in pickled.items():
-        if tensor.dtype == torch.float32:
-            restore(key, pickled.__getitem__)
-    exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype == "F32"}
-    for file in sorted(local.folder.rglob("*.safetensors")) if exact and wanted else ():
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for key in exact.intersection(opened.keys()):
-                restore(key, opened.get_tensor)
-
-
 def unpickled(path: Path) -> Any:
     """What torch.save wrote, on the CPU, nothing of it executed.  Raises errors of any class."""
     with zipfile.ZipFile(path) as archive:  # torch checks no checksums
@@ -381,6 +450,12 @@ def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         raise broken_file(path.resolve(), PICKLE, error) from None
     found = found if isinstance(found, dict) else {"": found}
     for name, one in found.items():
+        if not isinstance(name, str):
+            raise BadInputError(
+                f"{PICKLE} of {local.ref.repo_id} holds an entry {shown(name)}, which is no name "
+                "of a weight.",
+                "Save the model's state_dict(), or take another revision.",
+            )
         dense = isinstance(one, torch.Tensor) and one.layout == torch.strided and not one.is_meta
         if not dense or not one.is_floating_point():
             raise BadInputError(
@@ -393,27 +468,52 @@ def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
     return found
 
 
-def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
-    """Raise for missing weights, which transformers would replace by random ones."""
-    if not missing:
-        return
-    for name in sorted(missing):
-        end = name[name.find("layers.") :] if "layers." in name else name
-        for key in local.tensors or ():
-            if key.replace(".base_layer.", ".").endswith(end):
+def _refuse_missing(
+    ref: CheckpointRef, lost: set[str], unused: Iterable[str], spare: tuple[str, ...]
+) -> None:
+    """Raise for missing weights, which transformers would replace by random ones.
+
+    unused: stored keys of no parameter.  spare: files that are not read.
+    """
+    for name in sorted(lost):
+        _, layers, rest = name.partition("layers.")
+        for key in sorted(unused) if layers else ():
+            path = iter(key.split("."))
+            # a wrapper adds names
+            if all(part in path for part in (layers + rest).split(".")):
                 wrapper = (
                     "an adapter was not merged"
                     if ".base_layer." in key
                     else "it was saved in a wrapper"
                 )
                 raise BadInputError(
-                    f"{local.ref.repo_id} has {shown(key)}, not {name}: {wrapper}.",
+                    f"{ref.repo_id} has {shown(key)}, not {name}: {wrapper}.",
                     "Save the model itself: merge the adapter, or save what the wrapper holds.",
                 )
-    raise _incomplete(f"{local.ref.repo_id} lacks {len(missing)} weights, such as {min(missing)}.")
+    if lost:
+        which = f"{len(lost)} weights, such as {min(lost)}"
+        if len(lost) == 1:
+            which = min(lost)
+        error = _incomplete(f"{ref.repo_id} lacks {which}.")
+        if spare:
+            error.hint = f"The index does not name {words(spare)}.  {error.hint}"
+        raise error
+
+
+def _other_shape(
+    ref: CheckpointRef, name: str, stored: Iterable[int], expected: Iterable[int]
+) -> BadInputError:
+    return BadInputError(
+        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is "
+        f"{tuple(stored)} in the file "
+        f"and {tuple(expected)} by the config.",
+        "Config and weights do not belong together.",
+    )
 
 
 def _incomplete(message: str) -> ModelUnavailableError:
     return ModelUnavailableError(
-        message, "The checkpoint is incomplete; fetch it again or take another revision."
+        message,
+        "The checkpoint is incomplete, or its config describes more than it holds; fetch it again "
+        "or take another revision.",
     )

@@ -4,6 +4,7 @@ for each part.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import re
@@ -11,12 +12,13 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,16 +30,37 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import LONGEST_SEQLEN
+from ssdprof.core.base import LONGEST_SEQLEN, grouped
 from ssdprof.core.subject import Held
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+conversion_mapping, core_model_loading = (
+    lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
+)
+# what no file of a user causes: a full disk, no permission, too many open files
+_OF_MACHINE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+    }
+)
 # to find the invalid field; building a large model takes a while, even without weights
 SEARCH_S = 3.0
+
+
+class _Headless(BadInputError):
+    """No field of the config is wrong."""
 
 
 def meta_model(
@@ -53,7 +76,7 @@ def meta_model(
     depth = model.depth(deepest_layer)
     wanted = dtype or (_dtype_by_size(model) if model.weights.pickled else model.dtype)
     model.refuse_codes(deepest_layer, head=head)
-    return build(model.cut_config(depth, wanted), model.source.label, head=head)
+    return build(model.load_config(depth, wanted), model.source.label, head=head)
 
 
 def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
@@ -70,8 +93,10 @@ def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> Pre
         with refusals(f"the config of {repo_id}"), quiet_transformers():
             found = _parsed(config)
             model = None if found.get_text_config() is not found else _build(found, head=head)
+    except _Headless:
+        raise
     except BadInputError as error:
-        if field := _refused_field(config):
+        if field := _refused_field(config, head=head):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
     # a larger model's config, which transformers would complete with parts of its own choice
@@ -142,13 +167,18 @@ def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
 
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
+    if head and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _Headless(
+            f"transformers has no causal language model for {config.model_type}, only its layers.",
+            "`ssdprof run` without --decode compares its operators; answers need a head.",
+        )
     with torch.device("meta"):
         return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(
             config
         )
 
 
-def _refused_field(config: Mapping[str, Any]) -> str | None:
+def _refused_field(config: Mapping[str, Any], *, head: bool) -> str | None:
     """A field without which transformers accepts a refused config; None if none is found in
     time.
     """
@@ -160,10 +190,63 @@ def _refused_field(config: Mapping[str, Any]) -> str | None:
             _build(
                 transformers.AutoConfig.for_model(
                     **{key: value for key, value in config.items() if key != field}
-                )
+                ),
+                head=head,
             )
             return f"{field} = {shown(config[field])}"
     return None
+
+
+class Destination(NamedTuple):
+    """Where transformers puts a stored weight.
+
+    names: of the parameters.  whole: it becomes the one parameter as it is, without a conversion.
+    """
+
+    names: tuple[str, ...]
+    whole: bool
+
+
+def destinations(
+    model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]
+) -> dict[str, Destination]:
+    """Stored key -> its parameters of `model`, by transformers' own conversions; without keys that
+    it leaves aside.
+
+    key_mapping: renamings that come first, as `from_pretrained` takes them.
+    """
+    conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
+    renamings = [one for one in conversions if isinstance(one, core_model_loading.WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, core_model_loading.WeightConverter)]
+    targets = {source: one.target_patterns for one in converters for source in one.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found = {}
+    for key in sorted(keys):
+        rename = partial(core_model_loading.rename_source_key, key)
+        name, source = rename(renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, source = rename([], [], prefix, state)
+        if name in state:
+            first, *rest = targets[source] if source else [""]
+            names = (name, *(name.replace(first, other) for other in rest))
+            found[key] = Destination(names, source is None)
+    return found
+
+
+def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str]:
+    """Parameters that no stored weight becomes.  One of those that share their weights is
+    enough.
+    """
+    there = {name for to in found.values() for name in to.names}
+    shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
+    optional = model._keys_to_ignore_on_load_missing or ()
+    lost = set()
+    for pairs in shared.values():
+        names = [name for name, _ in pairs]
+        is_optional = any(re.search(pattern, names[0]) for pattern in optional)
+        if there.isdisjoint(names) and not is_optional:
+            lost.add(names[0])
+    return lost
 
 
 def accepts(config: Mapping[str, Any]) -> bool:
@@ -192,6 +275,13 @@ def refusals(what: str) -> Iterator[None]:
         yield
     except (SsdprofError, torch.OutOfMemoryError):
         raise
+    except OSError as error:
+        if error.errno not in _OF_MACHINE:
+            raise _unusable(what, error) from error
+        raise MissingCapabilityError(
+            f"A temporary file for {what} cannot be written: {error.strerror}.",
+            "Make room there or set TMPDIR to another folder.",
+        ) from error
     except ImportError as error:
         raise MissingCapabilityError(
             f"transformers needs a missing package for {what}: {library_message(error)}.",
@@ -203,10 +293,14 @@ def refusals(what: str) -> Iterator[None]:
             raise MissingCapabilityError(
                 f"Main memory is too small for {what}.", "Take fewer layers."
             ) from error
-        raise BadInputError(
-            f"transformers cannot use {what}: {library_message(error)}.",
-            "The file is damaged, or the checkpoint is newer than the installed transformers.",
-        ) from error
+        raise _unusable(what, error) from error
+
+
+def _unusable(what: str, error: Exception) -> BadInputError:
+    return BadInputError(
+        f"transformers cannot use {what}: {library_message(error)}.",
+        "The file is damaged, or the checkpoint is newer than the installed transformers.",
+    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
-from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, parse_repo
+from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, TensorInfo, parse_repo
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
     KNOWN,
@@ -45,6 +45,8 @@ else:
     meta = lazy("ssdprof.checkpoint.meta")
 
 _ADAPTER = "adapter_config.json"
+# GPTQ's and AWQ's first releases described the weights in a file of its own
+_QUANTISERS = ("quantize_config.json", "quant_config.json")
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
 
 
@@ -57,6 +59,7 @@ class Model:
     original format.
     model_type: as config.json says; "mamba2" for the original format.
     nested: the language model is part of a larger model.
+    named_quantization: what the config says of the weights.
     tokenizer: hub id or folder that the user named.
     notes: sentences for the user before the run, such as which repo a family name stands for.
     caveats: for the report.
@@ -68,7 +71,7 @@ class Model:
     model_type: str
     nested: bool
     original: bool
-    quantization: str | None
+    named_quantization: str | None
     random_weights: bool
     tokenizer: str | None = None
     siblings: tuple[str, ...] = ()
@@ -79,6 +82,14 @@ class Model:
     def where(self) -> str:
         """Names the config in messages."""
         return f"{CONFIG} of {self.source.label}"
+
+    @cached_property
+    def quantization(self) -> str | None:
+        """That of the stored weights; None, too, where only the config of decoded weights is left
+        of it.
+        """
+        named = self.named_quantization
+        return named if named is not None and self.weights.has_codes else None
 
     @cached_property
     def on_meta(self) -> PreTrainedModel:
@@ -191,7 +202,14 @@ class Model:
             # The model definition may have a list of its own, such as Zamba2's.
             whole = self.on_meta.config.to_dict()
             config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
-        return configs.cut_config(config, depth, dtype=dtype, quantization=self.quantization)
+        return configs.cut_config(config, depth, dtype=dtype, quantization=self.named_quantization)
+
+    def load_config(self, depth: int, dtype: str | None) -> dict[str, Any]:
+        """`cut_config` for loading: without a quantisation that the weights do not have."""
+        config = self.cut_config(depth, dtype)
+        if self.quantization is None:
+            config.pop("quantization_config", None)
+        return config
 
     @cached_property
     def weights(self) -> Weights:
@@ -200,43 +218,52 @@ class Model:
 
     def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
         """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
-        quantisation.
+        quantisation.  What is no weight of the model may be stored in anything.
         """
         if self.weights.pickled or self.quantization not in (None, *DECODED_ON_LOAD):
             return
-        stored, why = (
-            self.weights.tensors(self.depth(deepest_layer), head=head),
-            "its config names no quantisation",
-        )
-        for name, tensor in stored.items():
-            if self.quantization:
-                layer = name.removesuffix("weight")
-                scales = {
-                    f"{name}_scale",
-                    f"{name}_scale_inv",
-                    f"{layer}scale",
-                    f"{layer}qscale_weight",
-                }
-                fit = any(
-                    stored[one].shape in ([], [1]) or stored[one].shape[1:]
-                    for one in scales & stored.keys()
-                )
-                if "scale" in name or (fit and tensor.dtype != "U8"):
-                    continue
-                why = f"has no {self.quantization} scale for it"
-            is_weight = name.endswith((".weight", ".bias", ".A_log", ".D", ".dt_bias"))
-            if tensor.dtype in CODES or (is_weight and tensor.dtype in INTEGERS):
+        depth = self.depth(deepest_layer)
+        stored = self.weights.tensors(depth, head=head)
+        codes = [
+            name
+            for name, tensor in stored.items()
+            if tensor.dtype in CODES | INTEGERS and not self._is_scaled(name, stored)
+        ]
+        if not codes:
+            return
+        config = self.cut_config(depth)
+        config.pop("quantization_config", None)
+        model = meta.build(config, self.source.label, head=head)
+        found = meta.destinations(model, stored, {})
+        lost = {_module(name) for name in meta.missing(model, found)}
+        for name in codes:
+            if name in found or _module(name) in lost:
+                described = next((one for one in _QUANTISERS if one in self.source.sizes), "")
+                why = "its config names no quantisation"
+                if self.quantization:
+                    why = f"has no {self.quantization} scale for it"
+                elif described:
+                    why += f"; {described} does, in a format that ssdprof cannot load"
                 raise BadInputError(
-                    (
-                        f"{self.source.label} stores codes, such as {shown(name)} in "
-                        f"{tensor.dtype}, "
-                        f"and {why}."
-                    ),
-                    (
-                        "Take the config.json that came with these weights, or the unquantised "
-                        "checkpoint."
-                    ),
+                    f"{self.source.label} stores codes, such as {shown(name)} in "
+                    f"{stored[name].dtype}, and {why}.",
+                    "Take the unquantised checkpoint."
+                    if described
+                    else "Take the config.json that came with these weights, or the unquantised "
+                    "checkpoint.",
                 )
+
+    def _is_scaled(self, name: str, stored: Mapping[str, TensorInfo]) -> bool:
+        """Whether `name` is a scale, or has one from which transformers decodes it."""
+        if self.quantization is None:
+            return False
+        layer = name.removesuffix("weight")
+        scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
+        fit = any(
+            stored[scale].shape in ([], [1]) or stored[scale].shape[1:]
+            for scale in scales & stored.keys()
+        )
+        return "scale" in name or (fit and stored[name].dtype != "U8")
 
     @cached_property
     def dtype(self) -> str | None:
@@ -313,6 +340,12 @@ class Model:
         return tuple(planned)
 
 
+def _module(name: str) -> str:
+    """What a parameter belongs to, from its layer on."""
+    path = name.rpartition(".")[0]
+    return path[max(path.find("layers."), 0) :]
+
+
 def open_model(named: str, *, revision: str | None = None, tokenizer: str | None = None) -> Model:
     """The checkpoint that `named` means: a demo, a local folder, a family name or a hub id, in this
     order.
@@ -357,7 +390,8 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     if CONFIG not in source.sizes:
         raise BadInputError(
             f"{source.label} has no {CONFIG}.",
-            "Name a folder that holds a checkpoint in transformers' format.",
+            source.inner_checkpoints()
+            or "Name a folder that holds a checkpoint in transformers' format.",
         )
     modelopt = (
         source.path(configs.MODELOPT_CONFIG) if configs.MODELOPT_CONFIG in source.sizes else None

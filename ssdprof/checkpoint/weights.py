@@ -98,14 +98,15 @@ class Weights:
 
     def tensors(self, depth: int, *, head: bool = False) -> dict[str, TensorInfo]:
         """The needed tensors with their shapes, from the files' headers (on the hub: a few
-        requests, no download).
+        requests, no download).  A tensor is that of the file in which the index places it.
 
         ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index
-        places in it.
+        places in it.  BadInputError when two files hold a tensor and the index names neither.
         """
         assert not self.pickled, "a pickle has no header"
         found: dict[str, TensorInfo] = {}
         needed = self.needed_shards(depth, head=head)
+        holder: dict[str, str] = {}
         for file in self.files(depth, head=head):
             header = self.source.header(file)
             if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
@@ -115,10 +116,44 @@ class Weights:
                     f"{shown(missing[0])}.",
                     "The file and the index are of different revisions; fetch both again.",
                 )
-            found.update(
-                {key: tensor for key, tensor in header.items() if is_needed(key, depth, head=head)}
-            )
+            for key in header:
+                if not is_needed(key, depth, head=head) or needed.get(key, file) != file:
+                    continue
+                if key in holder:
+                    raise BadInputError(
+                        f"{holder[key]} and {file} both hold {shown(key)}, and {INDEX} does not "
+                        "say which one counts.",
+                        "Add it to the index, or fetch the checkpoint again.",
+                    )
+                holder[key] = file
+                found[key] = header[key]
         return found
+
+    def misplaced(self, file: str) -> set[str]:
+        """The tensors in `file` that the index places in another one: older copies."""
+        shards = self.shards or {}
+        return {key for key in self.source.header(file) if shards.get(key, file) != file}
+
+    def outside_index(self) -> tuple[str, ...]:
+        """Files of weights beside those that the checkpoint uses."""
+        used = {self.single, *(self.shards or {}).values()}
+        return tuple(
+            name
+            for name in sorted(self.source.sizes)
+            if name.endswith(".safetensors") and name not in used
+        )
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether any tensor is stored in integers or in 8 bit and less, or cannot be looked at."""
+        if self.pickled:
+            return True
+        files = [self.single] if self.single else sorted(set((self.shards or {}).values()))
+        return any(
+            tensor.dtype in CODES | INTEGERS
+            for file in files
+            for tensor in self.source.header(file).values()
+        )
 
     def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
         """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
@@ -154,11 +189,10 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
     raise BadInputError(
         f"{source.label} has no {SINGLE} and no {INDEX}"
         + (f", only {', '.join(found[:3])}." if found else "."),
-        (
-            "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
-            "with "
-            "save_pretrained."
-        ),
+        source.inner_checkpoints()
+        or "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
+        "with "
+        "save_pretrained.",
     )
 
 

@@ -645,6 +645,7 @@ def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
             vocab_size=vocabulary,
             batch=subject.batch,
             packed=subject.serving.packed,
+            unread=subject.located.source.unread_tokenizer(),
         )
         if vocabulary is not None:
             check_ids(vocabulary, ids)

@@ -213,7 +213,7 @@ def test_unknown_quantisation_is_refused(opened: Open, quantization: object) -> 
 def test_known_quantisation_is_recorded(opened: Open, method: str) -> None:
     for config in (GRANITE_H_SMALL, QWEN3_5):
         assert (
-            opened({**config, "quantization_config": {"quant_method": method}}).quantization
+            opened({**config, "quantization_config": {"quant_method": method}}).named_quantization
             == method
         )
 

@@ -54,7 +54,7 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
         ({"hidden_act": "swish_7"}, "KeyError: 'swish_7'."),
         (
             {"mamba_d_conv": 3},
-            "'layers.0.mamba.conv1d.weight' is (512, 1, 4) in the file and (512, 1, 3)",
+            "'model.layers.0.mamba.conv1d.weight' is (512, 1, 4) in the file and (512, 1, 3)",
         ),
         ({"layer_types": ["mamba"]}, "must be equal to the number of `layer_types` (1)"),
         ({"mamba_d_head": None}, "Class validation error for validator 'validate_architecture'"),

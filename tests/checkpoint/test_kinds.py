@@ -2,10 +2,13 @@
 true reason.
 """
 
+import errno
 import importlib.util
 import json
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,10 @@ from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 
 from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.meta import infer, meta_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.core.report import Report
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -72,28 +76,277 @@ def run(folder: Path, *options: str) -> tuple[Answer, Report | None]:
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "nemotron_h", "qwen3_5_text"])
-def test_parameters_of_operators_keep_fp32(name: str) -> None:
-    folder = checkpoint(name)
-    exact: Weights = {}
+def with_exact_gates(name: str) -> tuple[Path, dict[tuple[str, str], torch.Tensor]]:
+    """A checkpoint whose gates alone are stored in fp32; by layer and name.  transformers renames
+    some of them.
+    """
+    folder, exact = checkpoint(name), {}
 
     def in_fp32(weights: Weights) -> Weights:
-        for key in [key for key in weights if key.endswith(("A_log", "D", "dt_bias"))]:
-            exact[key[key.index("layers.") :]] = weights[key] = torch.randn(weights[key].shape)
+        for key in weights:
+            layer, _, leaf = key[key.find("layers.") :].removeprefix("layers.").partition(".")
+            leaf = leaf.rpartition(".")[2]
+            if leaf in ("A_log", "D", "dt_bias"):
+                exact[layer, leaf] = weights[key] = torch.rand(weights[key].shape)
         return weights
 
     rewrite(folder, in_fp32)
-    found = {
-        key[key.index("layers.") :]: one for key, one in loaded(folder).items() if "layers." in key
-    }
     assert exact
-    assert all(torch.equal(found[key], one) for key, one in exact.items())
-    assert (
-        found[
-            "layers.0.input_layernorm.weight" if "nemotron" not in name else "layers.0.norm.weight"
-        ].dtype
-        == torch.bfloat16
+    return folder, exact
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_parameters_of_operators_keep_fp32(name: str) -> None:
+    folder, exact = with_exact_gates(name)
+    found = loaded(folder)
+    for (layer, leaf), one in exact.items():
+        (key,) = (
+            key for key in found if f"layers.{layer}." in key and key.rpartition(".")[2] == leaf
+        )
+        assert torch.equal(found[key], one), key
+    rest = [key for key in found if key.rpartition(".")[2] not in ("A_log", "D", "dt_bias")]
+    assert not {found[key].dtype for key in rest if key.endswith("norm.weight")} - {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "kimi_linear"])
+def test_parameters_on_the_disk_keep_fp32(name: str) -> None:
+    folder, _ = with_exact_gates(name)
+    located = open_model(str(folder))
+    local, empty = fetch(located), meta_model(located)
+    layers = [sum(one.nbytes for one in layer.parameters()) for layer in empty.layers]
+    room = empty.get_input_embeddings().weight.nbytes + layers[0] + max(layers)
+    places = infer(empty, {"cpu": room, "disk": 0})
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        whole, streamed = (
+            load_model(local, device="cpu", device_map=one)(ids).last_hidden_state
+            for one in (None, places)
+        )
+        rewrite(folder, lambda weights: {key: one.bfloat16() for key, one in weights.items()})
+        rounded = load_model(fetch(open_model(str(folder))), device="cpu")(ids).last_hidden_state
+    assert torch.equal(streamed, whole)
+    assert not torch.equal(rounded, whole)
+
+
+def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
+    """Layer 0 is in a first file, by the index; a second file has the rest and `later` copies."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {"a.safetensors": {key: one for key, one in weights.items() if "layers.0." in key}}
+    files["b.safetensors"] = {key: one for key, one in weights.items() if "layers.0." not in key}
+    places = {key: file for file, tensors in files.items() for key in tensors}
+    for key in () if named else later:
+        del places[key]
+    for file, tensors in (("a.safetensors", {}), ("b.safetensors", later)):
+        save_file(files[file] | tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_index_says_which_copy_of_a_tensor_counts(rows: int) -> None:
+    """Copies of another shape must not count in sizes either."""
+    folder = checkpoint("qwen3_5_text")
+    expected, weights = loaded(folder), load_file(folder / "model.safetensors")
+    size = open_model(str(folder)).weight_bytes()
+    later = {
+        key: torch.full_like(one, 3.0).repeat(rows, *[1] * (one.ndim - 1))
+        for key, one in weights.items()
+        if "layers.0.linear_attn" in key
+    }
+    in_two_files(folder, later)
+    found = loaded(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(one, expected[key]) for key, one in found.items())
+    assert open_model(str(folder)).weight_bytes() == size
+
+
+def test_two_copies_of_which_the_index_names_none_are_refused() -> None:
+    folder, key = checkpoint("qwen3_5_text"), "model.layers.0.linear_attn.A_log"
+    in_two_files(folder, {key: torch.ones(4)}, named=False)
+    answer = ending(2, "run", str(folder), "--prompt", "random", "--seq", "24", "--dry-run")
+    assert f"a.safetensors and b.safetensors both hold '{key}'" in answer.err
+
+
+def without(end: str, **more: torch.Tensor) -> Callable[[Weights], Weights]:
+    return lambda weights: {k: one for k, one in weights.items() if not k.endswith(end)} | more
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "code", "words"),
+    [
+        ("qwen3_5_text", without("0.linear_attn.A_log"), 4, "lacks layers.0.linear_attn.A_log."),
+        ("qwen3_5_text", without("embed_tokens.weight"), 4, "lacks embed_tokens.weight."),
+        (
+            "kimi_linear",
+            without("layers.0.self_attn.A_log", **{"model.extra.weight": torch.ones(99, 99)}),
+            4,
+            "lacks layers.0.self_attn.forget_gate.A_log.",
+        ),
+        (
+            "qwen3_5_text",
+            lambda weights: weights | {"model.embed_tokens.weight": torch.ones(99, 64)},
+            2,
+            "'model.embed_tokens.weight' is (99, 64) in the file and (128, 64) by the config",
+        ),
+        (
+            "qwen3_5_text",
+            renamed("layers.0.linear_attn.", "layers.0.inner.linear_attn."),
+            2,
+            "has 'model.layers.0.inner.linear_attn.A_log', not layers.0.linear_attn.A_log: it was "
+            "saved in a wrapper.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_the_weight_that_does_not_fit_is_named(
+    name: str, change: Callable[[Weights], Weights], code: int, words: str, options: tuple[str, ...]
+) -> None:
+    folder = checkpoint(name)
+    rewrite(folder, change)
+    answer, _ = run(folder, *options)
+    assert (answer.code, words in " ".join(answer.err.split())) == (code, True), answer.err
+
+
+def test_a_file_beside_the_index_is_named() -> None:
+    folder = checkpoint("qwen3_5_text")
+    in_two_files(folder, {})
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    kept = {key: file for key, file in places.items() if file == "b.safetensors"}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    answer, _ = run(folder)
+    assert answer.code == 4
+    assert "The index does not name a.safetensors." in answer.err
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        r"layers.\1._checkpoint_wrapped_module.",
+        r"_orig_mod.layers.\1._orig_mod.",
+        r"_fsdp_wrapped_module.layers.\1._fsdp_wrapped_module._checkpoint_wrapped_module.",
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
+def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool) -> None:
+    folder = checkpoint(name)
+    expected = loaded(folder, head=head)
+    rewrite(
+        folder,
+        lambda weights: {
+            re.sub(r"layers\.(\d+)\.", wrapped, key): one for key, one in weights.items()
+        },
     )
+    found = loaded(folder, head=head)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(one, expected[key]) for key, one in found.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
+def test_what_is_no_weight_may_be_stored_in_anything(dtype: torch.dtype) -> None:
+    folder = checkpoint("granitemoehybrid")
+    expected = loaded(folder)
+    extra = {
+        "model.layers.0.mamba.in_proj._extra_state": torch.ones(8, dtype=torch.uint8).to(dtype),
+        "model.layers.1.attention_mask.bias": torch.ones(8).to(dtype),
+    }
+    rewrite(folder, lambda weights: weights | extra)
+    found = loaded(folder)
+    assert all(torch.equal(one, expected[key]) for key, one in found.items())
+
+
+def test_gptq_of_the_old_kind_is_named() -> None:
+    folder = checkpoint("qwen3_5_text")
+    key = "model.layers.0.linear_attn.out_proj"
+    codes = {
+        f"{key}.qweight": torch.ones(8, 64, dtype=torch.int32),
+        f"{key}.scales": torch.ones(64),
+    }
+    rewrite(folder, without("layers.0.linear_attn.out_proj.weight", **codes))
+    for described in ("", "; quantize_config.json does, in a format that ssdprof cannot load"):
+        if described:
+            (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+        answer, _ = run(folder)
+        said = f"'{key}.qweight' in I32, and its config names no quantisation{described}."
+        assert (answer.code, said in " ".join(answer.err.split())) == (2, True), answer.err
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "bitsandbytes"])
+def test_a_quantisation_that_only_the_config_has_left_is_none(method: str) -> None:
+    folder = checkpoint("qwen3_5_text")
+    expected = loaded(folder)
+    file = folder / "config.json"
+    left = {"quantization_config": {"quant_method": method, "load_in_4bit": True, "bits": 4}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | left))
+    found = loaded(folder)
+    assert all(torch.equal(one, expected[key]) for key, one in found.items())
+    answer, report = run(folder)
+    assert answer.code == 0, answer.err
+    assert report
+    assert report.model
+    assert report.model.quantization is None
+    assert not any("quantised" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("files", [(), ("config.json",)])
+def test_checkpoints_of_a_training_run_are_named(files: tuple[str, ...]) -> None:
+    for step in (200, 1000):
+        folder = Path("training") / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    for file in files:
+        Path(checkpoint("qwen3_5_text") / file).rename(Path("training") / file)
+    answer = ending(2, "run", "training", "--seq", "24", "--prompt", "random")
+    said = "Name a checkpoint inside: training/checkpoint-1000, training/checkpoint-200."
+    assert said in " ".join(answer.err.split())
+
+
+def test_a_pickle_keyed_by_numbers_is_refused() -> None:
+    folder = Path("numbers")
+    folder.mkdir()
+    ssm = {"layer": "Mamba2", "headdim": 16}
+    config = {"d_model": 64, "n_layer": 1, "vocab_size": 256, "ssm_cfg": ssm}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save({0: torch.ones(4), "x": torch.ones(4)}, folder / "pytorch_model.bin")
+    answer = ending(
+        2, "run", str(folder), "--prompt", "random", "--seq", "8", "--tokenizer", "demo"
+    )
+    assert "holds an entry 0, which is no name of a weight" in answer.err
+
+
+def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint("qwen3_5_text")
+    monkeypatch.delitem(tf.MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping, "qwen3_5_text")
+    for command in (("answers",), ("run", "--decode", "1")):
+        answer = ending(
+            2, command[0], str(folder), "--prompt", "random", "--seq", "24", *command[1:]
+        )
+        assert "has no causal language model for qwen3_5_text, only its layers." in answer.err
+        assert "without" in answer.err
+        assert "damaged" not in answer.err
+    assert run(folder)[0].code == 0
+
+
+def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    model = open_model("demo")
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    with pytest.raises(MissingCapabilityError) as caught:
+        meta_model(model, deepest_layer=0)
+    assert caught.value.hint == "Make room there or set TMPDIR to another folder."
+
+
+@pytest.mark.parametrize("file", ["tiktoken.model", "tekken.json", "tokenization_x.py"])
+def test_a_tokenizer_that_is_not_read_is_named(file: str) -> None:
+    folder = checkpoint("qwen3_5_text")
+    (folder / file).write_text("")
+    answer = ending(2, "run", str(folder), "--seq", "16")
+    assert f"of a kind that ssdprof does not read: {file}; it runs no remote code." in answer.err
+    assert run(folder)[0].code == 0  # of random tokens
 
 
 @pytest.mark.slow
