@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from math import log2
-from typing import Any
+from math import inf, log2
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,11 +27,13 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
-from ssdprof.operators import tensors
+from ssdprof.operators import generate, tensors
+from ssdprof.operators.generate import History
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span, unit_roundoff
 from ssdprof.operators.tensors import precision_of
 
+T = TypeVar("T")
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
 MOST_SEQUENCES = 3
@@ -40,12 +42,16 @@ REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 LOUD_PAST = "loud past"
+TURNING_KEYS = "turning keys"
+LONG_HEADS = (1, 4)  # of histories that are longer than the call
+DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
 OF_THE_SAME_FORM = (
     REPEATS,
     "inputs unchanged",
     "causality",
     "doubling",
     LOUD_PAST,
+    TURNING_KEYS,
     "single steps",
     "accepted tokens",
 )
@@ -62,16 +68,20 @@ class _NotApplicable(Exception):
 class Prober:
     """Probes implementations, each once for a kind of layer: operator, sizes and dtype.  In later
     layers of a kind it tests the loud past alone, and not of bundled kernels: how slowly heads
-    forget differs from layer to layer.
+    forget differs from layer to layer.  Turning keys it tests once for each shape of a call, since
+    kernels cut long calls alone.
 
     thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws
         that call what was compiled for the captured call, at its length, since compiling takes
         longer than the run; in Triton's interpreter not at all.
     kinds: of the implementations that are probed.
+    only: the law that is tested; empty: all.
     """
 
-    def __init__(self, isolated: IsolatedFirstCall, *, thorough: bool = False) -> None:
-        self._isolated, self._thorough = isolated, thorough
+    def __init__(
+        self, isolated: IsolatedFirstCall, *, thorough: bool = False, only: str = ""
+    ) -> None:
+        self._isolated, self._thorough, self._only = isolated, thorough, only
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Any]] = {}  # inputs by implementation
         self.kinds: set[str] = (
@@ -91,12 +101,18 @@ class Prober:
         Triton's interpreter.  Raises MissingCapabilityError if a fault in the implementation made
         the GPU unusable.
         """
-        again = self._key(implementation, inputs) in self._done and not self._thorough
+        kind, shape = self._keys(implementation, inputs)
+        new_kind, new_shape = (self._thorough or one not in self._done for one in (kind, shape))
         same = (latest := self._latest.get(implementation.name)) is not None and latest() is inputs
-        if again and (same or interpreted or implementation.kind == "bundled"):
-            return ()
         self.probed(implementation, inputs)
-        every, given = self._thorough or implementation.kind != "bundled", inputs
+        every = self._thorough or implementation.kind != "bundled"
+        skipped = interpreted and not self._thorough
+        names = {TURNING_KEYS} if new_shape and not skipped else set()
+        if every and not same and not skipped:
+            names.add(LOUD_PAST)
+        if not self._only and not names and not new_kind:
+            return ()
+        given = inputs
         if (
             every
             or sum(tensor.nbytes for tensor in tensors.tensors(inputs).values()) > MOST_WHOLE_BYTES
@@ -108,26 +124,33 @@ class Prober:
                 if one.length
             ]
             given = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
-        laws = _Laws(implementation, given, precision, self._isolated)
-        if interpreted and not self._thorough:
+        long_heads: Sequence[int] = LONG_HEADS if every else ()
+        if interpreted:
+            long_heads = long_heads[:1]
+        laws = _Laws(implementation, given, precision, self._isolated, inputs, long_heads)
+        if self._only:
+            names &= {self._only}
+        elif new_kind and skipped:
             why = "Triton's interpreter runs it; --thorough tests it"
             return tuple(
                 Probe(name=name, holds="not applicable", detail=why) for name in laws.tests
             )
-        if again:
-            return (laws.tested(LOUD_PAST),)
-        if implementation.kind == "own":
-            self._isolated.prepare(implementation, list(laws.forms()), precision)
-        return tuple(laws.tested(name) for name in laws.tests if every or name in OF_THE_SAME_FORM)
+        elif new_kind:
+            names = set(laws.tests if every else OF_THE_SAME_FORM)
+            if implementation.kind == "own":
+                self._isolated.prepare(implementation, list(laws.forms()), precision)
+        return tuple(laws.tested(name) for name in laws.tests if name in names)
 
     def probed(self, implementation: Implementation, inputs: Any) -> None:
         """Take this call as probed."""
-        self._done.add(self._key(implementation, inputs))
+        self._done.update(self._keys(implementation, inputs))
         self._latest[implementation.name] = weakref.ref(inputs)
 
-    def _key(self, implementation: Implementation, inputs: Any) -> Hashable:
+    def _keys(self, implementation: Implementation, inputs: Any) -> tuple[Hashable, Hashable]:
+        """Of the kind of layer, and of the shape of the call."""
         dims = operators.get(inputs.operator).judged.dims(inputs)
         kind = (
+            implementation.name,
             dims.operator,
             *dims.sizes.items(),
             dims.dtype,
@@ -135,19 +158,21 @@ class Prober:
             _packed(inputs),
             inputs.state_every,
         )
-        return implementation.name, kind
+        return kind, (kind, dims.batch, dims.seqlen, inputs.sequences)
 
 
 @dataclass(frozen=True)
 class _Laws:
     """inputs: a captured call, or at most `MOST_SEQUENCES` of its sequences, each cut to `LONGEST`
-    positions.
+    positions.  whole: the call.  long_heads: numbers of heads of histories that are longer.
     """
 
     implementation: Implementation
     inputs: Any
     precision: PrecisionRecord
     isolated: IsolatedFirstCall
+    whole: Any
+    long_heads: Sequence[int]
 
     @property
     def tests(self) -> dict[str, Callable[[], str]]:
@@ -155,6 +180,7 @@ class _Laws:
         cuts = {"cut in two": self._cut_in_two}
         if self.inputs.state_every == 1:
             cuts = {"single steps": self._single_steps, "accepted tokens": self._accepted}
+        turning = {TURNING_KEYS: self._turning_keys} if self._histories() else {}
         return {
             REPEATS: lambda: _different(self._base, self._run(self.inputs)),
             "inputs unchanged": self._unchanged,
@@ -165,8 +191,11 @@ class _Laws:
             **cuts,
             "edge inputs": self._edges,
             LOUD_PAST: self._loud_past,
+            **turning,
             "finer inputs": lambda: self._first_judged(
-                self._finer(), "a fault below the rounding of 16-bit inputs could not be seen"
+                self._finer(),
+                "a fault below the rounding of 16-bit inputs could not be seen",
+                self._passes,
             ),
         }
 
@@ -193,6 +222,9 @@ class _Laws:
             self._finer(),
         ):
             yield from islice(kind, 1)
+        yield from islice(self._with_states(), 1)
+        for histories in self._histories():
+            yield from (history.inputs for history in islice(histories, 1))
 
     # --- calls
 
@@ -230,17 +262,37 @@ class _Laws:
             )
         return "; ".join(one.reason for one in found if one.reason)
 
-    def _first_judged(self, several: Iterator[Any], otherwise: str) -> str:
-        """`_judged` of the first inputs that the kernel takes."""
+    def _passes(self, inputs: Any) -> str:
+        return self._judged(inputs, self._run(inputs))
+
+    def _first_judged(self, several: Iterator[T], otherwise: str, judge: Callable[[T], str]) -> str:
+        """What is wrong with the output of the first inputs that the kernel takes."""
         refusals = [otherwise]
         for inputs in several:
             try:
-                return self._judged(inputs, self._run(inputs))
+                return judge(inputs)
             except _NotApplicable as error:
                 if error.holds == "no":
                     raise
                 refusals.append(str(error))
         raise _NotApplicable(": ".join(dict.fromkeys(refusals)))
+
+    def _every_kind(
+        self, kinds: Sequence[Iterator[T]], otherwise: str, judge: Callable[[T], str]
+    ) -> str:
+        """`_first_judged` of every kind, up to a wrong one; not applicable if all are refused."""
+        refused: list[_NotApplicable] = []
+        for kind in kinds:
+            try:
+                if wrong := self._first_judged(kind, otherwise, judge):
+                    return wrong
+            except _NotApplicable as error:
+                if error.holds == "no":
+                    raise
+                refused.append(error)
+        if len(refused) == len(kinds):
+            raise refused[0]
+        return ""
 
     # --- inputs
 
@@ -303,22 +355,41 @@ class _Laws:
     # --- laws
 
     def _edges(self) -> str:
-        refused: list[_NotApplicable] = []
         kinds = list(operators.get(self.inputs.operator).generated.edges(self.inputs))
         # is called here, not in a process of its own, and may not return
         if self.implementation.kind == "library":
             del kinds[1:]
-        for kind in kinds:
-            try:
-                if wrong := self._first_judged(kind, "no edge inputs could be tried"):
-                    return wrong
-            except _NotApplicable as error:
-                if error.holds == "no":
-                    raise
-                refused.append(error)
-        if len(refused) == len(kinds):
-            raise refused[0]
-        return ""
+        return self._every_kind(kinds, "no edge inputs could be tried", self._passes)
+
+    def _histories(self) -> list[Iterator[History[Any]]]:
+        histories = operators.get(self.inputs.operator).generated.histories
+        return list(histories(self.whole, self.long_heads)) if histories else []
+
+    def _turning_keys(self) -> str:
+        return self._every_kind(self._histories(), "no such inputs could be tried", self._recalls)
+
+    def _recalls(self, history: History[Any]) -> str:
+        """Where the output is not the known one: the largest RMS error of a kind of heads."""
+        out, _ = self._run(history.inputs)
+        worst, wrong = DROPPED, ""
+        for known in history.known:
+            ours = out[known.batch, known.positions][:, known.heads].double()
+            squares = ((ours - known.expected).square(), known.expected.square())
+            error, size = (each.sum((1, 2)).sqrt() for each in squares)
+            relative = (error / size).nan_to_num(nan=inf)
+            bad = relative > DROPPED
+            if not bool(bad.any()) or float(relative.max()) <= worst:
+                continue
+            worst, index = float(relative.max()), int(relative.argmax())
+            batch, length, heads = out.shape[:3]
+            dropped = bool(bad[0]) and history.inputs.initial is None
+            wrong = (
+                f"{'outputs are wrong' if dropped else 'history that matters is dropped'}, with "
+                f"{batch} x {length:,} tokens and {heads} heads: {worst:.3g} RMS error at position "
+                f"{int(known.positions[index])} of row {known.batch}, and above {DROPPED:g} in "
+                f"{int(bad.sum())} of {len(bad)} {known.kind}; rounding explains 0.003"
+            )
+        return wrong
 
     def _unchanged(self) -> str:
         before = {
@@ -448,21 +519,50 @@ class _Laws:
         )
 
     def _loud_past(self) -> str:
-        (whole,), loud = _spans(self._one), self._one.values.clone()
-        judged = replace(whole, stop=min(whole.stop, LONGEST[loud.device.type]))
+        """Of the call; where other forms are called, too, also of a pack with initial states."""
         if self._fp16:
             raise _NotApplicable("fp16 numbers would overflow")
-        if judged.length < 2 * LOUD_SHARE:
+        if max(one.length for one in _spans(self.inputs)) < 2 * LOUD_SHARE:
             raise _NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
         if self._loud_factor <= 1:
             raise _NotApplicable("what it neglects of a state is as small as a rounding")
-        loud[:, : judged.length // LOUD_SHARE] *= self._loud_factor
-        inputs = replace(self._one, **{self.inputs.LINEAR[0]: loud})
+        kinds = [iter([self.inputs])]
+        if self.long_heads:
+            kinds.append(self._with_states())
+        return self._every_kind(kinds, "no such inputs could be tried", self._recalls_loud)
+
+    def _with_states(self) -> Iterator[Any]:
+        """The call as a pack, or as it is, with random initial states."""
+        several = [self.inputs]
+        with suppress(_NotApplicable):
+            several.insert(0, self._several)
+        for inputs in several if self.inputs.LINEAR[1:] else ():
+            yield inputs.after(generate.states(*inputs.states_shape, device=inputs.device))
+
+    def _recalls_loud(self, inputs: Any) -> str:
+        loud, spans = inputs.values.clone(), _spans(inputs)
+        longest = LONGEST[loud.device.type]
+        for one in spans:
+            stop = one.start + min(one.length, longest) // LOUD_SHARE
+            loud[one.batch, one.start : stop] *= self._loud_factor
+        given = tensors.tensors(inputs)
+        louder = {
+            name: given[name] * self._loud_factor
+            for name in self.inputs.LINEAR[1:]
+            if name in given
+        }
+        inputs = replace(inputs, **{inputs.LINEAR[0]: loud}, **louder)
         out, states = self._run(inputs)
-        if judged != whole:  # the states after these positions are not known
-            inputs = _joined(inputs, [judged], packed=False)
-            states = oracle_output(inputs)[1]
-        return self._judged(inputs, (out[:, : judged.stop], states))
+        spans = spans if self.long_heads else [max(spans, key=lambda one: one.length)]
+        for one in spans:
+            judged = replace(one, stop=min(one.stop, one.start + longest))
+            given = _joined(inputs, [judged], packed=False)
+            # the states after these positions are not known
+            after = states[_rows(inputs, one)] if judged == one else oracle_output(given)[1]
+            rows = out[one.batch, judged.start : judged.stop][None]
+            if one.length and (wrong := self._judged(given, (rows, after))):
+                return wrong
+        return ""
 
 
 # --- inputs of any operator

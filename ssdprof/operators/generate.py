@@ -136,6 +136,29 @@ def installed(
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownOutputs:
+    """Outputs that follow from the inputs in closed form, of heads of one kind in one sequence.
+
+    kind: "windows of 16 tokens".  batch: their row.  positions (n), heads (h): their indices.
+    expected: (n, h, V) in fp64.
+    """
+
+    kind: str
+    batch: int
+    positions: torch.Tensor
+    heads: torch.Tensor
+    expected: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class History(Generic[I]):
+    """Inputs whose outputs are known, and consist of history that a bound on decays hides."""
+
+    inputs: I
+    known: Sequence[KnownOutputs]
+
+
+@dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
     """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order:
     the same for people.
@@ -147,6 +170,9 @@ class InputGenerator(Generic[I]):
     draw: random inputs with gates as models are initialised, the same at every call.
     edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
     then with fewer.
+    histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
+    without; first one of the shape of the inputs, then long ones with each number of heads.  None:
+    the sum of a head's gates bounds what is left of its state, and the loud past suffices.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
@@ -163,6 +189,7 @@ class InputGenerator(Generic[I]):
     largest: Mapping[str, int] = field(default_factory=dict)
     draw: Callable[[Cell, torch.device], I]
     edges: Callable[[I], Iterator[Iterator[I]]] = lambda _: iter(())
+    histories: Callable[[I, Sequence[int]], Iterator[Iterator[History[I]]]] | None = None
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -11,16 +12,18 @@ from typing import TYPE_CHECKING
 from ssdprof import kernels
 from ssdprof.operators import gdn, generate
 from ssdprof.operators.gdn import CHUNK
-from ssdprof.operators.generate import Cell
+from ssdprof.operators.generate import Cell, History, KnownOutputs
 from ssdprof.operators.late import lazy, packages, rounding, torch
 from ssdprof.operators.operator import CallBinding, OracleSpec, Stages, computed
 from ssdprof.operators.tensors import dtype_named
 
 if TYPE_CHECKING:
+    from ssdprof.kernels import oracle
     from ssdprof.kernels.gdn import adapters
     from ssdprof.kernels.kda import reference
     from ssdprof.operators import kda_tuning
 else:
+    oracle = lazy("ssdprof.kernels.oracle")
     adapters, reference = (
         lazy(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference")
     )
@@ -207,6 +210,149 @@ def edges(like: kernels.KDAInputs) -> Iterator[Iterator[kernels.KDAInputs]]:
         yield chain([first], kind)
 
 
+# --- turning keys
+
+# tokens of a window -> keys that turn in it
+WINDOWS = {16: 7, 64: 11, 256: 11, 1024: 11}
+KEPT, WRITTEN = 15 / 16, 1 / 16  # by the first token of a window
+LONG = (2779, 1317)  # tokens of long calls: a pack, or a row of as many
+RESOLUTION = 2.0**-60  # of a history's influence
+
+
+def histories(
+    like: kernels.KDAInputs, heads: Sequence[int]
+) -> Iterator[Iterator[History[kernels.KDAInputs]]]:
+    """`turning_keys` in the shape of `like`, if it has two windows; then of 4,096 tokens.
+
+    With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
+    tried as a pack with initial states.
+    """
+    longest = max(span.length for span in _spans(like))
+    fitting = [window for window in WINDOWS if 2 * window <= longest]
+    if not fitting:
+        return
+    yield (turning_keys(given, fitting) for given in [like])
+    for count in heads:
+        for start in range(0, len(WINDOWS), count):
+            yield _long_history(like, count, [*WINDOWS][start : start + count])
+
+
+def _long_history(
+    like: kernels.KDAInputs, heads: int, windows: Sequence[int]
+) -> Iterator[History[kernels.KDAInputs]]:
+    key_dim, (value_dim, device) = like.q.shape[3], (like.v.shape[3], like.v.device)
+    shape = GENERATOR.shape("turning keys", heads, heads, key_dim, value_dim)
+    row = draw(generate.edge_cell(shape, like.v, (sum(LONG),)), device)
+    row = replace(row, use_qk_l2norm=like.use_qk_l2norm, g=row.g.to(like.g.dtype))
+    if heads > 1:
+        states = generate.states(len(LONG), heads, key_dim, value_dim, device=device)
+        bounds = generate.edge_bounds(LONG, device)
+        yield turning_keys(replace(row, cu_seqlens=bounds, initial_state=states), windows)
+        yield turning_keys(replace(row, initial_state=states[:1]), windows)
+    yield turning_keys(row, windows)
+
+
+def turning_keys(like: kernels.KDAInputs, windows: Sequence[int]) -> History[kernels.KDAInputs]:
+    """Inputs in which every channel's gates sum to -20 in each window, although most of the state
+    is kept: keys turn it from one half of the channels to the other before that half decays.
+
+    like: their shapes, dtypes and scale.  windows: tokens of each kind of heads, in turn.  Unit
+    vectors x and y lie in the two halves, and change places in every window:
+
+        token               key                                     beta    g
+        first               x                                       1/16    0
+        next four           random                                  0       -5 on y's half
+        m-th of n turning   cos(m a) y - sin(m a) x, a = pi/2/(n+1) 1       0
+        last four           random                                  0       -5 on x's half
+        others              random                                  0       0
+
+    With q = y at the last token, v_i of the first one, and v = 0 where keys turn,
+
+        out = scale M_i,   M_i = cos(a)^(n+1) (15/16 M_(i-1) + v_i / 16)
+
+    M_(-1) is 0, or the initial state x M_(-1)^T.  docs/measuring.md
+    """
+    device, (key_heads, key_dim) = like.v.device, like.q.shape[2:]
+    generator = torch.Generator(device).manual_seed(generate.SEED)
+    normal = partial(torch.randn, device=device, generator=generator)
+    q, k, v, g, beta = (
+        torch.zeros_like(tensor) for tensor in (like.q, like.k, like.v, like.g, like.beta)
+    )
+    v.normal_(generator=generator)
+    states = None if like.initial is None else torch.zeros_like(like.initial, dtype=torch.float32)
+    known: list[KnownOutputs] = []
+    for kind, window in enumerate(windows[:key_heads]):
+        own = torch.arange(kind, key_heads, len(windows), device=device)
+        group = torch.arange(like.values_per_key, device=device)
+        heads = (own[:, None] * like.values_per_key + group).flatten()
+        halves = normal(len(own), key_dim).argsort(-1) < key_dim // 2
+        signs = normal(len(own), key_dim).sign()
+        x, y = (torch.nn.functional.normalize(signs * half, dim=-1) for half in (halves, ~halves))
+        period = _two_windows(window, x, y, normal)
+        turning, kept = WINDOWS[window], math.cos(math.pi / 2 / (WINDOWS[window] + 1))
+        kept **= turning + 1
+        for span in _spans(like):
+            rows = slice(span.start, span.stop)
+            at = torch.arange(span.length, device=device) % (2 * window)
+            for tensor, values in zip((q, k), period, strict=False):
+                tensor[span.batch, rows, own] = values[at].to(tensor.dtype)
+            for tensor, values in zip((g, beta), period[2:], strict=True):
+                values = values.repeat_interleave(like.values_per_key, 1)
+                tensor[span.batch, rows, heads] = values[at].to(tensor.dtype)
+            v[span.batch, rows, heads] *= (period[3][at, :1, None] != 1).to(v.dtype)
+            count = span.length // window
+            first = span.start + window * torch.arange(count, device=device)
+            terms = kept * WRITTEN * v[span.batch, first][:, heads].double()
+            if states is not None:
+                memory = normal(len(heads), v.shape[3])
+                directions = x.repeat_interleave(like.values_per_key, 0)
+                states[span.sequence, heads] = directions[..., None] * memory[:, None]
+                terms[:1] += kept * KEPT * memory.double()
+            known.append(
+                KnownOutputs(
+                    kind=f"windows of {window:,} tokens",
+                    batch=span.batch,
+                    positions=first + window - 1,
+                    heads=heads,
+                    expected=like.scale_or_default * decaying_sums(terms, kept * KEPT),
+                )
+            )
+    inputs = like if states is None else like.after(states)
+    return History(inputs=replace(inputs, q=q, k=k, v=v, g=g, beta=beta), known=known)
+
+
+def _spans(inputs: kernels.KDAInputs) -> list[rounding.Span]:
+    return oracle.sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
+
+
+def _two_windows(
+    window: int, x: torch.Tensor, y: torch.Tensor, normal: Callable[..., torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """q, k, g (2 window, h, K) and beta (2 window, h) of two windows; x, y (h, K)."""
+    turning = WINDOWS[window]
+    each = (window - 9) // turning
+    parts = []
+    for before, after in ((x, y), (y, x)):
+        k = torch.nn.functional.normalize(normal(window, *x.shape), dim=-1)
+        g, beta = torch.zeros_like(k), torch.zeros_like(k[..., 0])
+        k[0], beta[0] = before, WRITTEN
+        for m in range(1, turning + 1):
+            angle, token = m * math.pi / 2 / (turning + 1), 5 + each * (m - 1)
+            k[token], beta[token] = math.cos(angle) * after - math.sin(angle) * before, 1
+        g[1:5], g[-4:] = BOUND * (after != 0), BOUND * (before != 0)
+        parts.append((after.expand_as(k), k, g, beta))
+    return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+
+
+def decaying_sums(terms: torch.Tensor, ratio: float) -> torch.Tensor:
+    """sum over j of ratio^j terms_(i-j), of (n, ...): spans that double, until no more counts."""
+    step = 1
+    while step < len(terms) and ratio**step > RESOLUTION:
+        terms = torch.cat([terms[:step], terms[step:] + ratio**step * terms[:-step]])
+        step *= 2
+    return terms
+
+
 # --- other libraries
 
 
@@ -235,6 +381,7 @@ GENERATOR = replace(
     gdn.GENERATOR,
     draw=draw,
     edges=edges,
+    histories=histories,
     ways=WAYS,
     alternatives=(),
     libraries=LIBRARIES,

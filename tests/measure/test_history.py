@@ -1,0 +1,233 @@
+"""Kernels that drop history which matters are found: by turning keys, where decays are vectors, and
+else by the loud past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from measure.conftest import random_inputs
+from measure.test_probes import Here, probed
+
+from ssdprof import kernels, operators
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.kda.reference import kda_recurrence
+from ssdprof.kernels.oracle import Span, sequences
+from ssdprof.measure.accuracy import oracle_output
+from ssdprof.measure.probes import DROPPED, LOUD_PAST, TURNING_KEYS, Prober, _joined
+from ssdprof.operators import generate, kda
+from ssdprof.operators.implementations import own_implementation
+
+pytestmark = pytest.mark.usefixtures("small_guards")
+Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
+LIMIT = -14.0  # about 2^-20
+
+
+def drawn(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
+    operator = operators.get(name)
+    shape = operator.generated.parse(sizes)
+    assert shape
+    tokens = generate.Tokens(sequences=sequences, seqlen=seqlen)
+    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
+    return replace(operator.generated.draw(cell, torch.device("cpu")), **changes)
+
+
+def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
+    """Whether the largest channel's sum of gates is below `LIMIT`: no bound for keys that mix."""
+    sums = inputs.g[window.batch, window.start : window.stop].float().sum(0)
+    return (sums.amax(-1) if sums.ndim == 2 else sums) < LIMIT
+
+
+def by_the_sum(inputs: Any, window: Span) -> torch.Tensor:
+    """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
+    gate = operators.get(inputs.operator).judged.gate(inputs, window)
+    return gate.exponents[..., -1].sum(0) < LIMIT
+
+
+def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
+    """Correct, but heads begin anew at each border of `window` tokens where the window after it is
+    `forgotten`, and are read from that window's end on.
+
+    only: "packs": nowhere else; "states": drops the initial states alone.
+    """
+    out, states = oracle_output(inputs)
+    spans = sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
+    if only == "packs" and inputs.cu_seqlens is None:
+        return out, states
+    if only == "states" and inputs.initial is None:
+        return out, states
+    for span in spans:
+        borders = range(span.start, span.stop - window, window)
+        for border in borders[:1] if only == "states" else borders:
+            rest = replace(span, start=border)
+            heads = forgotten(inputs, replace(rest, stop=border + window))
+            if bool(heads.any()):
+                part = _joined(inputs, [rest], packed=False)
+                if part.initial is not None:
+                    part = part.after(torch.zeros_like(part.initial))
+                anew, end = oracle_output(part)
+                read = slice(border + window, span.stop)
+                out[span.batch, read, heads] = anew[0, window:][:, heads]
+                states[span.sequence, heads] = end[0, heads]
+    return out, states
+
+
+def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]:
+    implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
+    (found,) = Prober(Here(), only=name).probe(implementation, inputs, EXACT_FP32)
+    return found.holds, found.detail
+
+
+# --- turning keys
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seqlen", "changes"),
+    [
+        ("4/4x32x16", 300, {}),
+        ("2/4x16x32", 140, {}),
+        ("1/1x16x16", 2100, {}),
+        ("4/4x32x16", 200, {"use_qk_l2norm": False, "scale": 0.5}),
+    ],
+)
+def test_the_outputs_of_turning_keys_have_a_closed_form(
+    sizes: str, seqlen: int, changes: dict[str, Any]
+) -> None:
+    like = drawn("kda", sizes, seqlen, 2, **changes)
+    kinds = list(kda.histories(like, (1, 2)))
+    assert len(kinds) == 1 + 4 + 2
+    for histories in (kinds[0], kinds[-1]):
+        for history in histories:
+            inputs, heads = history.inputs, history.inputs.v.shape[2]
+            out, _ = kda_recurrence(inputs, dtype=torch.float64)
+            for known in history.known:
+                ours = out[known.batch, known.positions][:, known.heads]
+                # keys of half the channels have lengths that 16 bit may miss
+                room = 1e-4 if inputs.use_qk_l2norm else 6e-3
+                error = (ours - known.expected).norm() / known.expected.norm()
+                assert error < room, known.kind
+            judged = torch.cat([known.heads for known in history.known])
+            assert set(judged.tolist()) == set(range(heads))
+
+
+def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
+    history = next(iter(next(kda.histories(drawn("kda", "2/2x32x16", 320), ()))))
+    sums = history.inputs.g[0].unfold(0, 16, 1).sum(-1)
+    assert bool((sums[:, 0] == -20).all())
+    assert history.known[0].kind == "windows of 16 tokens"
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(16, 120), (64, 260), (1024, 120)])
+@pytest.mark.parametrize("only", ["", "packs", "states"])
+def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
+    window: int, tokens: int, only: str
+) -> None:
+    kernel = partial(dropping, window, by_the_largest_channel, only)
+    holds, why = law(TURNING_KEYS, kernel, drawn("kda", "2/2x32x16", tokens))
+    assert holds == "no"
+    assert why.startswith("history that matters is dropped, with ")
+    expected = "1 x 4,096 tokens and 4 heads" if only else f"1 x {tokens} tokens and 2 heads"
+    if window < 1024 or only:
+        assert expected in why
+    else:
+        assert "1 x 4,096 tokens and 1 heads" in why
+
+
+def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history() -> None:
+    def half(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return out / 2, states
+
+    holds, why = law(TURNING_KEYS, half, drawn("kda", "2/2x32x16", 120))
+    assert holds == "no"
+    assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.5 RMS error")
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
+    chunk: int, dtype: torch.dtype
+) -> None:
+    """The rounded form, also with states in 16 bit."""
+    operator = operators.get("kda")
+    precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
+    for histories in kda.histories(drawn("kda", "4/4x32x32", 600), (1, 4)):
+        for history in histories:
+            inputs, found = history.inputs, []
+            rounded = operator.judged.rounded(inputs, precision)
+            for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+                gate = operator.judged.gate(inputs, span, chunk)
+                found.append(rounded.advance(inputs, span, gate)[0])
+            out = torch.cat(found)
+            for known in history.known:
+                ours = out[known.positions][:, known.heads].double()
+                squares = (ours - known.expected).square(), known.expected.square()
+                error, size = (each.sum((1, 2)) for each in squares)
+                assert float((error / size).max().sqrt()) < DROPPED / 2, known.kind
+
+
+def test_turning_keys_have_the_shape_of_every_new_call() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(inputs: Any) -> Any:
+        shapes.append(tuple(inputs.v.shape))
+        return oracle_output(inputs)
+
+    implementation = own_implementation(operators.get("kda"), "fused", noted)
+    implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
+    first, second = drawn("kda", "2/2x16x16", 100), drawn("kda", "2/2x16x16", 150)
+    assert len(prober.probe(implementation, first, EXACT_FP32)) > 1
+    assert prober.probe(implementation, drawn("kda", "2/2x16x16", 100), EXACT_FP32) == ()
+    assert {shape[1] for shape in shapes} == {100}
+    (found,) = prober.probe(implementation, second, EXACT_FP32)
+    assert (found.name, found.holds) == (TURNING_KEYS, "yes")
+    assert shapes[-1] == (1, 150, 2, 16)
+    assert TURNING_KEYS not in probed(oracle_output, drawn("kda", "2/2x16x16", 30)), "one window"
+
+
+# --- the loud past
+
+
+def fast(name: str, **changes: Any) -> Any:
+    """Inputs whose heads forget e^-14 within 100 tokens or so."""
+    if name == "ssd":
+        decaying: dict[str, Any] = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
+        return random_inputs(seqlen=400, heads=2, headdim=16, groups=1, **decaying | changes)
+    given = drawn("gdn", "1/2x16x16", 400)
+    return replace(given, g=torch.full_like(given.g, -0.2), **changes)
+
+
+@pytest.mark.parametrize("name", ["ssd", "gdn"])
+@pytest.mark.parametrize("only", ["", "packs", "states"])
+def test_the_loud_past_finds_a_kernel_that_drops_small_history(name: str, only: str) -> None:
+    given = fast(name)
+    kernel = partial(dropping, 100, by_the_sum, only)
+    assert law(LOUD_PAST, oracle_output, given) == ("yes", "")
+    holds, why = law(LOUD_PAST, kernel, given)
+    assert (holds, bool(why)) == ("no", True)
+    initial = torch.randn(given.states_shape)
+    assert law(LOUD_PAST, kernel, given.after(initial))[0] == "no"
+
+
+def test_keys_of_gdn_that_are_not_normalised_are_known_to_hide_history() -> None:
+    """No law: in 16 bit, the inverse of a correct kernel hides it, too (docs/measuring.md)."""
+    given = drawn("gdn", "1/1x16x16", 300, use_qk_l2norm=False)
+    key = torch.full((16,), 0.25) * 2.1**0.5
+    given = replace(given, g=torch.full_like(given.g, -0.105), beta=torch.ones_like(given.beta))
+    given = replace(given, k=key.to(given.k.dtype).expand_as(given.k).contiguous())
+    states = given.v.new_zeros(given.states_shape, dtype=torch.float32)
+    states[0, 0] = key[:, None]
+    silent = replace(given, v=torch.zeros_like(given.v)).after(states)
+    _, left = gdn_recurrence(replace(silent, **_cut(silent, 160)), dtype=torch.float64)
+    assert 160 * -0.105 < -14
+    assert left.norm() / states.norm() > 0.1
+
+
+def _cut(inputs: Any, length: int) -> dict[str, torch.Tensor]:
+    return {name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "g", "beta")}
