@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import Field
 
 from ssdprof.core.accuracy import Deviation
-from ssdprof.core.base import Clock, Record
+from ssdprof.core.base import Clock, Record, intermediates_of, states_of
 from ssdprof.core.case import Case, Launch
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
@@ -256,7 +256,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         sizes=case.dims.sizes,
         dtype=case.dims.dtype,
         drawn=case.drawn.ways,
-        precision=f"{case.precision.intermediates} {case.precision.state_dtype}",
+        precision=f"{intermediates_of(case.precision)} {states_of(case.precision)}",
         status=case.result,
         reason=case.why if case.result != "passed" else "",
         outside_budget=case.outside_budget if case.result == "passed" else "",

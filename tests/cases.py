@@ -14,7 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
-from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, VERSION, DType, PrecisionRecord
+from ssdprof.core.base import (
+    EXACT_FP32,
+    SMALLEST_DIFFERENCE,
+    VERSION,
+    DType,
+    PrecisionName,
+    exact_precision,
+    intermediates_of,
+    states_of,
+)
 from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, Prefill, Samples
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.statistics import Estimate
@@ -31,9 +40,9 @@ from ssdprof.core.subject import (
     Serving,
 )
 
-EXACT_FP16 = PrecisionRecord(intermediates="exact", state_dtype="fp16")
-RELAXED_FP32 = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
-RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
+EXACT_FP16 = "exact, fp16 states"
+RELAXED_FP32 = "relaxed, fp32 states"
+RELAXED_FP16 = "relaxed, fp16 states"
 PRECISIONS = (EXACT_FP32, EXACT_FP16, RELAXED_FP32, RELAXED_FP16)
 SIZES = {"nheads": 128, "headdim": 64, "ngroups": 1, "dstate": 128}
 FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
@@ -151,7 +160,7 @@ def both_tensors(
 
 
 def case(
-    implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any
+    implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
 ) -> Case:
     """A case of a captured call of layer 0 at 1,024 tokens; without times unless `samples` are
     given.
@@ -167,12 +176,12 @@ def case(
         found["layer"] = layer()
     size = {"batch": fields.get("batch", 1), "seqlen": fields.get("seqlen", 1024)}
     if not {"answers", "prefill"} & fields.keys():
-        against = f"unfused exact, {precision.state_dtype} states"
+        against = f"unfused exact, {states_of(precision)} states"
         found |= {
             "dims": dims(**size),
             "accuracy": both_tensors(against if found["baseline"] else ""),
         }
-        if precision.intermediates == "relaxed":
+        if intermediates_of(precision) == "relaxed":
             found["accuracy"] = both_tensors(against)
     return Case(**(found | size | fields))
 
@@ -234,7 +243,7 @@ def launches(name: str, *, gpu: bool = True) -> tuple[Launch, ...]:
 def calls(
     index: int = 0,
     seqlen: int = 131_072,
-    precisions: Sequence[PrecisionRecord] = PRECISIONS,
+    precisions: Sequence[PrecisionName] = PRECISIONS,
     *,
     gpu: bool = True,
 ) -> tuple[Case, ...]:
@@ -245,10 +254,10 @@ def calls(
     base_us = 1000.0 + 10 * index
     for name in ("unfused", "fused"):
         for precision in precisions:
-            own_us = base_us * 0.9 if precision.intermediates == "relaxed" else base_us
-            us = own_us if name == "unfused" else base_us / FASTER[precision.intermediates]
-            first = name == "unfused" and precision.intermediates == "exact"
-            size = (1 + index / 100) * (1.5 if precision.intermediates == "relaxed" else 1)
+            own_us = base_us * 0.9 if intermediates_of(precision) == "relaxed" else base_us
+            us = own_us if name == "unfused" else base_us / FASTER[intermediates_of(precision)]
+            first = name == "unfused" and intermediates_of(precision) == "exact"
+            size = (1 + index / 100) * (1.5 if intermediates_of(precision) == "relaxed" else 1)
             found.append(
                 case(
                     name,
@@ -256,7 +265,9 @@ def calls(
                     layer=layer(index),
                     seqlen=seqlen,
                     baseline="" if first else "unfused",
-                    accuracy=of_size(size, "" if first else f"unfused {precision.exact}"),
+                    accuracy=of_size(
+                        size, "" if first else f"unfused {exact_precision(precision)}"
+                    ),
                     variant=("hopper" if name == "fused" else "portable") if gpu else "interpreter",
                     samples=timed(us, us + CALL_US, turn=name == "unfused") if gpu else (),
                     bytes_moved=10**9,
@@ -272,7 +283,7 @@ def report(
     *,
     layers: Sequence[int] = (0, 9, 18, 27),
     seqlens: Sequence[int] = (131_072,),
-    precisions: Sequence[PrecisionRecord] = PRECISIONS,
+    precisions: Sequence[PrecisionName] = PRECISIONS,
     gpu: bool = True,
     change: Callable[[Case], Case] = lambda one: one,
     **fields: Any,
@@ -443,7 +454,7 @@ def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
 
 
 def of_answers(
-    implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any
+    implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Answers`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Answers.model_fields)}

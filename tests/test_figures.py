@@ -19,6 +19,7 @@ import pytest
 import recorded
 from recorded import RESULTS, Cell
 
+from ssdprof.core.base import intermediates_of
 from ssdprof.core.report import Report
 from ssdprof.store.reports import load
 
@@ -306,7 +307,7 @@ def match_pct(name: str) -> float:
     return fmean(
         case.tensor("out").vs_baseline.match_pct(1e-3)
         for case in run(f"{name}/report.json").of_calls
-        if case.implementation == "fused" and case.precision.intermediates == "relaxed"
+        if case.implementation == "fused" and intermediates_of(case.precision) == "relaxed"
     )
 
 

@@ -22,7 +22,7 @@ from ssdprof.core.base import (
     NotNegative,
     PartName,
     Percent,
-    PrecisionRecord,
+    PrecisionName,
     Probe,
     Record,
     Result,
@@ -277,7 +277,7 @@ class Case(Record):
     kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: Text = ""
     variant: Text = ""
-    precision: PrecisionRecord
+    precision: PrecisionName
     baseline: Text = ""
     status: Status
     reason: Text = ""

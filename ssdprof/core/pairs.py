@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
-from ssdprof.core.base import PrecisionRecord, grouped
+from ssdprof.core.base import PrecisionName, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import SLOWER, Condition, Outcome, Verdict, judge, metric_of, number
 from ssdprof.core.report import Report
@@ -127,7 +127,7 @@ class Total:
     where: str
     over: TotalOver
     implementation: str
-    precision: PrecisionRecord
+    precision: PrecisionName
     cases: int
     by: TotalBy
     change: Estimate
@@ -312,7 +312,7 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
     """For every implementation and precision all layers, calls, or lengths of one kind together."""
 
-    def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionRecord, TotalBy]:
+    def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case
         by: TotalBy = "device time" if pair.time else "speedup"
         if case.prefill:

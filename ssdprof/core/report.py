@@ -15,13 +15,16 @@ from ssdprof.core.base import (
     Count,
     DType,
     NotNegative,
-    PrecisionRecord,
+    PrecisionName,
     Processes,
     Record,
     Size,
     Text,
     Time,
+    exact_precision,
     grouped,
+    intermediates_of,
+    states_of,
     unique,
 )
 from ssdprof.core.case import Case
@@ -102,7 +105,7 @@ class Report(Record):
     processes: one line for each rank, then for each further sampler.
     """
 
-    version: Literal[3]  # `base.VERSION`
+    version: Literal[4]  # `base.VERSION`
     kind: Literal["run", "bench", "prefill", "answers", "tune"]
     id: Text
     created: Time
@@ -243,7 +246,11 @@ class Report(Record):
                 timed, key=lambda one: one.device_us.value if one.device_us else 0.0, default=None
             )
         else:
-            found = min(there, key=lambda one: one.precision != case.precision.exact, default=None)
+            found = min(
+                there,
+                key=lambda one: one.precision != exact_precision(case.precision),
+                default=None,
+            )
         return None if found is case else found
 
     def speedup(self, case: Case, clock: Clock | None = None, over: str = "") -> Estimate | None:
@@ -291,8 +298,8 @@ class Report(Record):
         )
         wanted = {
             "--impl": name,
-            "--dtypes": case.precision.intermediates,
-            "--states": case.precision.state_dtype,
+            "--dtypes": intermediates_of(case.precision),
+            "--states": states_of(case.precision),
         }
         if case.layer:
             wanted["--layers"] = str(case.layer.index)
@@ -346,13 +353,13 @@ class Report(Record):
     def restricted(
         self,
         *,
-        precisions: Iterable[PrecisionRecord] | None = None,
+        precisions: Iterable[PrecisionName] | None = None,
         implementations: Iterable[str] | None = None,
     ) -> Report:
         """As if only these precisions or implementations had been requested, and no answers;
         baselines stay.
         """
-        words = None if precisions is None else {str(one) for one in precisions}
+        words = None if precisions is None else {*precisions}
         names = (
             None
             if implementations is None
@@ -365,9 +372,7 @@ class Report(Record):
             )
 
         cases = (
-            one
-            for one in self.cases
-            if not one.answers and kept(str(one.precision), one.implementation)
+            one for one in self.cases if not one.answers and kept(one.precision, one.implementation)
         )
         asked = (
             one

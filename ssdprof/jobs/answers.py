@@ -20,7 +20,7 @@ from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
+from ssdprof.core.base import DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
@@ -30,6 +30,7 @@ from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
 from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
@@ -37,12 +38,12 @@ from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, statu
 from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators import tensors
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
-from ssdprof.operators.tensors import dtype_name
+from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
 
-Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
+Precisions = Callable[[DType], tuple[Precision, ...]]
 
 
 def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
@@ -52,8 +53,8 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
     report.
     """
 
-    def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
-        return precisions_for(
+    def precisions(dtype: DType) -> tuple[Precision, ...]:
+        return requested_precisions(
             "bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states
         )
 
@@ -147,7 +148,7 @@ def _models(
     mixers, layers = prompt.mixers, frozenset(prompt.wanted)
 
     def case(
-        name: str, precision: PrecisionRecord, *, change: str = "", alone: int | None = None
+        name: str, precision: Precision, *, change: str = "", alone: int | None = None
     ) -> Case:
         return Case(
             answers=Answers(
@@ -163,7 +164,7 @@ def _models(
             seqlen=prompt.ids.shape[1],
             inputs=inputs,
             implementation=name,
-            precision=precision,
+            precision=str(precision),
             status="ran",
         )
 
@@ -172,8 +173,8 @@ def _models(
     for change, noise in zip(
         ("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True
     ):
-        moved = noise(implemented(baseline, EXACT_FP32, mixers))
-        yield case(baseline, EXACT_FP32, change=change), moved, layers
+        moved = noise(implemented(baseline, Precision(), mixers))
+        yield case(baseline, Precision(), change=change), moved, layers
     computes = {
         (name, one): implemented(name, one, mixers)
         for name in request.implementations
@@ -304,7 +305,7 @@ def choose_reference(
     if not remark:
         return oracle_compute, "fp64 oracle", ""
     name = operators.get(prompt.mixers[0].operator).baseline
-    return implemented(name, EXACT_FP32, prompt.mixers), f"{name} {EXACT_FP32}", remark
+    return implemented(name, Precision(), prompt.mixers), f"{name} {Precision()}", remark
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:

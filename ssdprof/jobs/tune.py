@@ -21,7 +21,7 @@ import torch
 from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics, words
-from ssdprof.core.base import Intermediates, grouped, precisions_for
+from ssdprof.core.base import Intermediates, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
@@ -31,13 +31,14 @@ from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.bench import drawn_of
 from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import Call, first_line
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator, Output
-from ssdprof.operators.tensors import precision_of
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.operators.tuning import Config
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
@@ -67,15 +68,14 @@ class Problem:
     calls: TunedCalls
     inputs: tuple[Any, ...]
     cases: tuple[Case, ...]
+    precision: Precision
     committed: Config
 
     def __str__(self) -> str:
         return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
 
     def run(self, inputs: Any, config: Config) -> Output:
-        output: Output = self.operator.tunable.run(
-            inputs, precision_of(self.cases[0].precision), config
-        )
+        output: Output = self.operator.tunable.run(inputs, self.precision, config)
         return output
 
 
@@ -172,7 +172,7 @@ def _problem(
     loaded = sorted(loaded, key=lambda one: judged.dims(one[1]).seqlen)
     longest = loaded[-1][1]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
-    (wanted,) = precisions_for(judged.dims(longest).dtype, intermediates, None)
+    (precision,) = requested_precisions(judged.dims(longest).dtype, intermediates, None)
     cases = []
     for place, inputs in loaded:
         dims, work = judged.cost(inputs)
@@ -183,12 +183,13 @@ def _problem(
             **work,
             **place,
         }
-        cases.append(Case(**size, implementation=COMMITTED, precision=wanted, status="ran"))
+        cases.append(Case(**size, implementation=COMMITTED, precision=str(precision), status="ran"))
     return Problem(
         operator=operator,
         calls=tuning.calls(longest, intermediates, kernel),
         inputs=tuple(inputs for _, inputs in loaded),
         cases=tuple(cases),
+        precision=precision,
         committed=tuning.committed(longest, kernel),
     )
 
@@ -409,10 +410,11 @@ def search(
             plan=lambda *_: Plan(variant=kernel, launches=1, reason=settings),
         )
         names = {"implementation": change, "baseline": COMMITTED} if change else {}
-        precision = precision_of(place.precision)
         return Entry(
             case=place.changed(**names, variant=kernel, plan=settings),
-            call=Call(implementation=candidate, inputs=inputs, precision=precision, label=label),
+            call=Call(
+                implementation=candidate, inputs=inputs, precision=problem.precision, label=label
+            ),
         )
 
     best, why = screened()

@@ -19,7 +19,15 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, Clock, PartName
+from ssdprof.core.base import (
+    CLOCKS,
+    EXACT_FP32,
+    TOLERANCES,
+    Clock,
+    PartName,
+    intermediates_of,
+    states_of,
+)
 from ssdprof.core.case import Case, Launch, Summary
 from ssdprof.core.conditions import Outcome, judged
 from ssdprof.core.report import Report
@@ -103,8 +111,8 @@ def _row(report: Report, case: Case) -> Row:
         "dimensions": case.dims,
         "implementation": case.implementation,
         "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
-        "intermediates": case.precision.intermediates,
-        "states": case.precision.state_dtype,
+        "intermediates": intermediates_of(case.precision),
+        "states": states_of(case.precision),
         "chunk size": case.chunk_size,
         "status": case.result,
         "reason": case.why,

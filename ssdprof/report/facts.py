@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import MEMORIES, grouped
+from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CheckpointRef, Environment
-from ssdprof.report.groups import groups, layer_of, precision_order
+from ssdprof.report.groups import groups, layer_of
 from ssdprof.report.table import Table, facts
 
 Fact = tuple[str, str]  # name and value; those without a value are not shown
@@ -40,7 +40,7 @@ def meanings(report: Report) -> tuple[Fact, ...]:
     said = {
         word
         for case in report.cases
-        for word in (case.implementation, case.precision.intermediates)
+        for word in (case.implementation, intermediates_of(case.precision))
     }
     found = {word: meaning for word, meaning in _MEANINGS.items() if word in said}
     if report.baseline != "unfused":
@@ -189,7 +189,7 @@ def _settings(report: Report) -> Iterator[Fact]:
     cases = [case for case in report.cases if not case.answers]
     yield (
         "precisions",
-        "; ".join(map(str, sorted({case.precision for case in cases}, key=precision_order))),
+        "; ".join(sorted({case.precision for case in cases}, key=PRECISIONS.index)),
     )
     names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0) or {
         report.baseline: None
@@ -203,7 +203,7 @@ def _settings(report: Report) -> Iterator[Fact]:
         lambda case: (case.kind, case.implementation, case.version),
     )
     for (kind, name, version), own in others.items():
-        precisions = "; ".join(dict.fromkeys(str(case.precision) for case in own))
+        precisions = "; ".join(dict.fromkeys(case.precision for case in own))
         yield _KINDS[kind], f"{name}, {version}, at {precisions}"
     for seqlen, own in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = own[0].answers

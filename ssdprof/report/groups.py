@@ -12,12 +12,19 @@ from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
-from ssdprof.core.base import CLOCKS, Clock, PrecisionRecord, TensorName, grouped
+from ssdprof.core.base import (
+    CLOCKS,
+    PRECISIONS,
+    Clock,
+    PrecisionName,
+    TensorName,
+    grouped,
+    short_precision,
+)
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 
-_ORDER = ("exact", "relaxed", "fp64", "fp32", "fp16", "bf16")
 Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
 
 
@@ -32,7 +39,7 @@ class Series:
     """
 
     def __init__(
-        self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]
+        self, group: Group, implementation: str, precision: PrecisionName, cases: Sequence[Case]
     ) -> None:
         self.group, self.implementation, self.precision, self.cases = (
             group,
@@ -46,7 +53,7 @@ class Series:
             )
         )
         self.name = f"{implementation} {variants}".rstrip()
-        self.label = f"{implementation}, {precision.short}"
+        self.label = f"{implementation}, {short_precision(precision)}"
         self.within_budget = all(
             case.result == "passed" and not case.outside_budget for case in cases
         )
@@ -187,7 +194,7 @@ class Group:
             Series(self, *key, tuple(found[key]))
             for name in implementations or self.implementations
             for key in sorted(
-                (key for key in found if key[0] == name), key=lambda key: precision_order(key[1])
+                (key for key in found if key[0] == name), key=lambda key: PRECISIONS.index(key[1])
             )
         )
 
@@ -221,10 +228,6 @@ def groups(report: Report) -> tuple[Group, ...]:
 
 def layer_of(case: Case) -> int:
     return case.layer.index if case.layer else -1
-
-
-def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
-    return _ORDER.index(precision.intermediates), _ORDER.index(precision.state_dtype)
 
 
 # --- errors of several calls

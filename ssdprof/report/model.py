@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped
+from ssdprof.core.base import grouped, short_precision
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import PRECISION, untimed
@@ -45,7 +45,7 @@ _ANSWERING: tuple[Column[_Band], ...] = (
             else row[0].implementation
         ),
     ),
-    text(PRECISION, lambda row: row[0].precision.short),
+    text(PRECISION, lambda row: short_precision(row[0].precision)),
 )
 
 

@@ -8,13 +8,20 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import LONGEST_SEQLEN, PrecisionRecord, grouped
+from ssdprof.core.base import (
+    LONGEST_SEQLEN,
+    PRECISIONS,
+    PrecisionName,
+    grouped,
+    intermediates_of,
+    states_of,
+)
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.calls import baseline_us
 from ssdprof.report.facts import gpu_name
-from ssdprof.report.groups import Group, Series, groups, layer_words, places, precision_order
+from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
@@ -145,7 +152,7 @@ def _advice(series: Sequence[Series]) -> VerdictLine:
     if good:
         layers = len({case.layer for one in good for case in one.cases})
         where = "every layer replayed" if layers > 1 else "the layer replayed"
-        precisions = "; ".join(str(one.precision) for one in good)
+        precisions = "; ".join(one.precision for one in good)
         if not bad and len(good) > 4:
             precisions = f"each of its {len(good)} precisions"
         said = f"{name} may be used at {precisions}: within the error budget in {where}."
@@ -158,7 +165,9 @@ def _doubt(one: Series, every: Sequence[Series]) -> str:
     output's error; or "".
     """
     exact = [
-        other for other in every if other.within_budget and other.precision.intermediates == "exact"
+        other
+        for other in every
+        if other.within_budget and intermediates_of(other.precision) == "exact"
     ]
     if not exact or one in exact:
         return ""
@@ -364,11 +373,11 @@ def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
         if part.startswith(_SAME_AS)
     )
 
-    def words(precision: PrecisionRecord) -> str:
-        return f"{precision.intermediates} with {precision.state_dtype} states"
+    def words(precision: PrecisionName) -> str:
+        return f"{intermediates_of(precision)} with {states_of(precision)} states"
 
     for (name, other), own in grouped(same, lambda one: one[:2]).items():
-        precisions = [words(one) for one in sorted({one[2] for one in own}, key=precision_order)]
+        precisions = [words(one) for one in sorted({one[2] for one in own}, key=PRECISIONS.index)]
         ran = {words(case.precision) for case in cases if case.implementation == name}
         which = "every precision" if ran <= {other, *precisions} else fmt.words(precisions)
         said = f"{name} computes {which} as {other}: results are bitwise the same"

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ssdprof.core.accuracy import BudgetUse, ErrorTest
-from ssdprof.core.base import PrecisionRecord, Record, precisions_for
+from ssdprof.core.base import Record, exact_precision, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import CallRef, Ceilings
@@ -264,12 +264,12 @@ def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None
 
 def test_precisions_follow_the_dtype_of_the_inputs() -> None:
     assert precisions_for("fp16", "exact", None) == (cases.EXACT_FP32,)
-    assert [str(one) for one in precisions_for("fp16", "all", None)] == [
+    assert list(precisions_for("fp16", "all", None)) == [
         "exact, fp32 states",
         "relaxed, fp16 states",
     ]
     assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
-    assert RELAXED_FP32.exact == cases.EXACT_FP32
+    assert exact_precision(RELAXED_FP32) == cases.EXACT_FP32
 
 
 # --- results
@@ -418,14 +418,14 @@ def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
             assert (base.layer, base.implementation, base.precision) == (
                 one.layer,
                 "unfused",
-                one.precision.exact,
+                exact_precision(one.precision),
             )
         else:
             assert (base, report.speedup(one)) == (None, None)
 
 
 def test_a_bench_compares_with_the_fastest_of_another_implementation() -> None:
-    half = PrecisionRecord(intermediates="exact", state_dtype="fp16")
+    half = "exact, fp16 states"
     made = (*cell(times={"fla": 200.0, "fused": 50.0}), *cell(times={"fla": 150.0}, precision=half))
     report = bench(*made)
     assert value(report.speedup(made[1], over="fla")) == pytest.approx(3)

@@ -17,7 +17,6 @@ from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 
 from ssdprof import kernels, operators
 from ssdprof.commands import output
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import SPREAD
 from ssdprof.environment.machine import kernels_hash
@@ -29,6 +28,7 @@ from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure import isolate
@@ -331,7 +331,7 @@ def library(operator: str) -> Implementation:
         run=run,
         kind="library",
         version="9.9",
-        precisions=lambda _dtype: (EXACT_FP32,),
+        precisions=lambda _dtype: (Precision(),),
     )
     return replace(kernels.get(operator, "reference"), **of)
 
@@ -394,7 +394,7 @@ def test_an_alternative_form_runs_once() -> None:
         operator="ssd", intermediates="all", compared=tuple(resolve(SSD, name) for name in names)
     )
     of = [(one.name, precision) for one, precision in job.compared(request, SSD, CELL)]
-    assert [precision for name, precision in of if name == "recurrent_in_place"] == [EXACT_FP32]
+    assert [precision for name, precision in of if name == "recurrent_in_place"] == [Precision()]
     assert len([name for name, _ in of if name == "fused"]) == 2
-    relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+    relaxed = Precision.named("relaxed, bf16 states")
     assert ("unfused", relaxed) not in of

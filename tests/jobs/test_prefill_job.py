@@ -15,7 +15,7 @@ import torch
 from prefill_fakes import ONCE, FakeTimer
 
 from ssdprof import kernels
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.errors import MissingCapabilityError
@@ -203,7 +203,7 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsew
         " raise AssertionError\n"
     )
     (users_folder / "own_of_prefill.py").write_text(text)
-    relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+    relaxed = "relaxed, bf16 states"
     names = ("fused", "own_of_prefill:first", "own_of_prefill:second")
     report = timed(8, names=names, baseline="fused", intermediates="relaxed", state_dtype="bf16")
     assert report.baseline == "fused"

@@ -18,6 +18,7 @@ from ssdprof.core.subject import Environment, Gpu
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
 from ssdprof.jobs.tune import Problem
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -72,7 +73,12 @@ def ssd_problem(kernel: str, *seqlens: int) -> Problem:
     cases = tuple(Case(dims=SSD.judged.dims(one), seqlen=one.length, **of) for one in inputs)
     calls = SSD.tunable.calls(inputs[-1], "exact", kernel)
     return Problem(
-        operator=SSD, calls=calls, inputs=inputs, cases=cases, committed=COMMITTED[kernel]
+        operator=SSD,
+        calls=calls,
+        inputs=inputs,
+        cases=cases,
+        precision=Precision(),
+        committed=COMMITTED[kernel],
     )
 
 

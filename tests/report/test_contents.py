@@ -27,7 +27,7 @@ from cases import (
 )
 from report.shown import row, there
 
-from ssdprof.core.base import REPEATS, PrecisionRecord, Probe
+from ssdprof.core.base import REPEATS, PrecisionName, Probe
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import of_options
 from ssdprof.core.report import LeftOut, Report
@@ -46,7 +46,7 @@ Change = Callable[[Case], Case]
 def changed(
     how: Change,
     implementation: str = "fused",
-    precision: PrecisionRecord | None = None,
+    precision: PrecisionName | None = None,
     layers: Collection[int] = (),
 ) -> Change:
     """`how` for the selected cases; the others stay."""

@@ -453,7 +453,7 @@ GOOD = dump(cases.report(layers=(0,)))
         ("[]", "is no report of ssdprof"),
         ("{}", "is no report of ssdprof"),
         ('{"schema_version": 2}', "is no report of ssdprof"),
-        (GOOD.replace('"version": 3', '"version": 99'), "of version 99; this ssdprof reads 3"),
+        (GOOD.replace('"version": 4', '"version": 99'), "of version 99; this ssdprof reads 4"),
         (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
         (GOOD.replace('"subject"', '"subjekt"'), "subject: Field required"),
         (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),
