@@ -24,6 +24,8 @@ import recorded
 from recorded import RESULTS, Cell, RecordedCase
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import intermediates_of, states_of
+from ssdprof.core.case import Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import KernelStalls, Samples, StallReport
 from ssdprof.files import write_text
@@ -211,7 +213,9 @@ def _us(case: RecordedCase, clock: str, chunk: str) -> float | None:
 def _of_run(row: Mapping[str, str], report: Report) -> float | None:
     """Matches of the output, by implementation and precision."""
     for case in report.of_calls:
-        words = f"{case.implementation} {case.precision.intermediates} {case.precision.state_dtype}"
+        words = (
+            f"{case.implementation} {intermediates_of(case.precision)} {states_of(case.precision)}"
+        )
         out = case.tensor("out")
         if words == row["of"] and out and out.vs_baseline and case.result == "passed":
             return out.vs_baseline.match_pct(float(row["quantity"].removeprefix("match ")))
@@ -226,8 +230,8 @@ def _of_prefill(row: Mapping[str, str]) -> float | None:
         case.implementation: case.call_us.value
         for case in load(RESULTS / row["result"], "prefill")[1].of_prefill
         if f"{case.seqlen:,}" == row["at"]
-        and case.prefill
-        and case.prefill.conv_and_norm == "bundled"
+        and isinstance(case.task, Prefill)
+        and case.task.conv_and_norm == "bundled"
         and case.call_us
     }
     return (

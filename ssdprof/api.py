@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ssdprof import files, operators
 from ssdprof.capture.layers import CapturedLayer
-from ssdprof.core.base import DType, precisions_for
+from ssdprof.core.base import DType
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import Outcome, parse_percent
 from ssdprof.core.report import Report
@@ -41,6 +41,7 @@ from ssdprof.jobs.export import exported, format_of
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
 from ssdprof.operators.operator import Operator
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.report import brief, exports
 from ssdprof.report.document import compose
@@ -276,7 +277,9 @@ def compare(
     first = required(resolve(operator.name, baseline))
     if isinstance(states, str):
         states = reading.parse_states(states)
-    pairs = run_job.paired(found, first, precisions_for(dims.dtype, dtypes, states), dims.dtype)
+    pairs = run_job.paired(
+        found, first, requested_precisions(dims.dtype, dtypes, states), dims.dtype
+    )
     wanted = options.RunOptions(
         model="", smallest_difference=parse_percent("smallest_difference", smallest_difference)
     )

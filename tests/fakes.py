@@ -13,8 +13,7 @@ import torch
 from cases import layer
 
 from ssdprof import kernels
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, LayerCall
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs.compare import Comparer, Entry
@@ -29,7 +28,7 @@ from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaTimer
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.tensors import form, precision_of, tensors
+from ssdprof.operators.tensors import form, tensors
 
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
@@ -114,7 +113,7 @@ def entries(
     name: str,
     cost: float | Callable[[int | None], float] = 100.0,
     *,
-    precision: PrecisionRecord = EXACT_FP32,
+    precision: Precision = Precision(),  # noqa: B008
     kind: Any = "bundled",
     chunk_sizes: Sequence[int | None] = (None,),
     baseline: Entry | None = None,
@@ -149,23 +148,18 @@ def entries(
         )
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
-            layer=layer(3),
-            dims=SSD.judged.dims(own),
+            task=LayerCall(kind="layer", layer=layer(3), dims=SSD.judged.dims(own)),
             batch=1,
             seqlen=40,
             implementation=name,
             kind=kind,
-            precision=precision,
+            precision=str(precision),
             baseline=baseline.case.implementation if baseline else "",
             status="ran",
             chunk_size=size,
         )
         bound = Call(
-            implementation=implementation,
-            inputs=own,
-            precision=precision_of(precision),
-            label=label,
-            **call,
+            implementation=implementation, inputs=own, precision=precision, label=label, **call
         )
         made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
     return made
@@ -183,7 +177,8 @@ def compared(
     for case in comparer.compare([entry for some in of for entry in some], "layer 3"):
         seen.append(case)
     return {
-        case.label if case.precision != EXACT_FP32 else case.implementation: case for case in seen
+        case.label if case.precision != str(Precision()) else case.implementation: case
+        for case in seen
     }
 
 

@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 import recorded
+from cases import task_of
 from recorded import RESULTS, Cell
 
+from ssdprof.core.base import intermediates_of
+from ssdprof.core.case import Prefill
 from ssdprof.core.report import Report
 from ssdprof.store.reports import load
 
@@ -291,7 +294,7 @@ def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float
     return {
         case.implementation: case.call_us.value
         for case in own
-        if case.prefill.conv_and_norm == origin
+        if task_of(case, Prefill).conv_and_norm == origin
     }
 
 
@@ -306,7 +309,7 @@ def match_pct(name: str) -> float:
     return fmean(
         case.tensor("out").vs_baseline.match_pct(1e-3)
         for case in run(f"{name}/report.json").of_calls
-        if case.implementation == "fused" and case.precision.intermediates == "relaxed"
+        if case.implementation == "fused" and intermediates_of(case.precision) == "relaxed"
     )
 
 

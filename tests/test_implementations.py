@@ -19,11 +19,11 @@ from command_line import Answer, ending, passing
 from documented_kernels import DOCUMENT, write_example
 
 from ssdprof.commands.terminal import only_data_on_stdout
-from ssdprof.core.base import PrecisionRecord
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
+from ssdprof.kernels.precision import Precision
 from ssdprof.measure import isolate
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.operators.generate import Library
@@ -179,7 +179,7 @@ def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
 # --- other libraries
 
 
-EXACT_BF16 = PrecisionRecord(intermediates="exact", state_dtype="bf16")
+EXACT_BF16 = Precision(state_dtype=torch.bfloat16)
 
 
 def library(
@@ -225,7 +225,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
     library(monkeypatch, "other", narrow)
     shown = passing("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full").shown
     case = cases()["other"]
-    assert (case.result, case.precision) == ("passed", EXACT_BF16)
+    assert (case.result, case.precision) == ("passed", "exact, bf16 states")
     assert case.accuracy[0].vs_baseline is not None
     assert case.accuracy[0].vs_baseline.against == "unfused exact, bf16 states"
     assert "other" in shown.partition("Accuracy of the output at 40 tokens")[2]

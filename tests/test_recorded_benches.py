@@ -14,6 +14,7 @@ import small_gdn_cases
 import torch
 
 from ssdprof import kernels
+from ssdprof.core.base import intermediates_of, states_of
 from ssdprof.core.report import Report
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
@@ -34,8 +35,8 @@ def test_a_line_has_the_numbers_of_its_case() -> None:
     for line, case in zip((*first.cases, *second.cases), DONE.cases, strict=True):
         assert line.words == [
             case.implementation,
-            case.precision.intermediates,
-            case.precision.state_dtype,
+            intermediates_of(case.precision),
+            states_of(case.precision),
         ]
         assert case.device_us
         assert case.call_us

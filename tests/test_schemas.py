@@ -30,7 +30,7 @@ def test_every_schema_is_listed_and_printed() -> None:
         jsonschema.Draft202012Validator.check_schema(json.loads(Answer("schemas", name).out))
     with pytest.raises(BadInputError, match="There is no schema 'report'") as caught:
         schema("report")
-    assert "report-v3" in caught.value.hint
+    assert "report-v4" in caught.value.hint
 
 
 def test_every_command_that_prints_json_has_a_schema() -> None:
@@ -58,7 +58,7 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
         ("capture", "capture demo --seq 8 --layers first:1 --out captures --json"),
         ("runs", "runs . --json"),
         ("comparison", "compare run.json other.json --fail-if time:base+3% --json"),
-        ("report-v3", "accuracy run.json --json"),
+        ("report-v4", "accuracy run.json --json"),
     ],
 )
 def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None:
@@ -75,5 +75,5 @@ def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None
 def test_a_report_of_any_kind_is_exported_as_its_document(report: Report) -> None:
     Path("report.json").write_text(reports.dump(report))
     document = json.loads(Answer("export", "report.json", "--json").out)
-    keeps_to("report-v3", document)
+    keeps_to("report-v4", document)
     assert Report.model_validate(document) == report

@@ -319,7 +319,7 @@ def models(*, as_json: bool) -> None:
 # A version in a name is also a field of the document.
 _DRY = "run --dry-run, capture --dry-run, answers --dry-run"
 SCHEMAS = {
-    "report-v3": (
+    "report-v4": (
         "run, accuracy, answers, prefill, bench, tune, export",
         "ssdprof.core.report:Report",
     ),
@@ -328,7 +328,7 @@ SCHEMAS = {
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.report:ListedRun[]"),
-    "stalls-v3": ("stalls", "ssdprof.core.stalls:StallReport"),
+    "stalls-v4": ("stalls", "ssdprof.core.stalls:StallReport"),
     "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearches"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ssdprof.errors import HARMFUL, escaped
 
-VERSION: Final = 3  # of reports
+VERSION: Final = 4  # of reports
 SMALLEST_DIFFERENCE: Final = 0.01
 TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)
 # of a prompt: slice i holds positions p with p * SLICES // seqlen == i; one each if fewer
@@ -96,30 +96,42 @@ def unique(what: str, names: Sequence[object]) -> None:
         )
 
 
-class PrecisionRecord(Record):
-    intermediates: Intermediates
-    state_dtype: DType
-
-    def __str__(self) -> str:
-        return f"{self.intermediates}, {self.state_dtype} states"
-
-    @property
-    def short(self) -> str:
-        """ "exact, fp32", for the column of a table."""
-        return f"{self.intermediates}, {self.state_dtype}"
-
-    @property
-    def exact(self) -> PrecisionRecord:
-        """The same states with exact intermediates."""
-        return PrecisionRecord(intermediates="exact", state_dtype=self.state_dtype)
+# In reports a precision is its name.  Where kernels run it is `ssdprof.kernels.Precision`.
+EXACT_FP32: Final = "exact, fp32 states"
+PRECISIONS: Final = (
+    EXACT_FP32,
+    "exact, fp16 states",
+    "exact, bf16 states",
+    "relaxed, fp32 states",
+    "relaxed, fp16 states",
+    "relaxed, bf16 states",
+)
+PrecisionName = Annotated[str, Field(pattern="^(exact|relaxed), (fp32|fp16|bf16) states$")]
 
 
-EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+def intermediates_of(precision: PrecisionName) -> str:
+    """ "exact" or "relaxed"."""
+    return precision.partition(", ")[0]
+
+
+def states_of(precision: PrecisionName) -> str:
+    """The dtype of its states: "fp32"."""
+    return short_precision(precision).partition(", ")[2]
+
+
+def short_precision(precision: PrecisionName) -> str:
+    """ "exact, fp32", for the column of a table."""
+    return precision.removesuffix(" states")
+
+
+def exact_precision(precision: PrecisionName) -> PrecisionName:
+    """The same states with exact intermediates."""
+    return precision.replace("relaxed", "exact")
 
 
 def precisions_for(
     dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
-) -> tuple[PrecisionRecord, ...]:
+) -> tuple[PrecisionName, ...]:
     """Every pair of intermediates and state dtype, exact before relaxed.
 
     dtype: of the inputs.  states: None: fp32 with exact, the inputs' dtype with relaxed.
@@ -128,7 +140,7 @@ def precisions_for(
         ("exact", "relaxed") if intermediates == "all" else (intermediates,)
     )
     return tuple(
-        PrecisionRecord(intermediates=kind, state_dtype=state)
+        f"{kind}, {state} states"
         for kind in kinds
         for state in states or ("fp32" if kind == "exact" else dtype,)
     )

@@ -9,11 +9,11 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from ssdprof.core.base import PrecisionRecord, Record, Text
+from ssdprof.core.base import PrecisionName, Record, Text
 from ssdprof.core.case import Launch
 from ssdprof.core.subject import Dims, Environment, LayerRef
 
-STALLS_VERSION: Final = 3
+STALLS_VERSION: Final = 4
 
 Samples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
 # a condition for valid tables -> whether it holds, and details
@@ -25,7 +25,7 @@ class Launched(Record):
 
     implementation: Text
     variant: Text
-    precision: PrecisionRecord  # at which it ran
+    precision: PrecisionName  # at which it ran
     launch_count: int  # of Triton kernels
     launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
 
@@ -110,7 +110,7 @@ class StallReport(Record):
     The fields below `checks` are set if ssdprof profiled.
     """
 
-    stalls_version: Literal[3] = STALLS_VERSION
+    stalls_version: Literal[4] = STALLS_VERSION
     ssdprof_version: Text
     sources: dict[Text, Text]  # ncu report's file name -> sha256
     gpu: Text  # "" if unknown
@@ -121,7 +121,7 @@ class StallReport(Record):
     model: Text = ""  # repository or folder, and whether its weights are random
     layer: LayerRef | None = None
     dims: Dims | None = None
-    precision: PrecisionRecord | None = None  # as requested
+    precision: PrecisionName | None = None  # as requested
     launched: tuple[Launched, ...] = ()
     left_out: tuple[Text, ...] = ()  # a sentence for each library that could not be profiled
     created: Text = ""  # ISO 8601, UTC

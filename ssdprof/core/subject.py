@@ -345,7 +345,7 @@ class LayerCapture(Record):
 
 
 class CaptureManifest(Record):
-    version: Literal[3] = VERSION
+    version: Literal[4] = VERSION
     checkpoint: CheckpointRef
     prompts: tuple[Prompt, ...]
     segment_length: Size  # tokens per forward call of the model

@@ -20,7 +20,7 @@ from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
+from ssdprof.core.base import DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
@@ -30,6 +30,7 @@ from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
 from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
@@ -37,12 +38,12 @@ from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, statu
 from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators import tensors
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
-from ssdprof.operators.tensors import dtype_name
+from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
 
-Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
+Precisions = Callable[[DType], tuple[Precision, ...]]
 
 
 def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
@@ -52,8 +53,8 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
     report.
     """
 
-    def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
-        return precisions_for(
+    def precisions(dtype: DType) -> tuple[Precision, ...]:
+        return requested_precisions(
             "bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states
         )
 
@@ -147,10 +148,11 @@ def _models(
     mixers, layers = prompt.mixers, frozenset(prompt.wanted)
 
     def case(
-        name: str, precision: PrecisionRecord, *, change: str = "", alone: int | None = None
+        name: str, precision: Precision, *, change: str = "", alone: int | None = None
     ) -> Case:
         return Case(
-            answers=Answers(
+            task=Answers(
+                kind="answers",
                 reference="",
                 weights=dtype,
                 own_weights=request.weights != "fp32",
@@ -163,7 +165,7 @@ def _models(
             seqlen=prompt.ids.shape[1],
             inputs=inputs,
             implementation=name,
-            precision=precision,
+            precision=str(precision),
             status="ran",
         )
 
@@ -172,8 +174,8 @@ def _models(
     for change, noise in zip(
         ("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True
     ):
-        moved = noise(implemented(baseline, EXACT_FP32, mixers))
-        yield case(baseline, EXACT_FP32, change=change), moved, layers
+        moved = noise(implemented(baseline, Precision(), mixers))
+        yield case(baseline, Precision(), change=change), moved, layers
     computes = {
         (name, one): implemented(name, one, mixers)
         for name in request.implementations
@@ -210,7 +212,7 @@ def _compare(
         ):
             return greedy(whole, prompt.ids, request.generate, prompt.segment_length)
 
-    def answers_of(case: Case, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
+    def answers_of(alone: int | None, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
         """Compares the logits with the reference's, a block of positions at a time."""
         hidden = hidden_states(
             prompt, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)
@@ -224,7 +226,7 @@ def _compare(
         if (position := first_nonfinite(divergence)) is not None:
             return {"nonfinite": position}
         found: dict[str, Any] = {"bands": bands(divergence)}
-        if request.generate and case.answers and case.answers.alone is None:
+        if request.generate and alone is None:
             tokens = generated(compute, layers)
             differing = (
                 number
@@ -245,13 +247,13 @@ def _compare(
     with watcher.step("Comparing answers", len(models), unit="cases") as advance:
         for case, compute, layers in models:
             if case.name not in writer.earlier:
-                assert case.answers
-                answers = case.answers.changed(reference=name, remark=remark)
-                case = case.changed(answers=answers)
+                assert isinstance(case.task, Answers)
+                answers = case.task.changed(reference=name, remark=remark)
+                case = case.changed(task=answers)
                 try:
                     with while_it_runs(case):
                         case = case.changed(
-                            answers=answers.changed(**answers_of(case, compute, layers))
+                            task=answers.changed(**answers_of(answers.alone, compute, layers))
                         )
                 except MissingCapabilityError as error:
                     if not isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -304,7 +306,7 @@ def choose_reference(
     if not remark:
         return oracle_compute, "fp64 oracle", ""
     name = operators.get(prompt.mixers[0].operator).baseline
-    return implemented(name, EXACT_FP32, prompt.mixers), f"{name} {EXACT_FP32}", remark
+    return implemented(name, Precision(), prompt.mixers), f"{name} {Precision()}", remark
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.subject import Dims
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import Comparer, Entry, Verdicts
 from ssdprof.jobs.options import BenchOptions
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, TimeIsUp, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
@@ -38,7 +39,7 @@ from ssdprof.operators.implementations import (
     source_files,
 )
 from ssdprof.operators.operator import Operator
-from ssdprof.operators.tensors import precision_of
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load, opened
@@ -182,7 +183,7 @@ def resolved(
 
 def compared(
     request: BenchOptions, operator: Operator[Any], cell: Cell
-) -> list[tuple[Implementation, PrecisionRecord]]:
+) -> list[tuple[Implementation, Precision]]:
     """Other libraries, then the others, each at its own precisions or at the wanted ones.
 
     The baseline of the operator runs with exact intermediates only, and with the wanted state
@@ -190,7 +191,7 @@ def compared(
     implementations that go token by token; if the cell's sequences have a few tokens, they take
     part even if they are not named.
     """
-    wanted = precisions_for(cell.dtype, request.intermediates, request.states)
+    wanted = requested_precisions(cell.dtype, request.intermediates, request.states)
     once = {BY_TOKEN, *operator.generated.alternatives}
     everyone = sorted(
         (one for one in request.compared if not one.absent), key=lambda one: one.kind != "library"
@@ -198,13 +199,13 @@ def compared(
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
 
-    def precisions(one: Implementation) -> Sequence[PrecisionRecord]:
+    def precisions(one: Implementation) -> Sequence[Precision]:
         if one.kind != "bundled":
             return own_precisions(one, cell.dtype, wanted)
         if one.name in once:
-            return (EXACT_FP32,)
+            return (Precision(),)
         return (
-            tuple(dict.fromkeys(own.exact for own in wanted))
+            tuple(dict.fromkeys(replace(precision, intermediates="exact") for precision in wanted))
             if one.name == operator.baseline
             else wanted
         )
@@ -287,8 +288,7 @@ def _entries(
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
     common: dict[str, Any] = {
-        "drawn": drawn_of(cell, checked),
-        "dims": dims,
+        "task": drawn_of(cell, checked, dims),
         "batch": dims.batch,
         "seqlen": dims.seqlen,
         "inputs": words,
@@ -297,7 +297,11 @@ def _entries(
     entries: list[Entry] = []
     for one, precision in compared(request, operator, cell):
         own = dict(
-            common, implementation=one.name, kind=one.kind, version=one.version, precision=precision
+            common,
+            implementation=one.name,
+            kind=one.kind,
+            version=one.version,
+            precision=str(precision),
         )
         own["baseline"] = "" if one.name == request.baseline else request.baseline
         for size in sizes(request, operator, one):
@@ -305,18 +309,18 @@ def _entries(
                 sized[size] if size else inputs,
                 f"{one.name} {precision}{f', chunk {size}' if size else ''}",
             )
-            call = Call(
-                implementation=one, inputs=given, precision=precision_of(precision), label=label
-            )
+            call = Call(implementation=one, inputs=given, precision=precision, label=label)
             entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))
     for entry in entries:
         entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
     return entries
 
 
-def drawn_of(cell: Cell, checked: int | None) -> Drawn:
+def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
     """What cases say of the cell."""
     return Drawn(
+        kind="drawn",
+        dims=dims,
         shape=cell.shape.name,
         shape_words=str(cell.shape),
         tokens=str(cell.tokens),
@@ -336,10 +340,10 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 
     def likeness(other: Entry) -> tuple[bool, bool, bool]:
         ours, theirs = entry.case, other.case
-        same_states = ours.precision.state_dtype == theirs.precision.state_dtype
+        our_precision, their_precision = entry.call.precision, other.call.precision
         return (
-            theirs.precision.intermediates == "exact",
-            same_states,
+            their_precision.exact,
+            our_precision.state_dtype == their_precision.state_dtype,
             ours.chunk_size == theirs.chunk_size,
         )
 

@@ -25,8 +25,8 @@ from triton.runtime.interpreter import interpreter_builder
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
-from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.base import MEMORIES, DType, Probe, grouped
+from ssdprof.core.case import Case, LayerCall
 from ssdprof.core.subject import CallRef, Ceilings, drafted_call
 from ssdprof.core.words import words
 from ssdprof.environment import child
@@ -35,6 +35,7 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
 from ssdprof.measure.accuracy import Candidate, fingerprint
@@ -56,12 +57,12 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output, drafted
-from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
+from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
 # what runs, at which precision, that of its baseline
-Pair = tuple[Implementation, PrecisionRecord, PrecisionRecord]
+Pair = tuple[Implementation, Precision, Precision]
 # of a call of an operator; baselines first
 Pairs = Callable[[str, DType, CallRef | None], Sequence[Pair]]
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
@@ -134,7 +135,7 @@ class Comparer:
             if self.isolated and entry.case.kind == "own":
                 name = entry.case.implementation
                 copies[name] = copies.get(name) or GuardedInputs(entry.call.inputs)
-                entry.call = self.isolated.guarded(entry.call, copies[name], entry.case.precision)
+                entry.call = self.isolated.guarded(entry.call, copies[name])
         cases: dict[Entry, Case] = {}
         rivals = {entry.case.rated_against for entry in entries}
 
@@ -578,9 +579,7 @@ def replaying(
             if call is not None:
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
             common = {
-                "layer": layer,
-                "call": call,
-                "dims": dims,
+                "task": LayerCall(kind="layer", layer=layer, call=call, dims=dims),
                 "batch": dims.batch,
                 "seqlen": dims.seqlen,
                 "inputs": inputs_of.get(prompt, ""),
@@ -636,17 +635,19 @@ def entries_of(
     common: the fields that all cases have in common.
     """
     baseline = pairs[0][0].name
-    entries: dict[tuple[str, PrecisionRecord], Entry] = {}
+    entries: dict[tuple[str, Precision], Entry] = {}
     for one, precision, group in pairs:
         first = entries.get((baseline, group))
         own = dict(
-            common, implementation=one.name, kind=one.kind, version=one.version, precision=precision
+            common,
+            implementation=one.name,
+            kind=one.kind,
+            version=one.version,
+            precision=str(precision),
         )
         case = Case(**own, baseline=baseline if first else "", status="ran")
         label = f"{one.name} {precision}"
-        call = Call(
-            implementation=one, inputs=inputs, precision=precision_of(precision), label=label
-        )
+        call = Call(implementation=one, inputs=inputs, precision=precision, label=label)
         entry = Entry(case=case, call=call, baseline=first, turns=group)
         if one.kind in prober.kinds:
             entry.probes = partial(prober.probe, one, inputs, precision)
@@ -654,7 +655,7 @@ def entries_of(
     return list(entries.values())
 
 
-def served(captured: CapturedLayer, by: str) -> tuple[Implementation, PrecisionRecord]:
+def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]:
     """What a server computed, as an implementation that returns it, and its precision: that of its
     states.
     """
@@ -668,7 +669,7 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, PrecisionR
         run=lambda *_: (out.clone(), final_states.clone()),
         plan=lambda *_: Plan(variant="served", launches=0, reason=by),
     )
-    return one, PrecisionRecord(intermediates="exact", state_dtype=dtype_name(final_states.dtype))
+    return one, Precision(state_dtype=final_states.dtype)
 
 
 def first_rank(inputs: Any, ranks: int) -> Any:

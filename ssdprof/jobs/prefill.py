@@ -22,7 +22,7 @@ from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import Mixer, find_mixers
-from ssdprof.core.base import KernelOrigin, PrecisionRecord
+from ssdprof.core.base import KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
@@ -37,6 +37,7 @@ from ssdprof.jobs.run import Resolved, resolve_implementations
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
 from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
@@ -44,7 +45,7 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.measure.trace import Trace, traced, work
 from ssdprof.operators.implementations import own_precisions
-from ssdprof.operators.tensors import dtype_name, precision_of
+from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import StepClock, Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
@@ -126,7 +127,7 @@ def time_prefills(
         prompts=loaded.prompts,
         notes=subject.located.caveats,
         requested=tuple(
-            (case.place, case.implementation, str(case.precision))
+            (case.place, case.implementation, case.precision)
             for length in lengths
             for case in length.cases.values()
         ),
@@ -174,9 +175,10 @@ def _cases(
     request, model, config = length.request, length.model, length.model.config.get_text_config()
     dtype = dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
-    wanted = PrecisionRecord(intermediates=request.intermediates, state_dtype=request.state_dtype)
+    wanted = requested_precisions(dtype, request.intermediates, (request.state_dtype,))
     convolution = installed_version("causal-conv1d")
     prefill = Prefill(
+        kind="prefill",
         conv_and_norm="bundled" if length.bundled else "model",
         layers=config.num_hidden_layers,
         layer_count=subject.ref.layer_count,
@@ -196,14 +198,14 @@ def _cases(
         if one.kind == "library" and name != resolved.baseline and length.bundled:
             continue
         case = Case(
-            prefill=prefill,
+            task=prefill,
             batch=batch,
             seqlen=seqlen,
             inputs=prompt.token_sha256,
             implementation=one.name,
             kind=one.kind,
             version=one.version if one.kind == "library" else "",
-            precision=own_precisions(one, dtype, (wanted,))[0],
+            precision=str(own_precisions(one, dtype, wanted)[0]),
             baseline="" if one.name == resolved.baseline else resolved.baseline,
             status="ran",
         )
@@ -287,7 +289,7 @@ class _Length:
             )
 
     def _compute(self, name: str) -> Compute:
-        precision = precision_of(self.cases[name].precision)
+        precision = Precision.named(self.cases[name].precision)
         return lambda call: self.of[name][call.mixer.operator].run(call.inputs, precision)
 
     @contextmanager
@@ -310,8 +312,7 @@ class _Length:
     def _found(self, name: str, **fields: Any) -> None:
         """Fields of the case's `Prefill`."""
         case = self.cases[name]
-        assert case.prefill
-        self.cases[name] = case.changed(prefill=case.prefill.changed(**fields))
+        self.cases[name] = case.changed(task=case.task.changed(**fields))
 
     def _compare_operators(self) -> None:
         """On the model's own tensors while it waits in `layer`: kernels are compiled and tuned, and
@@ -327,7 +328,7 @@ class _Length:
                 for name, case in self.cases.items():
                     one, precision = (
                         self.of[name][call.mixer.operator],
-                        precision_of(case.precision),
+                        Precision.named(case.precision),
                     )
                     bound = Call(
                         implementation=one, inputs=call.inputs, precision=precision, label=name
@@ -430,8 +431,9 @@ class _Length:
         """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that
         work is long.
         """
-        prefills = (self.cases[name].prefill for name in runs)
-        busy_s = 1e-6 * sum(us for one in prefills if one for us in one.part_us.values())
+        tasks = (self.cases[name].task for name in runs)
+        prefills = (task for task in tasks if isinstance(task, Prefill))
+        busy_s = 1e-6 * sum(sum(one.part_us.values()) for one in prefills)
         if (
             sampling_plan(
                 busy_s, self.request.seconds, self.request.smallest_difference

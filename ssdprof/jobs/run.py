@@ -18,7 +18,7 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
 from ssdprof.capture.recording import open_recording
-from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
+from ssdprof.core.base import DType
 from ssdprof.core.case import call_size
 from ssdprof.core.conditions import Condition
 from ssdprof.core.report import Report, Requested
@@ -43,9 +43,10 @@ from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_precisions, required, resolver
-from ssdprof.operators.tensors import dtype_name
+from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load as load_report
@@ -90,7 +91,7 @@ class Resolved:
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
-            names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
+            names, baseline, wanted = STEPS, STEPS[0], (Precision(),)
         compared = [
             one for one in (self.resolve(operator, name) for name in names) if not one.absent
         ]
@@ -101,7 +102,7 @@ class Resolved:
 def paired(
     compared: Sequence[Implementation],
     first: Implementation,
-    wanted: Sequence[PrecisionRecord],
+    wanted: Sequence[Precision],
     dtype: DType,
 ) -> list[Pair]:
     """Every case: what runs, at which precision, and that of the baseline; baselines come first,
@@ -119,10 +120,12 @@ def paired(
     cases = [(one, precision) for precision in wanted for one in compared if one.name not in own]
     cases += [(one, precision) for one in compared for precision in own.get(one.name, ())]
     known = own.get(first.name, ())
-    groups: dict[PrecisionRecord, dict[tuple[str, PrecisionRecord], Implementation]] = {}
+    groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
 
-    def group(precision: PrecisionRecord) -> dict[tuple[str, PrecisionRecord], Implementation]:
-        base = precision.exact if not known or precision.exact in known else known[0]
+    def group(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
+        base = replace(precision, intermediates="exact")
+        if known and base not in known:
+            base = known[0]
         return groups.setdefault(base, {(first.name, base): first})
 
     for precision in wanted:
@@ -263,7 +266,9 @@ def run(
         fields |= {"notes": found.located.caveats}
         mine = replace(loaded, subject=replace(found, layers=layers))
         calls = mine.subject.calls
-    precisions = partial(precisions_for, intermediates=replay.intermediates, states=replay.states)
+    precisions = partial(
+        requested_precisions, intermediates=replay.intermediates, states=replay.states
+    )
     pairs = partial(resolved.pairs, precisions)
     cast = None if replay.cast == dtype else replay.cast
     with opened(

@@ -17,7 +17,7 @@ import torch
 
 from ssdprof import files, operators
 from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.base import PrecisionName
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.core.subject import LayerCapture
@@ -186,8 +186,8 @@ def _launch(
     return launched, tuple(left_out)
 
 
-def _precision(request: StallsOptions) -> PrecisionRecord:
-    return PrecisionRecord(intermediates=request.intermediates, state_dtype=request.state_dtype)
+def _precision(request: StallsOptions) -> PrecisionName:
+    return f"{request.intermediates}, {request.state_dtype} states"
 
 
 def require_gpu_for_stalls() -> None:

@@ -13,11 +13,11 @@ from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
-from ssdprof.core.base import PartName, PrecisionRecord, grouped
+from ssdprof.core.base import PartName, grouped
 from ssdprof.environment import child
+from ssdprof.kernels.precision import Precision
 from ssdprof.measure.trace import GpuWork, marked
 from ssdprof.operators.implementations import required, resolve
-from ssdprof.operators.tensors import precision_of
 
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
@@ -25,13 +25,12 @@ _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 Compute = Callable[[OperatorCall], Result]
 
 
-def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Mixer]) -> Compute:
+def implemented(name: str, precision: Precision, sites: Sequence[Mixer]) -> Compute:
     """The implementation `name` at `precision`, for the operators that `sites` call.
 
     Raises what `resolve` and `required` raise.  The result raises UnsupportedError for calls that
     the implementation does not support.
     """
-    wanted = precision_of(precision)
     runs = {
         operator: required(resolve(operators.get(operator), name)).run
         for operator in {site.operator for site in sites}
@@ -39,7 +38,7 @@ def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Mixer]) -
 
     def compute(call: OperatorCall) -> Result:
         child.alive()
-        result: Result = runs[call.mixer.operator](call.inputs, wanted)
+        result: Result = runs[call.mixer.operator](call.inputs, precision)
         return result
 
     return compute

@@ -21,23 +21,25 @@ import torch
 from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics, words
-from ssdprof.core.base import Intermediates, grouped, precisions_for
-from ssdprof.core.case import Case
+from ssdprof.core.base import Intermediates, grouped
+from ssdprof.core.case import Case, Drawn, LayerCall
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
+from ssdprof.core.subject import Dims
 from ssdprof.core.tuned import PlannedSearches, TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.bench import drawn_of
 from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import Call, first_line
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator, Output
-from ssdprof.operators.tensors import precision_of
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.operators.tuning import Config
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
@@ -67,15 +69,14 @@ class Problem:
     calls: TunedCalls
     inputs: tuple[Any, ...]
     cases: tuple[Case, ...]
+    precision: Precision
     committed: Config
 
     def __str__(self) -> str:
         return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
 
     def run(self, inputs: Any, config: Config) -> Output:
-        output: Output = self.operator.tunable.run(
-            inputs, precision_of(self.cases[0].precision), config
-        )
+        output: Output = self.operator.tunable.run(inputs, self.precision, config)
         return output
 
 
@@ -91,8 +92,9 @@ def difference(config: Config, committed: Config) -> str:
 
 # --- the inputs: of each layer, whose inputs may share a find
 
-# what a case says of the inputs, and what creates them
-Source = tuple[dict[str, Any], Callable[[], Any]]
+# what a case says of inputs of these sizes, and what creates them
+Place = Callable[[Dims], LayerCall | Drawn]
+Source = tuple[Place, Callable[[], Any]]
 Sources = Sequence[Sequence[Source]]
 
 
@@ -100,7 +102,7 @@ def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) 
     """Random inputs of any shape, as in `ssdprof bench`."""
     return [
         [
-            ({"drawn": drawn_of(one, None)}, partial(operator.generated.draw, one, device))
+            (partial(drawn_of, one, None), partial(operator.generated.draw, one, device))
             for one in own
         ]
         for own in grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").values()
@@ -140,7 +142,11 @@ def captured(
 
     def source(length: int) -> Source:
         stored = by_length[length][len(by_length[length]) // 2]
-        return {"layer": stored.layer, "call": stored.call}, lambda: read(stored, device).inputs
+
+        def place(dims: Dims) -> LayerCall:
+            return LayerCall(kind="layer", layer=stored.layer, call=stored.call, dims=dims)
+
+        return place, lambda: read(stored, device).inputs
 
     return [list(map(source, lengths))]
 
@@ -149,7 +155,7 @@ def problems(
     operator: Operator[Any], sources: Sequence[Source], intermediates: Intermediates
 ) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
-    waiting: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+    waiting: dict[str, list[tuple[Place, Any]]] = {}
     for place, create in sources:
         inputs = create()
         kernel = operator.tunable.kernel(inputs)
@@ -164,7 +170,7 @@ def problems(
 
 def _problem(
     operator: Operator[Any],
-    loaded: Sequence[tuple[dict[str, Any], Any]],
+    loaded: Sequence[tuple[Place, Any]],
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
@@ -172,23 +178,25 @@ def _problem(
     loaded = sorted(loaded, key=lambda one: judged.dims(one[1]).seqlen)
     longest = loaded[-1][1]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
-    (wanted,) = precisions_for(judged.dims(longest).dtype, intermediates, None)
+    (precision,) = requested_precisions(judged.dims(longest).dtype, intermediates, None)
     cases = []
     for place, inputs in loaded:
         dims, work = judged.cost(inputs)
-        size: dict[str, Any] = {
-            "dims": dims,
-            "batch": dims.batch,
-            "seqlen": dims.seqlen,
-            **work,
-            **place,
-        }
-        cases.append(Case(**size, implementation=COMMITTED, precision=wanted, status="ran"))
+        size: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, **work}
+        case = Case(
+            task=place(dims),
+            **size,
+            implementation=COMMITTED,
+            precision=str(precision),
+            status="ran",
+        )
+        cases.append(case)
     return Problem(
         operator=operator,
         calls=tuning.calls(longest, intermediates, kernel),
         inputs=tuple(inputs for _, inputs in loaded),
         cases=tuple(cases),
+        precision=precision,
         committed=tuning.committed(longest, kernel),
     )
 
@@ -409,10 +417,11 @@ def search(
             plan=lambda *_: Plan(variant=kernel, launches=1, reason=settings),
         )
         names = {"implementation": change, "baseline": COMMITTED} if change else {}
-        precision = precision_of(place.precision)
         return Entry(
             case=place.changed(**names, variant=kernel, plan=settings),
-            call=Call(implementation=candidate, inputs=inputs, precision=precision, label=label),
+            call=Call(
+                implementation=candidate, inputs=inputs, precision=problem.precision, label=label
+            ),
         )
 
     best, why = screened()

@@ -2,10 +2,15 @@
 inter-chunk states.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+# by their names in reports
+_STATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +31,21 @@ class Precision:
             raise ValueError(
                 f"intermediates must be 'exact' or 'relaxed', not {self.intermediates!r}"
             )
-        if self.state_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if self.state_dtype not in _STATE_DTYPES.values():
             raise ValueError(
                 f"state_dtype must be float32, float16 or bfloat16, not {self.state_dtype}"
             )
+
+    @classmethod
+    def named(cls, name: str) -> Precision:
+        """The precision that a report names "relaxed, bf16 states"."""
+        intermediates, states = name.removesuffix(" states").split(", ")
+        return cls(intermediates=intermediates, state_dtype=_STATE_DTYPES[states])  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """ "relaxed, bf16 states": its name in reports."""
+        states = {dtype: name for name, dtype in _STATE_DTYPES.items()}
+        return f"{self.intermediates}, {states[self.state_dtype]} states"
 
     @property
     def exact(self) -> bool:

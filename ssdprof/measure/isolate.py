@@ -32,15 +32,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
-from ssdprof.core.base import PrecisionRecord, Status
+from ssdprof.core.base import Status
 from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations, tensors
-from ssdprof.operators.tensors import precision_of
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
@@ -238,15 +238,13 @@ class IsolatedFirstCall:
         self._limit_s = limit_s
         self._verdicts: dict[Hashable, Verdict] = {}
 
-    def verdict(
-        self, implementation: Implementation, inputs: Any, precision: PrecisionRecord
-    ) -> Verdict:
+    def verdict(self, implementation: Implementation, inputs: Any, precision: Precision) -> Verdict:
         """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
         return self._verdicts[implementation.version, precision, tensors.form(inputs)]
 
     def prepare(
-        self, implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord
+        self, implementation: Implementation, several: Sequence[Any], precision: Precision
     ) -> None:
         """Make the first calls on inputs of several forms in one process, or in more if a call ends
         it.
@@ -264,21 +262,18 @@ class IsolatedFirstCall:
                 self._verdicts[key] = verdict
                 del waiting[key]
 
-    def guarded(self, call: Call, inputs: GuardedInputs, precision: PrecisionRecord) -> Call:
+    def guarded(self, call: Call, inputs: GuardedInputs) -> Call:
         """The call of a user's kernel on a copy of its inputs, which protects other calls, made in
         another process first.
         """
-        precheck = partial(self.verdict, call.implementation, call.inputs, precision)
+        precheck = partial(self.verdict, call.implementation, call.inputs, call.precision)
         return replace(
             call, inputs=inputs.inputs, precheck=precheck, out_of_bounds=inputs.out_of_bounds
         )
 
 
 def _tried(
-    implementation: Implementation,
-    several: Sequence[Any],
-    precision: PrecisionRecord,
-    limit_s: float,
+    implementation: Implementation, several: Sequence[Any], precision: Precision, limit_s: float
 ) -> list[Verdict]:
     """The verdicts of the first calls, up to the one that ended the process; at least one."""
     inputs = several[0]
@@ -288,7 +283,7 @@ def _tried(
             "operator": inputs.operator,
             "name": implementation.name,
             "source": implementation.version,
-            "precision": precision.model_dump(),
+            "precision": str(precision),
             "arguments": [tensors.tensors(one) | tensors.scalars(one) for one in several],
             "limit_s": limit_s,
         }
@@ -364,7 +359,7 @@ def main() -> None:
         watchdog.daemon = True
         watchdog.start()
         verdict = judged(
-            implementation, operator.inputs(**arguments), PrecisionRecord(**request["precision"])
+            implementation, operator.inputs(**arguments), Precision.named(request["precision"])
         )
         watchdog.cancel()
         with (folder / _VERDICTS).open("a", encoding="utf-8") as file:
@@ -374,13 +369,13 @@ def main() -> None:
 
 
 @torch.no_grad()
-def judged(implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> Verdict:
+def judged(implementation: Implementation, inputs: Any, precision: Precision) -> Verdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(
         implementation=implementation,
         inputs=guarded.inputs,
-        precision=precision_of(precision),
+        precision=precision,
         label=implementation.name,
         out_of_bounds=guarded.out_of_bounds,
     )

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from ssdprof import operators
-from ssdprof.core.base import REPEATS, Holds, PrecisionRecord, Probe
+from ssdprof.core.base import REPEATS, Holds, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
@@ -31,7 +32,6 @@ from ssdprof.operators import generate, tensors
 from ssdprof.operators.generate import History
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span, unit_roundoff
-from ssdprof.operators.tensors import precision_of
 
 T = TypeVar("T")
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
@@ -92,7 +92,7 @@ class Prober:
         self,
         implementation: Implementation,
         inputs: Any,
-        precision: PrecisionRecord,
+        precision: Precision,
         interpreted: bool = False,
     ) -> tuple[Probe, ...]:
         """Empty if nothing was to be done.
@@ -169,7 +169,7 @@ class _Laws:
 
     implementation: Implementation
     inputs: Any
-    precision: PrecisionRecord
+    precision: Precision
     isolated: IsolatedFirstCall
     whole: Any
     long_heads: Sequence[int]
@@ -230,10 +230,10 @@ class _Laws:
 
     def _run(self, inputs: Any) -> Output:
         """Raises _NotApplicable with the reason if there is no output."""
-        one, precision = self.implementation, precision_of(self.precision)
-        call = Call(implementation=one, inputs=inputs, precision=precision, label=one.name)
+        one = self.implementation
+        call = Call(implementation=one, inputs=inputs, precision=self.precision, label=one.name)
         if one.kind == "own":
-            call = self.isolated.guarded(call, GuardedInputs(inputs), self.precision)
+            call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
         if output is not None:
             return output
@@ -249,7 +249,7 @@ class _Laws:
     def _judged(self, inputs: Any, output: Output) -> str:
         """The reason why the output does not pass; empty if it does."""
         cuts, (out, _) = self.implementation.cuts_operands, output
-        candidate = Candidate(output=output, precision=precision_of(self.precision), cuts=cuts)
+        candidate = Candidate(output=output, precision=self.precision, cuts=cuts)
         found = compare(inputs, {"": candidate})[""]
         if out.dtype == torch.float32:
             # sums in another order are no fault: their roundings add up as a random walk does
@@ -299,7 +299,7 @@ class _Laws:
     @property
     def _fp16(self) -> bool:
         """Whether large numbers would overflow."""
-        return torch.float16 in (self.inputs.values.dtype, precision_of(self.precision).state_dtype)
+        return torch.float16 in (self.inputs.values.dtype, self.precision.state_dtype)
 
     @property
     def _leak_factor(self) -> float:

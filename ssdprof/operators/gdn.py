@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator
 from ssdprof.operators.late import lazy, packages, rounding, torch
@@ -26,7 +25,7 @@ from ssdprof.operators.operator import (
     computed,
     from_call,
 )
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_named, exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters, reference
@@ -542,12 +541,8 @@ def fla_operator(name: str = "gdn") -> ModuleType:
     return import_module(adapters.FLA[name])
 
 
-def states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
-    return (PrecisionRecord(intermediates="exact", state_dtype=dtype),)
-
-
-def fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
-    return (EXACT_FP32,)
+def states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
+    return requested_precisions(dtype, "exact", (dtype,))
 
 
 LIBRARIES = {
@@ -564,28 +559,28 @@ LIBRARIES = {
             "fla_recurrent",
             "flash-linear-attention",
             lambda: adapters.fla_version(),
-            fp32_states,
+            exact_fp32,
             lambda: adapters.load_fla_recurrent(fla_operator()),
         ),
         (
             "flash_qla",
             "flash-qla",
             lambda: packages.package_version("flash_qla"),
-            fp32_states,
+            exact_fp32,
             lambda: adapters.load_flash_qla(),
         ),
         (
             "flashinfer",
             "flashinfer-python",
             lambda: packages.package_version("flashinfer-python"),
-            fp32_states,
+            exact_fp32,
             lambda: adapters.load_flashinfer(),
         ),
         (
             "flashinfer_mtp",
             "flashinfer-python",
             lambda: packages.package_version("flashinfer-python"),
-            fp32_states,
+            exact_fp32,
             lambda: adapters.load_flashinfer_mtp(),
         ),
     )

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ssdprof import kernels, operators
-from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
+from ssdprof.core.base import DType
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
 from ssdprof.kernels import registry
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Library
 from ssdprof.operators.late import torch
 from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.tensors import exact_fp32
 
 GROUP = "ssdprof.implementations"
 Kind = Literal["bundled", "library", "own"]
@@ -44,8 +45,8 @@ def required(implementation: Implementation) -> Implementation:
 
 
 def own_precisions(
-    implementation: Implementation, dtype: DType, wanted: tuple[PrecisionRecord, ...]
-) -> tuple[PrecisionRecord, ...]:
+    implementation: Implementation, dtype: DType, wanted: tuple[kernels.Precision, ...]
+) -> tuple[kernels.Precision, ...]:
     """Its precisions for inputs of this dtype: `wanted`, unless it has precisions of its own."""
     return wanted if implementation.precisions is None else implementation.precisions(dtype)
 
@@ -331,7 +332,7 @@ def own_implementation(
         pools=getattr(function, "pools", False),
         kind="own",
         version=name,
-        precisions=None if has_precision else lambda _dtype: (EXACT_FP32,),
+        precisions=None if has_precision else exact_fp32,
     )
 
 

@@ -15,7 +15,7 @@ from ssdprof.operators.gdn import CHUNK
 from ssdprof.operators.generate import Cell, History, KnownOutputs
 from ssdprof.operators.late import lazy, packages, rounding, torch
 from ssdprof.operators.operator import CallBinding, OracleSpec, Stages, computed
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_named, exact_fp32
 
 if TYPE_CHECKING:
     from ssdprof.kernels import oracle
@@ -364,7 +364,7 @@ LIBRARIES = {
         ("fla", gdn.states_as_inputs, lambda: adapters.load_fla(gdn.fla_operator("kda"), "kda")),
         (
             "fla_recurrent",
-            gdn.fp32_states,
+            exact_fp32,
             lambda: adapters.load_fla_recurrent(gdn.fla_operator("kda"), "kda"),
         ),
     )

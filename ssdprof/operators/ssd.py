@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
-from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library
 from ssdprof.operators.late import lazy, rounding, torch
@@ -23,6 +22,7 @@ from ssdprof.operators.operator import (
     computed,
     from_call,
 )
+from ssdprof.operators.tensors import exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
     from ssdprof.kernels.ssd import adapters, reference
@@ -439,23 +439,20 @@ def _everything(drawn: kernels.SSDInputs) -> kernels.SSDInputs:
 # --- other libraries
 
 
-def _exact(*states: DType) -> tuple[PrecisionRecord, ...]:
-    return tuple(PrecisionRecord(intermediates="exact", state_dtype=state) for state in states)
-
-
-def _mamba_ssm_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+def _mamba_ssm_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     if dtype == "fp32":  # multiplied in tf32
-        return (PrecisionRecord(intermediates="relaxed", state_dtype="fp32"),)
-    return _exact(
-        *dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,)
-    )
+        return requested_precisions(dtype, "relaxed", ("fp32",))
+    passes_any = adapters.mamba_ssm_passes_any_states()
+    return requested_precisions(dtype, "exact", (dtype, "fp32") if passes_any else (dtype,))
 
 
-def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     """Its "high" setting; of fp16 inputs also its "medium" one, and each with the states of the
     other.
     """
-    return precisions_for(dtype, "all", ("fp32", "fp16")) if dtype == "fp16" else _exact("fp32")
+    if dtype == "fp16":
+        return requested_precisions(dtype, "all", ("fp32", "fp16"))
+    return exact_fp32(dtype)
 
 
 LIBRARIES = {
@@ -468,7 +465,7 @@ LIBRARIES = {
     "selective_state_update": generate.installed(
         "mamba-ssm",
         lambda: adapters.mamba_ssm_version(),
-        lambda _dtype: _exact("fp32"),
+        exact_fp32,
         lambda: adapters.load_selective_state_update(),
     ),
     "published": Library(

@@ -4,11 +4,11 @@ dtypes in records.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
-from ssdprof.core.base import DType, PrecisionRecord, StoredDType
+from ssdprof.core.base import DType, StoredDType, precisions_for
 from ssdprof.operators.late import precision, torch
 
 
@@ -35,7 +35,7 @@ def form(inputs: Any) -> Hashable:
     return (type(inputs), *found, *scalars(inputs).items())
 
 
-# --- dtypes and precisions between stored records, torch and the kernels
+# --- dtypes and precisions by the names that records have
 
 _TORCH: dict[StoredDType, str] = {
     "fp64": "float64",
@@ -67,12 +67,13 @@ def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
     return _NAMES[str(dtype)]
 
 
-def precision_of(record: PrecisionRecord) -> precision.Precision:
-    return precision.Precision(
-        intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype)
-    )
+def requested_precisions(
+    dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
+) -> tuple[precision.Precision, ...]:
+    """Those that `precisions_for` names."""
+    return tuple(map(precision.Precision.named, precisions_for(dtype, intermediates, states)))
 
 
-def precision_record(one: precision.Precision) -> PrecisionRecord:
-    """The inverse of `precision_of`."""
-    return PrecisionRecord(intermediates=one.intermediates, state_dtype=dtype_name(one.state_dtype))
+def exact_fp32(_dtype: DType) -> tuple[precision.Precision, ...]:
+    """The precision of implementations that have no other one."""
+    return (precision.Precision(),)

@@ -14,7 +14,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import DType, Intermediates, grouped, precisions_for
+from ssdprof.core.base import (
+    PRECISIONS,
+    DType,
+    Intermediates,
+    grouped,
+    intermediates_of,
+    precisions_for,
+    states_of,
+)
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import ListedRun, Report
@@ -22,7 +30,7 @@ from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
-from ssdprof.report.groups import Against, Group, Pooled, Series, groups, precision_order
+from ssdprof.report.groups import Against, Group, Pooled, Series, groups
 from ssdprof.report.statements import advice, caveats, in_short, shortcomings, verdict_lines
 from ssdprof.report.table import Column, Table, VerdictLine, folded, lifted, table, text
 
@@ -171,17 +179,17 @@ def accuracy_table(
     found = [
         own for group, cases in chosen.items() if cases and (own := Group(report, cases)).compared
     ]
-    held = {one.precision.state_dtype for group in found for one in group.others()}
+    held = {states_of(one.precision) for group in found for one in group.others()}
     absent = [state for state in state_dtypes if state not in held]
     if not found or (every_state and absent):
         hint = "It ended before its first comparison.  Run again."
         if compared := {one.precision for group in every for one in group.others()}:
-            kinds = fmt.words(dict.fromkeys(one.intermediates for one in wanted), "or")
+            kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
             asked = (
                 f"Run {report.id} compared nothing at {kinds} with {fmt.words(absent, 'or')} "
                 "states."
             )
-            names = "; ".join(map(str, sorted(compared, key=precision_order)))
+            names = "; ".join(sorted(compared, key=PRECISIONS.index))
             raise BadInputError(asked, f"It compared: {names}.")
         if report.of_answers:
             hint = "It holds a model's answers: 'ssdprof export' shows them."

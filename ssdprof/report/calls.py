@@ -6,8 +6,16 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.base import (
+    PRECISIONS,
+    TOLERANCES,
+    PrecisionName,
+    TensorName,
+    exact_precision,
+    grouped,
+    short_precision,
+)
+from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import Report
 from ssdprof.report.groups import (
     Against,
@@ -18,7 +26,6 @@ from ssdprof.report.groups import (
     layer_of,
     layer_words,
     pool,
-    precision_order,
 )
 from ssdprof.report.table import Column, Row, Table, filled, folded, lifted, strings, table, text
 
@@ -51,7 +58,7 @@ _MOST_ROWS = 40  # if all cases fail, they have the same reason
 
 NAMES: tuple[Column[Series], ...] = (
     text("implementation", lambda row: row.name),
-    text(PRECISION, lambda row: row.precision.short),
+    text(PRECISION, lambda row: short_precision(row.precision)),
 )
 
 
@@ -138,12 +145,12 @@ def speed_by_layer(group: Group) -> Table | None:
     return speeds(f"Speed of each layer {group.where}", found, (layer, *NAMES))
 
 
-def baselines(pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
+def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
     """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
     found = list(pairs)
     names = {against.split()[0] for _, against in found}
     if len(names) == 1 and all(
-        against.endswith(f" {precision.exact}") for precision, against in found
+        against.endswith(f" {exact_precision(precision)}") for precision, against in found
     ):
         return f"{names.pop()}, exact, with the same state dtype"
     return " or ".join(dict.fromkeys(against for _, against in found)) or "none"
@@ -178,7 +185,7 @@ def errors(
     headers of these cells.
     """
     rows: list[Row] = []
-    compared: list[tuple[PrecisionRecord, str]] = []
+    compared: list[tuple[PrecisionName, str]] = []
     sides: tuple[Against, ...] = ("vs_baseline", "vs_oracle")
     for key, group, names in parts:
         for which, one in ((which, one) for which in sides for one in group.series(*names)):
@@ -189,7 +196,14 @@ def errors(
                 else:
                     compared += [(one.precision, part.against) for part in pooled.parts]
                 rows.append(
-                    (*key, one.name, one.precision.short, other, good, *_cells(pooled, group))
+                    (
+                        *key,
+                        one.name,
+                        short_precision(one.precision),
+                        other,
+                        good,
+                        *_cells(pooled, group),
+                    )
                 )
         if found := pool(group.cases, tensor, "floor"):
             rows.append((*key, "floor", "", "fp64", "", *_cells(found, group)))
@@ -246,7 +260,7 @@ def laws(report: Report) -> Table | None:
     """Which laws each implementation and precision obeys: "no" if any case breaks one."""
     probes = grouped(
         ((case, one) for case in report.of_calls for one in case.probes),
-        lambda pair: (pair[0].implementation, pair[0].precision.short, pair[1].name),
+        lambda pair: (pair[0].implementation, short_precision(pair[0].precision), pair[1].name),
     )
     found: dict[Row, list[str]] = {}
     for (name, precision, law), own in probes.items():
@@ -283,15 +297,15 @@ def launches(report: Report) -> Table | None:
                 (*names, *resources, fmt.percent(one.warps_pct, 0), config), []
             ).append(case)
     kinds: tuple[Callable[[Case], str], ...] = (
-        lambda case: case.precision.short,
-        lambda case: case.place if case.drawn else case.size,
+        lambda case: short_precision(case.precision),
+        lambda case: case.place if isinstance(case.task, Drawn) else case.size,
     )
     every = grouped(report.of_calls, lambda case: case.implementation)
 
     def used(cases: Sequence[Case]) -> str:
         """Precisions and sizes, if not all of the implementation."""
         own = every[cases[0].implementation]
-        ordered = sorted(cases, key=lambda case: (*precision_order(case.precision), -case.seqlen))
+        ordered = sorted(cases, key=lambda case: (PRECISIONS.index(case.precision), -case.seqlen))
         some = (
             dict.fromkeys(map(kind, ordered))
             for kind in kinds
@@ -333,7 +347,7 @@ def reasons(report: Report) -> Table | None:
             )
             why = " ".join(case.why.split())
             found.setdefault(
-                (case.result, case.kernel, case.precision.short, why, first), []
+                (case.result, case.kernel, short_precision(case.precision), why, first), []
             ).append(case)
     rows = []
     for cells, cases in found.items():
@@ -388,11 +402,10 @@ def _of_shape(report: Report) -> dict[str, list[Group]]:
     """Title -> its groups."""
 
     def title(group: Group) -> str:
-        case = group.cases[0]
-        assert case.drawn
-        assert case.dims
-        inputs = ", ".join((case.dims.dtype, *case.drawn.ways, f"{case.drawn.layout} inputs"))
-        return f"{case.drawn.shape} ({case.drawn.shape_words}), {inputs}"
+        drawn = group.cases[0].task
+        assert isinstance(drawn, Drawn)
+        inputs = ", ".join((drawn.dims.dtype, *drawn.ways, f"{drawn.layout} inputs"))
+        return f"{drawn.shape} ({drawn.shape_words}), {inputs}"
 
     return grouped(groups(report), title)
 

@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.pairs import Comparison, Pair, Side, Total, subject, unfinished
 from ssdprof.report.calls import PRECISION
@@ -38,11 +39,11 @@ _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
 _NAMES: tuple[Column[Pair], ...] = (
     words("case", lambda pair: pair.case.place),
     words("implementation", lambda pair: pair.case.implementation),
-    words(PRECISION, lambda pair: pair.case.precision.short),
+    words(PRECISION, lambda pair: short_precision(pair.case.precision)),
 )
 _TOTALS: tuple[Column[Total], ...] = (
     words("implementation", lambda one: one.implementation),
-    words(PRECISION, lambda one: one.precision.short),
+    words(PRECISION, lambda one: short_precision(one.precision)),
     words("where", lambda one: one.where),
     words("verdict", lambda one: one.verdict),
     Column("BASE / NEW", lambda one: fmt.speedup(one.change, by_call=one.by.startswith("call"))),
@@ -165,12 +166,12 @@ def _sections(
         words("verdict", lambda pair: pair.verdict),
         Column(
             "time,\nBASE / NEW",
-            lambda pair: fmt.speedup(pair.time, by_call=bool(pair.case.prefill)),
+            lambda pair: fmt.speedup(pair.time, by_call=pair.case.clock == "call"),
         ),
         Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call, by_call=True)),
         Column(
             "speedup,\nNEW / BASE",
-            lambda pair: fmt.speedup(pair.over_baseline, by_call=bool(pair.case.prefill)),
+            lambda pair: fmt.speedup(pair.over_baseline, by_call=pair.case.clock == "call"),
         ),
         *_of_both("time", fmt.duration, lambda case: case.time_us and case.time_us.value),
         Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),

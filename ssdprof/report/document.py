@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped
+from ssdprof.core.base import grouped, intermediates_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.tuned import PlannedSearches
@@ -127,7 +127,7 @@ def _search(report: Report, cases: Sequence[Case]) -> Table | None:
         return f"{said}: {case.why}" if case.why else said
 
     return table(
-        f"{committed.place}, {committed.precision.intermediates}: {committed.variant} kernel",
+        f"{committed.place}, {intermediates_of(committed.precision)}: {committed.variant} kernel",
         (
             text("candidate", lambda case: case.implementation),
             Column("device", lambda case: fmt.duration(case.device_us and case.device_us.value)),

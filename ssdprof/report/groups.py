@@ -12,12 +12,19 @@ from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
-from ssdprof.core.base import CLOCKS, Clock, PrecisionRecord, TensorName, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.base import (
+    CLOCKS,
+    PRECISIONS,
+    Clock,
+    PrecisionName,
+    TensorName,
+    grouped,
+    short_precision,
+)
+from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 
-_ORDER = ("exact", "relaxed", "fp64", "fp32", "fp16", "bf16")
 Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
 
 
@@ -32,7 +39,7 @@ class Series:
     """
 
     def __init__(
-        self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]
+        self, group: Group, implementation: str, precision: PrecisionName, cases: Sequence[Case]
     ) -> None:
         self.group, self.implementation, self.precision, self.cases = (
             group,
@@ -46,12 +53,16 @@ class Series:
             )
         )
         self.name = f"{implementation} {variants}".rstrip()
-        self.label = f"{implementation}, {precision.short}"
+        self.label = f"{implementation}, {short_precision(precision)}"
         self.within_budget = all(
             case.result == "passed" and not case.outside_budget for case in cases
         )
         there = {case.implementation for case in group.cases if case.device_us}
-        self.over = "unfused" if cases[0].drawn and group.report.baseline not in there else ""
+        self.over = (
+            "unfused"
+            if isinstance(cases[0].task, Drawn) and group.report.baseline not in there
+            else ""
+        )
         self.timed = [case for case in cases if case.device_us and case.call_us]
         self._us = {
             clock: [us.value for case in self.timed if (us := case.by_clock(clock))]
@@ -187,7 +198,7 @@ class Group:
             Series(self, *key, tuple(found[key]))
             for name in implementations or self.implementations
             for key in sorted(
-                (key for key in found if key[0] == name), key=lambda key: precision_order(key[1])
+                (key for key in found if key[0] == name), key=lambda key: PRECISIONS.index(key[1])
             )
         )
 
@@ -211,7 +222,9 @@ def groups(report: Report) -> tuple[Group, ...]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
-    drawn = grouped((case for case in report.cases if case.drawn), lambda case: case.place)
+    drawn = grouped(
+        (case for case in report.cases if isinstance(case.task, Drawn)), lambda case: case.place
+    )
     found = grouped((case for case in report.cases if case.layer), key)
     return tuple(
         Group(report, own)
@@ -221,10 +234,6 @@ def groups(report: Report) -> tuple[Group, ...]:
 
 def layer_of(case: Case) -> int:
     return case.layer.index if case.layer else -1
-
-
-def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
-    return _ORDER.index(precision.intermediates), _ORDER.index(precision.state_dtype)
 
 
 # --- errors of several calls

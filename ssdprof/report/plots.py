@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
@@ -144,7 +145,9 @@ def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
                 flops / moved,
                 flops / sum(case.device_us.value for case in timed if case.device_us) / 1e6,
             )
-            points.setdefault(series.implementation, []).append((*point, series.precision.short))
+            points.setdefault(series.implementation, []).append(
+                (*point, short_precision(series.precision))
+            )
     roof = report.ceilings and (report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops)
     return _roofline(points, roof, "byte that must move") if roof else None
 

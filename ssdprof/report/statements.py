@@ -8,13 +8,20 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import LONGEST_SEQLEN, PrecisionRecord, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.base import (
+    LONGEST_SEQLEN,
+    PRECISIONS,
+    PrecisionName,
+    grouped,
+    intermediates_of,
+    states_of,
+)
+from ssdprof.core.case import Answers, Case, Drawn
 from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.calls import baseline_us
 from ssdprof.report.facts import gpu_name
-from ssdprof.report.groups import Group, Series, groups, layer_words, places, precision_order
+from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
@@ -148,7 +155,7 @@ def _advice(series: Sequence[Series]) -> VerdictLine:
     if good:
         layers = len({case.layer for one in good for case in one.cases})
         where = "every layer replayed" if layers > 1 else "the layer replayed"
-        precisions = "; ".join(str(one.precision) for one in good)
+        precisions = "; ".join(one.precision for one in good)
         if not bad and len(good) > 4:
             precisions = f"each of its {len(good)} precisions"
         said = f"{name} may be used at {precisions}: within the error budget in {where}."
@@ -161,7 +168,9 @@ def _doubt(one: Series, every: Sequence[Series]) -> str:
     output's error; or "".
     """
     exact = [
-        other for other in every if other.within_budget and other.precision.intermediates == "exact"
+        other
+        for other in every
+        if other.within_budget and intermediates_of(other.precision) == "exact"
     ]
     if not exact or one in exact:
         return ""
@@ -254,7 +263,7 @@ def _divergence(one: Series) -> tuple[float, float]:
     own = [
         kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key
     ]
-    noise = [kl for case, kl in compared if case.answers and case.answers.change]
+    noise = [kl for case, kl in compared if isinstance(case.task, Answers) and case.task.change]
     return max(own, default=0.0), max(noise, default=0.0)
 
 
@@ -300,7 +309,9 @@ def _single_chunks(report: Report) -> Iterator[str]:
         if call and call.kind == "packed":
             lengths = (length for prompt in report.prompts for length in prompt.serving.packed)
             longest = max(lengths, default=LONGEST_SEQLEN)  # a recording may begin with states
-        elif group.cases[0].drawn or (call and not (call.kind == "chunk" and call.count == 1)):
+        elif isinstance(group.cases[0].task, Drawn) or (
+            call and not (call.kind == "chunk" and call.count == 1)
+        ):
             continue  # of a bench, or it begins with a state
         chunks = {
             case.dims.chunk_size
@@ -342,7 +353,9 @@ def _of_baselines(report: Report) -> Iterator[str]:
 def _of_libraries(report: Report) -> Iterator[str]:
     yield from (f"Not compared: {reason}" for reason in report.absent)
     own = [
-        case for case in report.cases if case.kind == "library" and (case.baseline or case.drawn)
+        case
+        for case in report.cases
+        if case.kind == "library" and (case.baseline or isinstance(case.task, Drawn))
     ]
     troubles = (case for case in own if case.result != "passed")
     for (_, reason), found in grouped(
@@ -367,11 +380,11 @@ def _equal_precisions(cases: Iterable[Case], timed: bool) -> Iterator[str]:
         if part.startswith(_SAME_AS)
     )
 
-    def words(precision: PrecisionRecord) -> str:
-        return f"{precision.intermediates} with {precision.state_dtype} states"
+    def words(precision: PrecisionName) -> str:
+        return f"{intermediates_of(precision)} with {states_of(precision)} states"
 
     for (name, other), own in grouped(same, lambda one: one[:2]).items():
-        precisions = [words(one) for one in sorted({one[2] for one in own}, key=precision_order)]
+        precisions = [words(one) for one in sorted({one[2] for one in own}, key=PRECISIONS.index)]
         ran = {words(case.precision) for case in cases if case.implementation == name}
         which = "every precision" if ran <= {other, *precisions} else fmt.words(precisions)
         said = f"{name} computes {which} as {other}: results are bitwise the same"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ssdprof.core.base import PrecisionRecord, Record, Text
+from ssdprof.core.base import PrecisionName, Record, Text
 from ssdprof.core.stalls import Launched
 from ssdprof.environment import child
 from ssdprof.environment.toolchain import find_ncu, ncu_version
@@ -95,7 +95,7 @@ class Job(Record):
     layer: int
     seqlen: int
     implementation: Text
-    precision: PrecisionRecord
+    precision: PrecisionName
     tuned: Path | None = None
 
 

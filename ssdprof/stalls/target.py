@@ -32,15 +32,14 @@ import triton
 
 from ssdprof import operators
 from ssdprof.capture import store
-from ssdprof.core.base import PrecisionRecord
 from ssdprof.core.stalls import Launched
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, counted_launches, recorded_launches
 from ssdprof.measure.roofline import with_occupancy
 from ssdprof.operators.implementations import own_precisions, required, resolve
-from ssdprof.operators.tensors import precision_of, precision_record
 from ssdprof.stalls import ncu
 from ssdprof.stalls.attribute import UNKNOWN, Sources
 from ssdprof.stalls.read import base_name
@@ -57,7 +56,7 @@ def main() -> None:
     try:
         inputs = load(job.folder, job.layer, job.seqlen, DEVICE)
         implementation = required(resolve(operators.get(inputs.operator), job.implementation))
-        call = call_at(implementation, inputs, job.precision)
+        call = call_at(implementation, inputs, Precision.named(job.precision))
         launched = warm_up(implementation, call)
     except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
         refusal = refusal_of(error)
@@ -90,7 +89,7 @@ def refusal_of(error: Exception) -> dict[str, Any]:
     return {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
 
 
-def call_at(implementation: Implementation, inputs: Any, wanted: PrecisionRecord) -> Call:
+def call_at(implementation: Implementation, inputs: Any, wanted: Precision) -> Call:
     """The call at the requested precision, or at the most similar one of an implementation that
     lacks it.
 
@@ -100,10 +99,10 @@ def call_at(implementation: Implementation, inputs: Any, wanted: PrecisionRecord
         implementation, operators.get(inputs.operator).judged.dims(inputs).dtype, (wanted,)
     )
 
-    def likeness(one: PrecisionRecord) -> tuple[bool, bool]:
+    def likeness(one: Precision) -> tuple[bool, bool]:
         return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
 
-    precision = precision_of(max(found, key=likeness))
+    precision = max(found, key=likeness)
     return Call(
         implementation=implementation, inputs=inputs, precision=precision, label=implementation.name
     )
@@ -121,7 +120,7 @@ def warm_up(implementation: Implementation, call: Call) -> Launched:
     return Launched(
         implementation=implementation.name,
         variant=implementation.plan(call.inputs, call.precision).variant,
-        precision=precision_record(call.precision),
+        precision=str(call.precision),
         launch_count=len(count),
         launches=tuple(with_occupancy(launch, call.device) for launch in launches),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import cases
 
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, PrecisionName
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 
@@ -18,7 +18,7 @@ OURS = ("fused", "unfused", "recurrent")
 def measured(
     name: str,
     us: float,
-    precision: PrecisionRecord = EXACT_FP32,
+    precision: PrecisionName = EXACT_FP32,
     *,
     drawn: tuple[str, ...] = (),
     checked: int | None = None,
@@ -28,7 +28,7 @@ def measured(
     return cases.case(
         name,
         precision,
-        drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked),
+        task=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked, dims=cases.dims(40)),
         seqlen=40,
         kind="bundled" if name in OURS else "library",
         version="" if name in OURS else "2.3",

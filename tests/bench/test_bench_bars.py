@@ -14,11 +14,11 @@ import pytest
 import recorded
 from bench.benches import measured, report
 
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.report import Report
 from ssdprof.store.reports import dump
 
-RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+RELAXED = "relaxed, bf16 states"
 RULES = tomllib.loads("""
 [[bar]]
 name = "exact"

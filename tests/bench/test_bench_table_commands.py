@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from ssdprof import operators
 from ssdprof.cli import app
-from ssdprof.core.base import precisions_for
+from ssdprof.core.base import intermediates_of, precisions_for, states_of
 from ssdprof.jobs.reading import expand, parse_shapes, parse_tokens
 from ssdprof.operators.implementations import known
 
@@ -69,7 +69,7 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         names = option["implementations"].split(",")
         for cell in expand(shapes, (option["dtype"],), tokens, "contiguous", drawn):
             ours = [
-                f"{name} {one.intermediates} {one.state_dtype}"
+                f"{name} {intermediates_of(one)} {states_of(one)}"
                 for name in names
                 for one in precisions
             ]

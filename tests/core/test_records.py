@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ssdprof.core.accuracy import BudgetUse, ErrorTest
-from ssdprof.core.base import PrecisionRecord, Record, precisions_for
+from ssdprof.core.base import Record, exact_precision, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import CallRef, Ceilings
@@ -114,9 +114,8 @@ def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"layer": None}, "one layer, one draw"),
-        ({"drawn": cases.drawn()}, "one layer, one draw"),
-        ({"dims": None}, "has the sizes of the call"),
+        ({"task": {"kind": "layer", "layer": cases.layer()}}, "dims\n  Field required"),
+        ({"task": {"layer": cases.layer(), "dims": cases.dims()}}, "discriminator 'kind'"),
         ({"status": "failed", "samples": timed(1.0)}, "only to a case that ran"),
         ({"later_fault": "wrong", "samples": timed(1.0)}, "only to a case that ran"),
         ({"nonfinite": True, "samples": timed(1.0)}, "only to a case that ran"),
@@ -247,7 +246,7 @@ def test_a_fault_names_its_place() -> None:
         ),
         (cell()[2], "mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states"),
         (
-            cell()[2].changed(drawn=cases.drawn(layout="views", ways=("long memory",))),
+            cases.with_task(cell()[2], layout="views", ways=("long memory",)),
             "mamba2-2.7b, bf16, views, long memory, 1 x 1,024, fused, exact, fp32 states",
         ),
         (of_answers(), "answers, 1,100 tokens, fused, exact, fp32 states"),
@@ -268,12 +267,12 @@ def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None
 
 def test_precisions_follow_the_dtype_of_the_inputs() -> None:
     assert precisions_for("fp16", "exact", None) == (cases.EXACT_FP32,)
-    assert [str(one) for one in precisions_for("fp16", "all", None)] == [
+    assert list(precisions_for("fp16", "all", None)) == [
         "exact, fp32 states",
         "relaxed, fp16 states",
     ]
     assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
-    assert RELAXED_FP32.exact == cases.EXACT_FP32
+    assert exact_precision(RELAXED_FP32) == cases.EXACT_FP32
 
 
 # --- results
@@ -422,14 +421,14 @@ def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
             assert (base.layer, base.implementation, base.precision) == (
                 one.layer,
                 "unfused",
-                one.precision.exact,
+                exact_precision(one.precision),
             )
         else:
             assert (base, report.speedup(one)) == (None, None)
 
 
 def test_a_bench_compares_with_the_fastest_of_another_implementation() -> None:
-    half = PrecisionRecord(intermediates="exact", state_dtype="fp16")
+    half = "exact, fp16 states"
     made = (*cell(times={"fla": 200.0, "fused": 50.0}), *cell(times={"fla": 150.0}, precision=half))
     report = bench(*made)
     assert value(report.speedup(made[1], over="fla")) == pytest.approx(3)
@@ -450,7 +449,7 @@ def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, spee
     assert found == pytest.approx(1 / (1 - share + share / speedup))
     assert prefill(base, own).predicted(base) is None
     assert prefill(own).predicted(own) is None
-    late = own.changed(prefill=own.prefill and own.prefill.changed(alone_us=None))
+    late = cases.with_task(own, alone_us=None)
     assert prefill(base, late).predicted(late) is None
 
 

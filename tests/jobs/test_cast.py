@@ -10,6 +10,7 @@ from command_line import passing
 from kernels.kernel_cases import GDNCase, SSDCase
 
 from ssdprof.capture.layers import token_major
+from ssdprof.core.base import states_of
 from ssdprof.core.pairs import compare
 from ssdprof.jobs.compare import cast_inputs
 from ssdprof.operators.tensors import tensors
@@ -72,7 +73,7 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     _, report = load("cast")
     assert report.cast == (source, "fp16")
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
-    assert {case.precision.state_dtype for case in report.cases} == {"fp16"}
+    assert {states_of(case.precision) for case in report.cases} == {"fp16"}
     assert {precision.partition(", ")[2] for _, _, precision in report.requested} == {"fp16 states"}
     # in the heading, the caveats and the list of runs
     assert cast.shown.count(f"cast from {source} to fp16") >= 3

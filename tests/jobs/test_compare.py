@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes import RAN, FakeTimer, compared, entries, inputs, noisy
 
-from ssdprof.core.base import PrecisionRecord, precisions_for
+from ssdprof.core.base import precisions_for
 from ssdprof.core.case import Case
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
@@ -24,9 +24,9 @@ from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Call, TimeIsUp
 
-RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
-HALF_STATES = PrecisionRecord(intermediates="exact", state_dtype="bf16")
-RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
+RELAXED = Precision.named("relaxed, fp32 states")
+HALF_STATES = Precision.named("exact, bf16 states")
+RELAXED_FP16 = Precision.named("relaxed, fp16 states")
 ALL = precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))
 Spoil = Callable[[SSDOutput], SSDOutput]
 
@@ -155,10 +155,10 @@ def groups(*, timed: bool = False) -> list[Entry]:
     """Two implementations at four precisions, each with its baseline."""
     made: list[Entry] = []
     for states in ("fp32", "bf16"):
-        exact = PrecisionRecord(intermediates="exact", state_dtype=states)  # type: ignore[arg-type]
+        exact = Precision.named(f"exact, {states} states")
         (base,) = entries("base", 200.0, precision=exact, turns=states)
         made.append(base)
-        for precision in (exact, exact.changed(intermediates="relaxed")):
+        for precision in (exact, replace(exact, intermediates="relaxed")):
             for name in ("a", "b"):
                 made += entries(
                     name,
@@ -344,7 +344,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
     ("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)]
 )
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
-    monkeypatch: pytest.MonkeyPatch, precision: PrecisionRecord, factor: float, largest: float
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, factor: float, largest: float
 ) -> None:
     scales: list[float] = []
     changeable = module._changeable
@@ -450,9 +450,7 @@ def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> No
 # --- who is compared with whom
 
 
-FP32, FP16, BF16 = (
-    PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16")
-)
+FP32, FP16, BF16 = (Precision.named(f"exact, {one} states") for one in ("fp32", "fp16", "bf16"))
 
 
 @pytest.mark.parametrize(

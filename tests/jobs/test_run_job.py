@@ -18,7 +18,7 @@ from cases import layer, prompt
 from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels
-from ssdprof.core.base import precisions_for
+from ssdprof.core.base import intermediates_of, precisions_for, states_of
 from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
@@ -30,6 +30,7 @@ from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -136,9 +137,9 @@ def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
         assert case.dims is not None
         assert case.dims.sizes["nheads"] == 2
         assert all((case.variant, case.plan, case.launches))
-        exact = case.precision.intermediates == "exact"
+        exact = intermediates_of(case.precision) == "exact"
         for accuracy in case.accuracy:
-            against = None if exact else f"unfused exact, {case.precision.state_dtype} states"
+            against = None if exact else f"unfused exact, {states_of(case.precision)} states"
             assert (accuracy.vs_baseline and accuracy.vs_baseline.against) == against
 
 
@@ -205,7 +206,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
 def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     resolved = job.resolve_implementations(("fused",), "unfused", LAYERS[:1])
     of = prompt(50, serving=Serving(chunk=40, decode=1))
-    precisions = partial(precisions_for, intermediates="exact", states=("fp32", "bf16"))
+    precisions = partial(requested_precisions, intermediates="exact", states=("fp32", "bf16"))
     pairs = partial(resolved.pairs, precisions)
     found: Any = SimpleNamespace(layers=LAYERS[:1])
     requested = [", ".join(one) for one in job._requested(found, [of], pairs, "bf16", 0)]

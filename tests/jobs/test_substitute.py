@@ -14,7 +14,6 @@ from prefill_fakes import cpu_trace
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.base import EXACT_FP32
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.substitute import (
     _modules,
@@ -24,6 +23,7 @@ from ssdprof.jobs.substitute import (
     part_times,
     parts_marked,
 )
+from ssdprof.kernels.precision import Precision
 from ssdprof.measure.trace import work
 
 LENGTH = 40  # more than a chunk
@@ -42,7 +42,7 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     before = logits(model)
-    with intercept(sites, implemented(implementation, EXACT_FP32, sites)) as count:
+    with intercept(sites, implemented(implementation, Precision(), sites)) as count:
         ours = logits(model)
     assert count["calls"] == len(sites)
     assert not torch.equal(ours, before)  # sums in another order: our implementation ran
@@ -80,7 +80,7 @@ def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None
 
     sites = find_mixers(model)
     with pytest.raises(BadInputError, match="no implementation 'fastest' of ssd"):
-        implemented("fastest", EXACT_FP32, sites)
+        implemented("fastest", Precision(), sites)
     with intercept(sites, by_layer(sites, zeros, layers=())):
         assert torch.equal(logits(model), before)
     with intercept(sites, by_layer(sites, zeros, layers=(2,))):
@@ -142,7 +142,7 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
     model = tiny_models.shared("granitemoehybrid")
     sites = find_mixers(model)
     ids = tiny_models.prompt(24)
-    compute = implemented("reference", EXACT_FP32, sites)
+    compute = implemented("reference", Precision(), sites)
     with parts_marked(model, sites), intercept(sites, marking("operator", compute)):
         trace = cpu_trace(lambda: prefill(model, ids, 24))
     found = part_times(work(trace))

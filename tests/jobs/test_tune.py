@@ -29,7 +29,7 @@ from tuning_fakes import (
 )
 
 from ssdprof import operators
-from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.base import EXACT_FP32, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
@@ -304,9 +304,7 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32
-    assert made(intermediates="relaxed")[0].cases[0].precision.state_dtype == "bf16", (
-        "as in a bench"
-    )
+    assert states_of(made(intermediates="relaxed")[0].cases[0].precision) == "bf16", "as in a bench"
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
     monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made()

@@ -13,8 +13,9 @@ import torch
 from measure.conftest import random_inputs
 
 from ssdprof import kernels, operators
-from ssdprof.core.base import EXACT_FP32, REPEATS, PrecisionRecord, Probe
+from ssdprof.core.base import REPEATS, Probe
 from ssdprof.kernels import GDNInputs, UnsupportedError
+from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import IsolatedFirstCall, Verdict
@@ -29,9 +30,7 @@ TOKENS = [
     Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700),
     Tokens(sequences=4, seqlen=900, shortest=20),
 ]  # fmt: skip
-RELAXED_BF16, RELAXED_FP16 = (
-    PrecisionRecord(intermediates="relaxed", state_dtype=one) for one in ("bf16", "fp16")
-)
+RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one in ("bf16", "fp16"))
 
 
 class Here(IsolatedFirstCall):
@@ -49,7 +48,7 @@ def probed(
     prober = prober or Prober(Here())
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
     implementation = replace(implementation, neglects=neglects)
-    return {one.name: one for one in prober.probe(implementation, inputs, EXACT_FP32)}
+    return {one.name: one for one in prober.probe(implementation, inputs, Precision())}
 
 
 def broken(kernel: Kernel, inputs: Any) -> set[str]:
@@ -338,29 +337,24 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
         own_implementation(operators.get("ssd"), "mine:slow", oracle_output),
         ssd(seqlen=20),
     )
-    found = Prober(Here()).probe(implementation, given, EXACT_FP32, interpreted=True)
+    found = Prober(Here()).probe(implementation, given, Precision(), interpreted=True)
     assert {one.detail for one in found} == {"Triton's interpreter runs it; --thorough tests it"}
     assert {one.holds for one in found} == {"not applicable"}
     thorough = Prober(Here(), thorough=True).probe(
-        implementation, given, EXACT_FP32, interpreted=True
+        implementation, given, Precision(), interpreted=True
     )
     assert "yes" in {one.holds for one in thorough}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "precision"), [("bf16", EXACT_FP32), ("bf16", RELAXED_BF16), ("fp16", RELAXED_FP16)]
+    ("dtype", "precision"), [("bf16", Precision()), ("bf16", RELAXED_BF16), ("fp16", RELAXED_FP16)]
 )
 @pytest.mark.parametrize("tokens", TOKENS, ids=str)
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str,
-    sizes: str,
-    implementation: str,
-    tokens: Tokens,
-    dtype: str,
-    precision: PrecisionRecord,
+    operator: str, sizes: str, implementation: str, tokens: Tokens, dtype: str, precision: Precision
 ) -> None:
     generated = operators.get(operator).generated
     shape: Any = generated.parse(sizes)
@@ -384,7 +378,7 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
 
     for kernel, holds in ((oracle_output, "yes"), (forgetting_the_start, "no")):
         bundled = own_implementation(operators.get("ssd"), "fused", partial(noted, kernel))
-        found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), EXACT_FP32)
+        found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), Precision())
         assert {one.name: one.holds for one in found}["loud past"] == holds
     assert lengths == {600}
 
@@ -394,7 +388,7 @@ def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -
     one = replace(
         own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind
     )
-    found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), EXACT_FP32)}
+    found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), Precision())}
     assert found["edge inputs"] == holds
 
 
@@ -407,8 +401,8 @@ def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
     )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
-    every = Prober(Here(), thorough=True).probe(bundled, given, EXACT_FP32)
+    every = Prober(Here(), thorough=True).probe(bundled, given, Precision())
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
-    some = Prober(Here()).probe(bundled, given, EXACT_FP32)
+    some = Prober(Here()).probe(bundled, given, Precision())
     assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]
     assert 0 < len(some) < len(every)

@@ -13,7 +13,7 @@ import torch
 from test_guard import gdn, ssd
 
 from ssdprof import operators
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure import isolate
@@ -32,7 +32,7 @@ def named(function: str, operator: str = "ssd") -> Implementation:
 
 def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
-    return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, EXACT_FP32)
+    return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, Precision())
 
 
 @pytest.mark.parametrize("make", [ssd, pytest.param(gdn, marks=pytest.mark.slow)])
@@ -77,7 +77,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
     ],
 )
 def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str) -> None:
-    found = judged(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), EXACT_FP32)
+    found = judged(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), Precision())
     assert found[0] == ("refused" if function == "refusing" else "failed")
     assert reason in found[1]
 
@@ -130,20 +130,18 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(
 ) -> None:
     made: list[tuple[str, str]] = []
 
-    def tried(
-        one: Implementation, _several: Any, precision: PrecisionRecord, _limit_s: float
-    ) -> Any:
+    def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
         made.append((one.name, str(precision)))
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
     isolated, given = IsolatedFirstCall(), ssd()
     for _ in range(2):
-        isolated.verdict(named("good"), given, EXACT_FP32)
-        isolated.verdict(named("good"), replace(given, x=given.x + 1), EXACT_FP32)  # contiguous
-        isolated.verdict(named("good"), given, EXACT_FP32.changed(state_dtype="bf16"))
-        isolated.verdict(named("good"), replace(given, chunk_size=64), EXACT_FP32)
-        assert isolated.verdict(named("nan"), given, EXACT_FP32) == ("failed", "seen before")
+        isolated.verdict(named("good"), given, Precision())
+        isolated.verdict(named("good"), replace(given, x=given.x + 1), Precision())  # contiguous
+        isolated.verdict(named("good"), given, Precision(state_dtype=torch.bfloat16))
+        isolated.verdict(named("good"), replace(given, chunk_size=64), Precision())
+        assert isolated.verdict(named("nan"), given, Precision()) == ("failed", "seen before")
     assert len(made) == 5
 
 
@@ -162,7 +160,7 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     given = ssd()
     assert torch.isfinite(given.x).all()
     telling = resolve(operators.get("ssd"), "telling:kernel")
-    told = IsolatedFirstCall().verdict(telling, given, EXACT_FP32)
+    told = IsolatedFirstCall().verdict(telling, given, Precision())
     expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
     assert told == ("failed", f"ValueError: {expected} (telling.py:4 in kernel)"), (
         "from the user's own file on"

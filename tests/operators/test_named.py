@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ssdprof import kernels
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
@@ -33,7 +32,7 @@ from ssdprof.operators.operator import computed
 
 SSD, GDN = get("ssd"), get("gdn")
 CPU = torch.device("cpu")
-RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+RELAXED = Precision.named("relaxed, bf16 states")
 
 MODULE = """
 from dataclasses import dataclass
@@ -131,7 +130,7 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
     assert (found.kind, found.version) == ("own", "kernels_of_a_user:plain")
     x = torch.ones(1)
     assert found.run(Inputs(x, x.device), Precision()) == (x, x)
-    assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
+    assert own_precisions(found, "bf16", (Precision(), RELAXED)) == (Precision(),)
     assert sys.path[-1] == str(here), (
         "what is imported later is found too, and hides no installed module"
     )
@@ -140,7 +139,7 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
 
 def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> None:
     found = resolve(SSD, "kernels_of_a_user:told")
-    assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
+    assert own_precisions(found, "bf16", (Precision(), RELAXED)) == (Precision(), RELAXED)
     with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
         found.run(Inputs(torch.ones(1), CPU), Precision())
 

@@ -16,11 +16,12 @@ from captured import layer, store, store_layers
 from kernels.kernel_cases import SSDCase
 
 from ssdprof import kernels
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import Launched
 from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import required
 from ssdprof.stalls import ncu, target
@@ -374,20 +375,15 @@ def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most
 ) -> None:
     """A library has a fixed set of precisions.  A missing library gives an error."""
     inputs = target.load(folder, 2, 32, "cpu")
-    both = tuple(
-        PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32")
-    )
+    both = tuple(Precision.named(f"exact, {states} states") for states in ("bf16", "fp32"))
     library = replace(
         kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both
     )
-    assert target.call_at(library, inputs, EXACT_FP32).precision.state_dtype == torch.float32
-    fixed = replace(
-        library,
-        precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),),
-    )
-    call = target.call_at(fixed, inputs, EXACT_FP32)
+    assert target.call_at(library, inputs, Precision()).precision.state_dtype == torch.float32
+    fixed = replace(library, precisions=lambda dtype: (Precision.named(f"exact, {dtype} states"),))
+    call = target.call_at(fixed, inputs, Precision())
     assert call.precision.state_dtype == torch.bfloat16
     found = target.warm_up(fixed, call)
-    assert (found.implementation, str(found.precision)) == ("them", "exact, bf16 states")
+    assert (found.implementation, found.precision) == ("them", "exact, bf16 states")
     with pytest.raises(MissingCapabilityError, match="is not there"):
         required(replace(library, absent="It is not there."))
