@@ -181,7 +181,10 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
     implementation = own_implementation(operators.get("kda"), "fused", noted)
     implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
     first, second = drawn("kda", "2/2x16x16", 100), drawn("kda", "2/2x16x16", 150)
+    assert len(prober.probe(implementation, first, kernels.Precision())) > 1
+    assert prober.probe(implementation, drawn("kda", "2/2x16x16", 100), kernels.Precision()) == ()
     assert {shape[1] for shape in shapes} == {100}
+    (found,) = prober.probe(implementation, second, kernels.Precision())
     assert (found.name, found.holds) == (TURNING_KEYS, "yes")
     assert shapes[-1] == (1, 150, 2, 16)
     assert TURNING_KEYS not in probed(oracle_output, drawn("kda", "2/2x16x16", 30)), "one window"
