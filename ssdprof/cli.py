@@ -154,7 +154,8 @@ def models(json: options.Json = False) -> None:
 def doctor(json: options.Json = False) -> None:
     """Check what this machine can do, and name what is missing.
 
-    Without a GPU, everything works except timing.
+    Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
+    timed.
     """
     _module("commands.machine").doctor(as_json=json)
 

@@ -341,7 +341,10 @@ SCHEMAS = {
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of a document.  BadInputError for an unknown name."""
+    """The JSON schema of a document, whose name may lack its version.  BadInputError for an unknown
+    name.
+    """
+    name = {known.partition("-v")[0]: known for known in SCHEMAS}.get(name, name)
     if name not in SCHEMAS:
         raise BadInputError(f"There is no schema {name!r}.", nearest(name, SCHEMAS))
     path = SCHEMAS[name][1]

@@ -418,7 +418,7 @@ class RunOptions(ServedModelOptions):
 
 @options
 class CaptureOptions(ServedModelOptions):
-    """Store the inputs of a model's SSD and GDN layers, or what a server recorded of them, for
+    """Store the inputs of a model's SSD, GDN or KDA layers, or what a server recorded of them, for
     'ssdprof run DIR'.
 
     One layer of a large model takes gigabytes at 128k tokens.
@@ -642,9 +642,9 @@ class PrefillOptions(ModelOptions):
 class StallsOptions:
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
-    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3
-    says that this machine cannot profile; the command then shows what Triton reports about the
-    kernels.
+    Profiles one layer with NVIDIA Nsight Compute (ncu), which needs an NVIDIA GPU, or reads existing
+    reports.  Exit code 3 says that this machine cannot profile.  With a GPU and without ncu, the
+    command shows what Triton reports about the kernels.
     """
 
     where: str | None = argument(
@@ -684,7 +684,7 @@ class BenchOptions:
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
-    Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels
+    Needs an NVIDIA GPU.  Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels
     was wrong or refused a case, that nothing was compared, or that a gate does not hold: gates
     judge the fused kernel.
     """
@@ -777,7 +777,7 @@ class TuneOptions:
     """Search for faster configurations of the fused kernel on this GPU, and store them for later
     runs.
 
-    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the
+    Needs an NVIDIA GPU.  A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the
     stored configurations, and say so, unless --no-tuned is given.
     """
 

@@ -393,7 +393,7 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
 def capture(
     subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher
 ) -> tuple[Path, CaptureManifest]:
-    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest."""
+    """Store the inputs of a model's layers.  Returns their folder and manifest."""
     check_capture(out, overwrite=overwrite)
     if why := unusable_gpu():
         watcher.say(f"This capture uses the CPU.  {why}")
