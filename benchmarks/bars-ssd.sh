@@ -10,5 +10,5 @@ ssdprof bench ssd --shape granite-4.0-h-small --seq 4k,32k,128k $P --out $R-publ
 ssdprof bench ssd --shape mamba2-2.7b --seq 1k,4k,16k,64k,128k,256k --cells 32x1k,8x4k $P --out $R-published-mamba2-2.7b
 ssdprof bench ssd --shape mamba2-2.7b,$O --seq 4k --packed 64x1k-4k --out $R-packed
 ssdprof bench ssd --shape $O --seq 4k,64k --against mamba_ssm --out $R-other-shapes
-ssdprof bench ssd --shape $M --seq 1k,...,256k --cells 32x1k,8x4k --dtypes all --states fp32,bf16 --against mamba_ssm --out $R
+ssdprof bench ssd --shape $M --seq 1k,...,256k --cells 32x1k,8x4k --intermediates all --states fp32,bf16 --against mamba_ssm --out $R
 python benchmarks/check_bars.py $R*

@@ -244,7 +244,7 @@ def compare(
     implementations: Sequence[str | Kernel],
     *,
     baseline: str = "unfused",
-    dtypes: Literal["exact", "relaxed", "all"] = "exact",
+    intermediates: Literal["exact", "relaxed", "all"] = "exact",
     states: str | Sequence[DType] | None = None,
     smallest_difference: str = "1%",
     watcher: Watcher | None = None,
@@ -258,7 +258,7 @@ def compare(
         tensors have the shapes and dtypes in docs/your-own-kernel.md.  A function runs in this
         process: a crash ends both.
     baseline: what they are compared with, at exact intermediates and the same states.
-    dtypes, states, smallest_difference: as the options of `ssdprof run`.
+    intermediates, states, smallest_difference: as the options of `ssdprof run`.
 
     Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a
     GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
@@ -276,7 +276,9 @@ def compare(
     first = required(resolve(operator.name, baseline))
     if isinstance(states, str):
         states = reading.parse_states(states)
-    pairs = run_job.paired(found, first, precisions_for(dims.dtype, dtypes, states), dims.dtype)
+    pairs = run_job.paired(
+        found, first, precisions_for(dims.dtype, intermediates, states), dims.dtype
+    )
     wanted = options.RunOptions(
         model="", smallest_difference=parse_percent("smallest_difference", smallest_difference)
     )

@@ -70,7 +70,7 @@ RUN = (
     "8",
     "--layers",
     "2",
-    "--dtypes",
+    "--intermediates",
     "exact",
     "--impl",
     "reference",

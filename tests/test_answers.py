@@ -21,7 +21,7 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+ONE_PRECISION = ("--intermediates", "exact", "--states", "fp32")
 SEQ = ("--seq", "70")  # chunks of 64 in demo-gdn
 
 

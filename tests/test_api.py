@@ -43,7 +43,12 @@ def test_importing_it_is_quick_and_dir_shows_its_functions() -> None:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> ssdprof.Results:
     folder = tmp_path_factory.mktemp("runs") / "run"
     return ssdprof.run(
-        "demo", seq=40, layers="first:1", dtypes="exact", gate=["rms:2", "match:50%"], out=folder
+        "demo",
+        seq=40,
+        layers="first:1",
+        intermediates="exact",
+        gate=["rms:2", "match:50%"],
+        out=folder,
     )
 
 
@@ -57,7 +62,7 @@ def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results) -> None:
         "40",
         "--layers",
         "first:1",
-        "--dtypes",
+        "--intermediates",
     )
     assert [one.spelling for one in ran.report.conditions] == ["rms:2", "match:50%"]
     assert ran.folder
@@ -95,7 +100,7 @@ def test_the_suffix_is_the_format(
     [
         ({"seqq": 4}, "run() has no option 'seqq'."),
         ({"json": True}, "run() has no option 'json'."),
-        ({"dtypes": "both"}, "'both' is not one of 'exact', 'relaxed', 'all'."),
+        ({"intermediates": "both"}, "'both' is not one of 'exact', 'relaxed', 'all'."),
         ({"seq": 0}, "'0' is not a number of tokens."),
     ],
 )
@@ -145,7 +150,7 @@ def test_a_case_runs_again_by_its_command_and_its_script(
     case = ran.cases[-1]
     shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
     command = (
-        "ssdprof run demo --gate rms:2 --gate match:50% --impl fused --dtypes exact "
+        "ssdprof run demo --gate rms:2 --gate match:50% --impl fused --intermediates exact "
         "--states fp32 --layers 0 --seq 40"
     )
     assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
@@ -187,7 +192,7 @@ def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str)
         }
         | changes
     )
-    first, second = "--impl fused", "--dtypes exact --states fp32"
+    first, second = "--impl fused", "--intermediates exact --states fp32"
     words = (
         expected.format(first, second)
         if "{0}" in expected
@@ -201,7 +206,7 @@ def test_the_words_of_a_drawn_case() -> None:
         command=("ssdprof", "bench", "ssd", "--cells", "8x4k", "--seq", "1k", "--json")
     )
     words = (
-        "ssdprof bench ssd --json --impl fused --dtypes exact --states fp32 --shape "
+        "ssdprof bench ssd --json --impl fused --intermediates exact --states fp32 --shape "
         "mamba2-2.7b --dtype bf16"
     )
     assert " ".join(found.again(found.cases[-1])) == f"{words} --seq 1024 --batch 1"

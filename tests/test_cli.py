@@ -171,7 +171,7 @@ run demo --seq 0
 run demo --layers x
 run demo --layers 99
 run demo --states x
-run demo --dtypes x
+run demo --intermediates x
 run demo --bogus
 run demo --prompt-file absent.txt
 run ./nowhere

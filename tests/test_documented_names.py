@@ -130,3 +130,15 @@ def test_help_says_which_commands_need_a_gpu(command: str) -> None:
     needs = command in ("bench", "prefill", "stalls", "tune")
     said = re.search(r"[Nn]eeds\s+an\s+NVIDIA\s+GPU", COMMANDS[command].help)
     assert bool(said) == needs
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--dtype", "bf16"), ("--intermediates", "exact"), ("--states", "fp32")]
+)
+def test_an_option_means_the_same_in_every_command(option: str, value: str) -> None:
+    """By the help of all commands, which `test_goldens` compares with this file."""
+    shown = (ROOT / "tests" / "goldens" / "options.txt").read_text(encoding="utf-8").splitlines()
+    declared = [line for line in shown if line.startswith(f"{option} ")]
+    assert len(declared) > 2
+    assert all(value in line for line in declared)
+    assert not any({"--dtypes", "--cast"} & options_of(command) for command in COMMANDS)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 DEMO = DEMO_FOLDERS["demo"]
 SEQ = ("--seq", "40")
 ONE_LAYER = ("--layers", "1")
-ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+ONE_PRECISION = ("--intermediates", "exact", "--states", "fp32")
 FAST = (*SEQ, *ONE_LAYER, *ONE_PRECISION)
 
 

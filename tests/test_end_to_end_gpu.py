@@ -45,7 +45,7 @@ def test_segments_and_one_piece_see_the_same_inputs() -> None:
     """Accuracy depends on the inputs, which differ only in the rounding of sums in another
     order.
     """
-    words = ("--seq", "4k", "--layers", "3", "--dtypes", "exact", "--states", "fp32")
+    words = ("--seq", "4k", "--layers", "3", "--intermediates", "exact", "--states", "fp32")
     whole, pieces = run(*words), run(*words, "--segment", "1000")
     assert (whole.segment_length, pieces.segment_length) == (4096, 1000)
     # only `out`: the final state of a fast head has few terms, and its rounding error varies by
@@ -81,7 +81,7 @@ def test_interrupted_while_timing(tmp_path: Path) -> None:
 
 
 def test_a_small_bench() -> None:
-    options = "--shape 16x64x128x1 --seq 256 --cells 2x200 --packed 4x16-64 --dtypes all"
+    options = "--shape 16x64x128x1 --seq 256 --cells 2x200 --packed 4x16-64 --intermediates all"
     words = ("bench", "ssd", *options.split())
     answer = passing(*words, "--out", "cells", "--json")
     report = reports.load("cells")[1]

@@ -16,7 +16,7 @@ from ssdprof.core.subject import CheckpointRef
 from ssdprof.store import reports
 
 DEMO = DEMO_FOLDERS["demo"]
-SHORT = ("--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32")
+SHORT = ("--seq", "24", "--layers", "0", "--intermediates", "exact", "--states", "fp32")
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -31,7 +31,7 @@ from ssdprof.operators.ssd import LIBRARIES
 from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
-SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
+SHORT = ("--seq", "40", "--layers", "0", "--intermediates", "exact")
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     ]
     assert found.count(("bad_kernels:precise", "own", "bad_kernels:precise")) == 2
     assert found.count(("bad_kernels:good", "own", "bad_kernels:good")) == 1
-    passing(*words, "--dtypes", "exact")
+    passing(*words, "--intermediates", "exact")
 
 
 # --- other libraries

@@ -84,7 +84,7 @@ def test_the_example_of_the_documents_is_timed(here: Path, model: str, function:
         "512",
         "--layers",
         "0",
-        "--dtypes",
+        "--intermediates",
         "exact",
         "--impl",
         f"unfused,fused,{name}",
@@ -117,7 +117,7 @@ def test_a_faulty_kernel_is_named_and_the_others_are_timed(
 ) -> None:
     (here / "faulty_kernels.py").write_text(FAULTY)
     name = f"faulty_kernels:{function}"
-    words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--first-call", "20")
+    words = ("--seq", "512", "--layers", "0", "--intermediates", "exact", "--first-call", "20")
     code, shown = call(
         "run", "demo", *words, "--impl", f"{name},unfused,fused,faulty_kernels:right"
     )

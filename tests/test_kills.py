@@ -31,7 +31,7 @@ RUN = (
     "random",
     "--seq",
     ",".join(map(str, LENGTHS)),
-    "--dtypes",
+    "--intermediates",
     "exact",
 )
 RUN += ("--impl", "reference", "--baseline", "reference", "--out")

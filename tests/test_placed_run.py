@@ -15,7 +15,7 @@ from ssdprof.jobs.subject import find
 from ssdprof.report import html
 from ssdprof.store import reports
 
-PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
+PLAIN = ("run", "demo", "--seq", "24", "--intermediates", "exact", "--states", "fp32")
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,10 @@ from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks, started
 
 TESTS = Path(__file__).parent
-FAST, MEASURED = ("--dtypes", "exact", "--states", "fp32"), ("samples", "first_call", "trials")
+FAST, MEASURED = (
+    ("--intermediates", "exact", "--states", "fp32"),
+    ("samples", "first_call", "trials"),
+)
 
 
 def test_a_world_size_that_is_no_number_is_refused(

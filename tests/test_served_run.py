@@ -19,7 +19,7 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+ONE_PRECISION = ("--intermediates", "exact", "--states", "fp32")
 FAST = ("--layers", "first:1", *ONE_PRECISION)
 WHOLE = (*FAST, "--full")  # and the whole report
 
@@ -115,7 +115,7 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
         "16",
         "--layers",
         "first:1",
-        "--dtypes",
+        "--intermediates",
         "relaxed",
         "--states",
         "bf16",
@@ -188,7 +188,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
         "2",
         "--out",
         "b",
-        "--dtypes",
+        "--intermediates",
         "exact",
         "--states",
         "fp32",

@@ -229,7 +229,7 @@ def walks() -> Details:
         "12",
         "--layers",
         "first:1",
-        "--dtypes",
+        "--intermediates",
         "exact",
         "--states",
         "fp32",

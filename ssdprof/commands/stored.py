@@ -38,6 +38,7 @@ from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
 
 _REPORTS = ("run", "bench", "prefill", "answers")
+_OF_COMPARISONS = ("markdown", "html", "json")  # formats
 _REPEATED = ("gate", "min_match")  # options
 SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
@@ -266,12 +267,12 @@ def compare(options: options.CompareOptions) -> None:
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
     target = _target(options.output, force=options.force)
+    chosen = options.format or (format_of(target, _OF_COMPARISONS) if target else "")
     (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
     sides = (options.base, base), (options.new, new)
     found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
     document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
-    chosen = options.format or (format_of(target) if target else "")
     if options.json or chosen == "json":
         _write(pairs.DOCUMENT.dump_json(found, indent=1).decode(), target, force=options.force)
     elif chosen == "html":

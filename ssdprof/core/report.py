@@ -291,7 +291,7 @@ class Report(Record):
         )
         wanted = {
             "--impl": name,
-            "--dtypes": case.precision.intermediates,
+            "--intermediates": case.precision.intermediates,
             "--states": case.precision.state_dtype,
         }
         if case.layer:

@@ -270,7 +270,7 @@ def run(
         calls = mine.subject.calls
     precisions = partial(precisions_for, intermediates=replay.intermediates, states=replay.states)
     pairs = partial(resolved.pairs, precisions)
-    cast = None if replay.cast == dtype else replay.cast
+    cast = None if replay.dtype == dtype else replay.dtype
     with opened(
         replay.out,
         watcher,

@@ -149,7 +149,7 @@ def test_what_a_server_computed_is_judged(dump: Path, wrong: bool) -> None:
         ).code
         == 0
     )
-    answer = Answer("run", "captures", "--dtypes", "exact", "--out", "run")
+    answer = Answer("run", "captures", "--intermediates", "exact", "--out", "run")
     _, report = reports.load("run")
     served = {case.seqlen: case.result for case in report.cases if case.implementation == "served"}
     assert served == {40: "passed", 33: "inaccurate" if wrong else "passed"}

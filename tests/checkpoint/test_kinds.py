@@ -63,7 +63,7 @@ def run(folder: Path, *options: str) -> tuple[Answer, Report | None]:
         "24",
         "--layers",
         "first:1",
-        "--dtypes",
+        "--intermediates",
         "exact",
         "--out",
         "run",

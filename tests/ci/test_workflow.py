@@ -20,7 +20,7 @@ import yaml
 from ssdprof.core import statistics
 
 ROOT = Path(__file__).parents[2]
-QUICK = "--seq 40 --layers 1 --dtypes exact --states fp32 --max-rms-ratio 1.5"
+QUICK = "--seq 40 --layers 1 --intermediates exact --states fp32 --max-rms-ratio 1.5"
 FAULTS = {"gpu": ("slower", "time:base+3%"), "cpu": ("inexact", "rms:5%")}
 ROW = "layer 1, .* tokens, fused, exact, fp32 states"
 SHELL = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c"]
@@ -237,7 +237,7 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
 
 @pytest.mark.gpu
 def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path) -> None:
-    check_job("gpu", tmp_path, "--seq 16k --layers 1 --dtypes exact --states fp32")
+    check_job("gpu", tmp_path, "--seq 16k --layers 1 --intermediates exact --states fp32")
 
 
 def test_no_input_is_part_of_a_script() -> None:

@@ -230,7 +230,7 @@ def run(function: str) -> tuple[int, dict[str, Case]]:
         "8k",
         "--layers",
         "0",
-        "--dtypes",
+        "--intermediates",
         "exact",
         "--impl",
         f"unfused,{name}",
