@@ -256,7 +256,8 @@ def options() -> Iterator[str]:
         patch.setenv("COLUMNS", "400")
         for name in sorted(typer.main.get_command(app).commands):  # type: ignore[attr-defined]
             text = CliRunner().invoke(app, [name, "--help"], prog_name="ssdprof").stdout
-            lines = (" ".join(re.sub("[─│╭╮╰╯]", "", line).split()) for line in text.splitlines())
+            whole = re.sub(r"\n {8,}", " ", re.sub(r"(?<=\w)\n  (?=\w)", " ", text))
+            lines = (" ".join(line.split()) for line in whole.splitlines())
             yield from filter(None, lines)
             yield ""
 

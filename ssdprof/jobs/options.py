@@ -170,10 +170,7 @@ def parsed(kind: type[Kind], line: list[str]) -> Kind:
 
 _STATES = "Dtypes of inter-chunk states: fp32, fp16, bf16, all."
 _DIFFERENCE = "as faster or slower only if its 95 % interval lies beyond this difference."
-_MODEL = (
-    "Hub id, local folder, family name, [bold]demo[/bold], [bold]demo-gdn[/bold] or "
-    "[bold]demo-kda[/bold]."
-)
+_MODEL = "Hub id, local folder, family name, demo, demo-gdn or demo-kda."
 _LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
 _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
