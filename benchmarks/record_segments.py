@@ -2,7 +2,7 @@
 
     python benchmarks/record_segments.py FILE
 
-Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut`
+Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `candidates`
 considers, for three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32
 states.  The constants of `config.py` are fitted to these times, and
 tests/kernels/test_hopper_schedule.py checks the fit.

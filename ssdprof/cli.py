@@ -133,7 +133,8 @@ app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # its columns break words
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 
 
@@ -164,7 +165,8 @@ def models(json: options.Json = False) -> None:
 def doctor(json: options.Json = False) -> None:
     """Check what this machine can do, and name what is missing.
 
-    Without a GPU, everything works except timing.
+    Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
+    timed.
     """
     _module("commands.machine").doctor(as_json=json)
 
@@ -228,7 +230,10 @@ for _kind, _functions in _COMMANDS.items():
         " ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n")
     )
     _name = _kind.__name__.removesuffix("Options").lower()
-    app.command(_name, help=_help)(_command(_kind, _functions) if _functions else _kind)
+    _first = _help.partition("\n\n")[0]  # a summary that is not cut
+    app.command(_name, help=_help, short_help=_first)(
+        _command(_kind, _functions) if _functions else _kind
+    )
 
 
 def _print_version(wanted: bool) -> None:

@@ -106,6 +106,8 @@ BANNED = re.compile(
     | :\ right\ first\b
     | \b[Hh]ow\ exact\b
     | \b[Ww]hat\ bec[ao]mes?\ of\b
+    | \b[Bb]oth\ operators\b                                   # there are three
+    | `?\b(?:SSD|ssd)`?\ (?:or|and)\ `?(?:GDN|gdn)`?(?:\ (?:layer|operator)|:\ the\ scan)
     """,
     re.MULTILINE | re.VERBOSE,
 )

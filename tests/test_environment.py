@@ -141,6 +141,25 @@ def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(
     assert machine.free_memory(torch.device("cuda", 0)) == left
 
 
+@pytest.mark.parametrize("vendor", ["0x1022", "0x10de"])
+def test_a_driver_is_proposed_only_for_a_gpu(
+    vendor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0000:00:01.0").mkdir()
+    (tmp_path / "0000:00:01.0" / "vendor").write_text(f"{vendor}\n")
+    monkeypatch.setattr(doctor, "_PCI", tmp_path)
+    monkeypatch.setattr(doctor, "gpu", lambda: None)
+    monkeypatch.setattr(doctor, "unusable_gpu", lambda: "")
+    monkeypatch.setattr(doctor, "find_ncu", lambda: None)
+    monkeypatch.setattr(doctor, "_NVIDIA_PARAMETERS", tmp_path / "params")
+    checks = {found.name: found for found in doctor.doctor()}
+    hints = " ".join(checks[name].hint for name in ("gpu", "ncu", "hardware counters"))
+    proposes = ("nvidia-driver" in hints or "ubuntu-drivers" in hints, "nsight-compute" in hints)
+    assert proposes == ((vendor == "0x10de"),) * 2
+    assert ("has no NVIDIA GPU" in checks["gpu"].detail) == (vendor != "0x10de")
+    assert "torch-backend" not in hints or vendor == "0x10de"
+
+
 def test_every_check_that_is_not_ok_has_a_hint() -> None:
     for found in doctor.doctor():
         assert (found.hint == "") == (found.status == "ok"), found

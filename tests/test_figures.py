@@ -79,6 +79,15 @@ def cell_of(bench: str, shape: str, tokens: str, drawn: tuple[str, ...] = ()) ->
     ]
 
 
+def named_benches(document: str, *heads: str) -> set[str]:
+    """The benches that the paragraph above a table names."""
+    text = (DOCS / document).read_text(encoding="utf-8")
+    row = r"\| " + r"[^\n]*".join(map(re.escape, heads))
+    above = re.search(rf"((?:[^\n]+\n)+)\n{row}", text)
+    assert above, heads
+    return {*re.findall(r"`((?:gdn|ssd|kda)[\w-]*)`", above[1])}
+
+
 def device_us(cell: Cell, name: str) -> float:
     case = cell.fastest(f"{name} exact" if name in ("fused", "unfused") else name)
     return case.device_us[0] if case and case.device_us else 0.0
@@ -183,6 +192,23 @@ def test_the_times_of_gated_delta_rules() -> None:
             assert "launches" not in row or {len(case.launches) for case in fused} == {
                 int(row["launches"])
             }
+
+
+def test_the_benches_that_a_table_names_have_its_cells() -> None:
+    """Where the time goes: every row is of the benches that the text above it names, and each of
+    these has a row.
+    """
+    benches = named_benches(DELTA, "tokens", "heads", "launches", "fused", "unfused")
+    columns = TIMES[0][3]
+    used = {
+        next(
+            cell.bench.name
+            for cell in cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
+            if cell.bench.name in benches and microseconds(cell, row, columns)
+        )
+        for row in table_with(DELTA, "unfused", "heads", "over fla")
+    }
+    assert used == benches == {"gdn", "gdn-8k"}
 
 
 def test_the_times_of_ssd() -> None:

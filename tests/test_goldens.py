@@ -252,13 +252,11 @@ def options() -> Iterator[str]:
     """The help of every command: its arguments and options with types, defaults and texts, one a
     line.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "400")
-        for name in sorted(typer.main.get_command(app).commands):  # type: ignore[attr-defined]
-            text = CliRunner().invoke(app, [name, "--help"], prog_name="ssdprof").stdout
-            lines = (" ".join(re.sub("[─│╭╮╰╯]", "", line).split()) for line in text.splitlines())
-            yield from filter(None, lines)
-            yield ""
+    for name, command in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]
+        text = command.get_help(command.context_class(command, info_name=name, terminal_width=400))
+        lines = (" ".join(line.split()) for line in re.sub(r"\n {8,}", " ", text).splitlines())
+        yield from filter(None, lines)
+        yield ""
 
 
 def fields(

@@ -27,7 +27,7 @@ from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks, started
 
 TESTS = Path(__file__).parent
-FAST, MEASURED = ("--dtypes", "exact", "--states", "fp32"), ("samples", "first_call", "trials")
+FAST, MEASURED = (("--dtypes", "exact", "--states", "fp32"), ("samples", "first_call", "trials"))
 
 
 def test_a_world_size_that_is_no_number_is_refused(
@@ -117,7 +117,7 @@ def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
     process = start("run", "demo", "--layers", "99")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert err.count("Layer 99 has no SSD or GDN operator") == 1
+    assert err.count("Layer 99 has no SSD, GDN or KDA operator") == 1
     assert "exitcode  : 2 " in err
 
 

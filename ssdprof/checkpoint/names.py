@@ -184,7 +184,7 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         words for first, last, words in sorted(ranges) if not {*indices} & {*range(first, last + 1)}
     ]:
         raise BadInputError(
-            f"Layer {', '.join(missing)} has no SSD or GDN operator; {listed}",
+            f"Layer {', '.join(missing)} has no SSD, GDN or KDA operator; {listed}",
             "Numbers are decoder layer indices, counted from 0.",
         )
     return tuple(

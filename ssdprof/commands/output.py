@@ -17,6 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from ssdprof.commands import terminal
@@ -76,15 +77,16 @@ class TerminalWatcher(Watcher):
         """A bar below those of outer steps, drawn at progress: a thread would share the interpreter
         with timed work.
         """
-        outermost = self._bars is None
+        outermost, whole = self._bars is None, Column(no_wrap=True)
         bars = self._bars = self._bars or Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            # in a narrow window its words wrap, and counters stay whole
+            TextColumn("{task.description}", markup=False, table_column=Column()),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(table_column=whole),
             TextColumn("{task.fields[unit]}"),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=whole),
             TextColumn("ETA"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=whole),
             console=self._console,
             transient=True,
             auto_refresh=False,

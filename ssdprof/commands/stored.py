@@ -39,6 +39,7 @@ from ssdprof.store.ranks import FIRST
 
 _REPORTS = ("run", "bench", "prefill", "answers")
 _OF_ACCURACY = ("match", "rms")  # metrics of gates
+_OF_COMPARISONS = ("markdown", "html", "json")  # formats
 SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
 
@@ -262,12 +263,12 @@ def compare(options: options.CompareOptions) -> None:
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
     target = _target(options.output, force=options.force)
+    chosen = options.format or (format_of(target, _OF_COMPARISONS) if target else "")
     (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
     sides = (options.base, base), (options.new, new)
     found = pairs.compare(*sides, smallest_difference=smallest, allowed=allowed)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
     document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
-    chosen = options.format or (format_of(target) if target else "")
     if options.json or chosen == "json":
         _write(pairs.DOCUMENT.dump_json(found, indent=1).decode(), target, force=options.force)
     elif chosen == "html":
@@ -337,7 +338,10 @@ SCHEMAS = {
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema of a document.  BadInputError for an unknown name."""
+    """The JSON schema of a document, whose name may lack its version.  BadInputError for an unknown
+    name.
+    """
+    name = {known.partition("-v")[0]: known for known in SCHEMAS}.get(name, name)
     if name not in SCHEMAS:
         raise BadInputError(f"There is no schema {name!r}.", nearest(name, SCHEMAS))
     path = SCHEMAS[name][1]

@@ -46,6 +46,8 @@ _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
+_PCI = Path("/sys/bus/pci/devices")
+_NVIDIA = "0x10de"  # as a vendor of PCI devices
 
 
 def _check(
@@ -106,19 +108,7 @@ def _pair(of_torch: str, of_triton: str) -> Check:
 def _gpu() -> Iterator[Check]:
     found = gpu()
     if found is None:
-        why = (
-            "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-        )
-        hint = (
-            "Short prompts work without a GPU.  Timings need one.  Its driver: "
-            f"{installs('driver')}."
-        )
-        yield _check(
-            "gpu",
-            "missing",
-            why,
-            unusable_gpu() or (hint if torch.version.cuda else f"{hint}  {cuda_torch()}"),
-        )
+        yield _absent_gpu()
         return
     details = (
         f"{found.name}, compute capability {found.compute_capability}, driver "
@@ -142,6 +132,25 @@ def _gpu() -> Iterator[Check]:
         yield _check("clocks", "warn", "NVML does not report the clocks of this GPU", hint)
     else:
         yield _check("clocks", "ok", "readable through NVML")
+
+
+def _has_nvidia_device() -> bool:
+    """Whether an NVIDIA GPU is in this machine, with a driver or without one."""
+    vendors = _PCI.glob("*/vendor")
+    return any(vendor.read_text().strip() == _NVIDIA for vendor in vendors)
+
+
+def _absent_gpu() -> Check:
+    """Why there is no GPU to use.  A driver is proposed only where it would find one."""
+    if hint := unusable_gpu():
+        return _check("gpu", "missing", "torch cannot use the NVIDIA GPU", hint)
+    if not _has_nvidia_device():
+        hint = "Short prompts work without one; times need one."
+        return _check("gpu", "missing", "this machine has no NVIDIA GPU", hint)
+    hint = f"Install its driver: {installs('driver')}."
+    if not torch.version.cuda:
+        hint = f"{hint}  {cuda_torch('Then run')}"
+    return _check("gpu", "missing", "the NVIDIA GPU of this machine has no driver", hint)
 
 
 def _company(gpu_name: str) -> Iterator[Check]:
@@ -187,9 +196,10 @@ def _kernels() -> Check:
 def _ncu() -> Check:
     path = find_ncu()
     if path is None:
-        return _check(
-            "ncu", "missing", "not found", f"It shows warp stalls.  Run: {installs('ncu')}"
-        )
+        hint = f"It shows warp stalls.  Run: {installs('ncu')}"
+        if gpu() is None and not _has_nvidia_device():
+            hint = "It records warp stalls, on a machine with an NVIDIA GPU."
+        return _check("ncu", "missing", "not found", hint)
     try:
         return _check("ncu", "ok", ncu_version(path))
     except MissingCapabilityError as error:
@@ -200,9 +210,8 @@ def _counters(parameters: Path) -> Check:
     """Whether the driver lets this user read hardware counters."""
     name = "hardware counters"
     if not parameters.exists():
-        return _check(
-            name, "missing", "no NVIDIA driver", f"Warp stalls need one.  Run: {installs('driver')}"
-        )
+        hint = "Warp stalls need an NVIDIA GPU and its driver."
+        return _check(name, "missing", "no NVIDIA driver", hint)
     if "RmProfilingAdminOnly: 1" not in parameters.read_text():
         return _check(name, "ok", "open to every user")
     if os.geteuid() == 0:

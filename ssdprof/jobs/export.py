@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 
 from ssdprof.core.report import Report
@@ -21,9 +22,18 @@ OF_SUFFIX = {
 }
 
 
-def format_of(file: Path) -> str:
-    """The format of the file's suffix; Markdown if that names none."""
-    return OF_SUFFIX.get(file.suffix.lower(), "markdown")
+def format_of(file: Path, formats: Container[str] = OF_SUFFIX.values()) -> str:
+    """The format of the file's suffix, one of `formats`; Markdown without a suffix.  Raises
+    BadInputError for any other suffix.
+    """
+    format = OF_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
+    if format in formats:
+        return format
+    suffixes = ", ".join(suffix for suffix, named in OF_SUFFIX.items() if named in formats)
+    raise BadInputError(
+        f"{file}: no format has the suffix {file.suffix}.",
+        f"End the name with one of {suffixes}, or name the format.",
+    )
 
 
 def exported(format: str, folder: Path | None, report: Report, target: Path | None = None) -> str:

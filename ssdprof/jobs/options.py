@@ -170,10 +170,7 @@ def parsed(kind: type[Kind], line: list[str]) -> Kind:
 
 _STATES = "Dtypes of inter-chunk states: fp32, fp16, bf16, all."
 _DIFFERENCE = "as faster or slower only if its 95 % interval lies beyond this difference."
-_MODEL = (
-    "Hub id, local folder, family name, [bold]demo[/bold], [bold]demo-gdn[/bold] or "
-    "[bold]demo-kda[/bold]."
-)
+_MODEL = "Hub id, local folder, family name, demo, demo-gdn or demo-kda."
 _LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
 _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
@@ -192,7 +189,7 @@ FirstCall = Annotated[
         min=1,
     ),
 ]
-Dtypes = Annotated[
+SomeIntermediates = Annotated[
     Literal["exact", "relaxed", "all"],
     info(
         "",
@@ -203,7 +200,7 @@ Dtypes = Annotated[
         "--dtypes",
     ),
 ]
-OneDtype = Annotated[
+OneIntermediates = Annotated[
     Literal["exact", "relaxed"], info("", "Precision of intermediates.", "--dtypes")
 ]
 OneState = Annotated[
@@ -364,9 +361,9 @@ class RunOptions(ServedModelOptions):
         min=0,
         max=32,
     )
-    intermediates: Dtypes = "all"
+    intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states()
-    cast: Literal["fp16", "bf16", "fp32"] | None = option(
+    dtype: Literal["fp16", "bf16", "fp32"] | None = option(
         None, "", "Replay the captured inputs in this dtype.", shown="the model's"
     )
     implementations: tuple[str, ...] = _implementations()
@@ -398,7 +395,7 @@ class RunOptions(ServedModelOptions):
 
 @options
 class CaptureOptions(ServedModelOptions):
-    """Store the inputs of a model's SSD and GDN layers, or what a server recorded of them, for
+    """Store the inputs of a model's SSD, GDN or KDA layers, or what a server recorded of them, for
     'ssdprof run DIR'.
 
     One layer of a large model takes gigabytes at 128k tokens.
@@ -444,7 +441,7 @@ class AccuracyOptions:
         "The implementation that the run compared them with.",
         shown="the run's baseline",
     )
-    intermediates: Dtypes = "all"
+    intermediates: SomeIntermediates = "all"
     states: str = option("all", "D[,D...]", _STATES)
     gate: Gates = None
     config: Config = None
@@ -462,7 +459,7 @@ class AnswersOptions(ModelOptions):
     """
 
     placement: Placement = None
-    intermediates: Dtypes = "all"
+    intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
     implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
@@ -574,7 +571,7 @@ class PrefillOptions(ModelOptions):
     """
 
     copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
-    intermediates: OneDtype = "exact"
+    intermediates: OneIntermediates = "exact"
     state_dtype: OneState = "fp32"
     implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl.")
@@ -606,9 +603,9 @@ class PrefillOptions(ModelOptions):
 class StallsOptions:
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
-    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3
-    says that this machine cannot profile; the command then shows what Triton reports about the
-    kernels.
+    Profiles one layer with NVIDIA Nsight Compute (ncu), which needs an NVIDIA GPU, or reads
+    existing reports.  Exit code 3 says that this machine cannot profile.  With a GPU and without
+    ncu, the command shows what Triton reports about the kernels.
     """
 
     where: str | None = argument(
@@ -621,7 +618,7 @@ class StallsOptions:
     seqlen: int | None = words(
         "N", "Tokens of the prompt.", "--seq", shown="the longest of the run"
     )
-    intermediates: OneDtype = "exact"
+    intermediates: OneIntermediates = "exact"
     state_dtype: OneState = "fp32"
     files: list[Path] | None = option(
         None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
@@ -648,9 +645,9 @@ class BenchOptions:
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
-    Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels
-    was wrong or refused a case, that nothing was compared, or that a gate does not hold: gates
-    judge the fused kernel.
+    Needs an NVIDIA GPU.  Outputs are compared with the fp64 oracle first.  Exit code 1 says that
+    one of ssdprof's kernels was wrong or refused a case, that nothing was compared, or that a gate
+    does not hold: gates judge the fused kernel.
     """
 
     operator: str = argument(..., "OPERATOR", "ssd, gdn or kda.")
@@ -677,7 +674,7 @@ class BenchOptions:
         "W[,W...]",
         "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.",
     )
-    intermediates: Dtypes = "exact"
+    intermediates: SomeIntermediates = "exact"
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
@@ -739,8 +736,8 @@ class TuneOptions:
     """Search for faster configurations of the fused kernel on this GPU, and store them for later
     runs.
 
-    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the
-    stored configurations, and say so, unless --no-tuned is given.
+    Needs an NVIDIA GPU.  A candidate is compared with the fp64 oracle before it is timed.  run,
+    bench and stalls use the stored configurations, and say so, unless --no-tuned is given.
     """
 
     operator: str = argument("ssd", "OPERATOR", "ssd, gdn or kda.", shown=True)
@@ -751,7 +748,7 @@ class TuneOptions:
     seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
     batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
     dtype: str | None = option(None, "D[,D...]", _DTYPES, shown="bf16")
-    intermediates: Dtypes = "exact"
+    intermediates: SomeIntermediates = "exact"
     budget: float | None = option(
         None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1
     )

@@ -270,7 +270,7 @@ def run(
         requested_precisions, intermediates=replay.intermediates, states=replay.states
     )
     pairs = partial(resolved.pairs, precisions)
-    cast = None if replay.cast == dtype else replay.cast
+    cast = None if replay.dtype == dtype else replay.dtype
     with opened(
         replay.out,
         watcher,
@@ -389,7 +389,7 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
 def capture(
     subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher
 ) -> tuple[Path, CaptureManifest]:
-    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest."""
+    """Store the inputs of a model's layers.  Returns their folder and manifest."""
     check_capture(out, overwrite=overwrite)
     if why := unusable_gpu():
         watcher.say(f"This capture uses the CPU.  {why}")

@@ -328,8 +328,8 @@ def refuse_ranks(*what: str) -> None:
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | Stored, Ranks | None]:
     asked = read(options)
     given = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
-    if asked.cast is not None and given:
-        raise reading.both("--cast", given[0], "--cast changes the inputs of the replay alone")
+    if asked.dtype is not None and given:
+        raise reading.both("--dtype", given[0], "--dtype changes the inputs of the replay alone")
     if asked.stalls and asked.tensor_parallel > 1:
         raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
     if asked.verify:  # in fp32, as decode steps; `fused` takes single steps

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ssdprof.kernels.gdn.recurrent import gdn_recurrent as gdn_recurrent
     from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
     from ssdprof.kernels.gdn.unfused.pipeline import gdn_unfused as gdn_unfused
+    from ssdprof.kernels.kda.functions import kda_fused as kda_fused
+    from ssdprof.kernels.kda.functions import kda_unfused as kda_unfused
     from ssdprof.kernels.kda.inputs import KDAInputs as KDAInputs
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
@@ -36,7 +38,8 @@ _HOME = {
     "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Precision": "precision",
     "SSDInputs": "ssd.inputs", "SSDOutput": "ssd.inputs", "UnsupportedError": "registry",
     "gdn_fused": "gdn.fused", "gdn_recurrent": "gdn.recurrent", "gdn_reference": "gdn.reference",
-    "gdn_unfused": "gdn.unfused.pipeline", "KDAInputs": "kda.inputs", "ssd_fused": "ssd.fused",
+    "gdn_unfused": "gdn.unfused.pipeline", "KDAInputs": "kda.inputs",
+    "kda_fused": "kda.functions", "kda_unfused": "kda.functions", "ssd_fused": "ssd.fused",
     "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }  # fmt: skip

@@ -55,6 +55,7 @@ from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
 RUNS = Path("runs")
 HEADER = "run.json"
+DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
 _LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
@@ -454,7 +455,7 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 def latest(*kinds: str) -> Path | None:
     """The report under `runs/` that was started last, of one of the kinds."""
-    headers = _readable(RUNS, lambda path: _document(path / HEADER))
+    headers = _readable(RUNS, lambda path: _document(header_of(path)))
     found = [
         (one.created, one.id, path)
         for path, one in headers
@@ -478,12 +479,18 @@ def dump(report: Report) -> str:
     return report.model_dump_json(exclude_defaults=True, indent=1)
 
 
+def header_of(folder: Path) -> Path:
+    """The file with which the report in a folder begins; it may not exist."""
+    document = folder / DOCUMENT
+    return document if document.is_file() else folder / HEADER
+
+
 def _readable(
     folder: Path, read: Callable[[Path], Report]
 ) -> Iterator[tuple[Path, Report | SsdprofError]]:
     """Folders of reports directly under `folder`, with what `read` gives or raises."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if (path / HEADER).is_file():
+        if header_of(path).is_file():
             try:
                 yield path, read(path)
             except SsdprofError as error:
@@ -507,7 +514,7 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
     for path in places:
         if path.is_file():
             return path.parent if path.name == HEADER else path
-        if (path / HEADER).is_file():
+        if header_of(path).is_file():
             return path
     why = f"it contains no {HEADER}" if any(map(Path.is_dir, places)) else "it does not exist"
     raise BadInputError(
@@ -543,7 +550,7 @@ def _document(file: Path) -> Report:
 
 def _folder(path: Path) -> Report:
     """The report with the cases of all ranks, in the order in which they were requested."""
-    header = _document(path / HEADER)
+    header = _document(header_of(path))
     if header.cases:  # a whole document, which the user gave this name
         return header
     cases: dict[str, Case] = {}

@@ -158,7 +158,7 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
     ("options", "words"),
     [
         *(
-            ({name: True, "cast": "fp16"}, f"--cast and --{name} cannot be combined")
+            ({name: True, "dtype": "fp16"}, f"--dtype and --{name} cannot be combined")
             for name in ("answers", "prefill", "stalls")
         ),
         (

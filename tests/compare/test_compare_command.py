@@ -149,3 +149,21 @@ def test_what_is_refused(words: tuple[str, ...], complaint: str) -> None:
     answer = compare(*words)
     assert (answer.code, answer.out) == (2, "")
     assert complaint in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "named"),
+    [
+        ("export base", "x.foo", ".md, .html, .htm, .json, .xml, .csv"),
+        ("export base", "x.htlm", ".md, .html"),
+        ("compare base same", "x.foo", ".md, .html, .htm, .json,"),
+        ("compare base same", "x.xml", ".md, .html, .htm, .json,"),  # has no JUnit
+    ],
+)
+def test_a_suffix_without_a_format_is_refused(words: str, file: str, named: str) -> None:
+    refused = Answer(*words.split(), "-o", file)
+    assert (refused.code, refused.out) == (2, "")
+    assert f"{file}: no format has the suffix {Path(file).suffix}." in refused.err
+    assert f"End the name with one of {named}" in refused.err
+    assert not Path(file).exists()
+    assert Answer(*words.split(), "-o", file, "--format", "markdown").code == 0

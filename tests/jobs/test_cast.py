@@ -1,4 +1,4 @@
-"""`run --cast`: which tensors change their dtype, and what the reports say about it."""
+"""`run --dtype`: which tensors change their dtype, and what the reports say about it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     source = load("plain")[1].cases[0].dims.dtype
     assert load("plain")[1].cast is None
     assert "cast from" not in plain.out
-    cast = passing("run", "demo", *FAST, "--out", "cast", "--cast", "fp16", "--full")
+    cast = passing("run", "demo", *FAST, "--out", "cast", "--dtype", "fp16", "--full")
     _, report = load("cast")
     assert report.cast == (source, "fp16")
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
@@ -86,9 +86,9 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     assert {pair.case.implementation for pair in pairs} == {"unfused", "fused"}
     assert not [pair for pair in pairs if not (pair.incomparable and pair.other_inputs)]
 
-    passing("run", "demo", *FAST, "--out", "again", "--cast", source)
+    passing("run", "demo", *FAST, "--out", "again", "--dtype", source)
     assert load("again")[1].cast is None, "nothing was cast"
-    passing("run", "plain/captures", "--cast", "fp16", "--dtypes", "relaxed", "--out", "stored")
+    passing("run", "plain/captures", "--dtype", "fp16", "--dtypes", "relaxed", "--out", "stored")
     _, replayed = load("stored")
     assert replayed.cast == report.cast
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]

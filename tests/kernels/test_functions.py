@@ -1,4 +1,4 @@
-"""The public functions of both operators: also as torch operators, and with the signatures of other
+"""The public functions of the operators: also as torch operators, and with the signatures of other
 libraries.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels import (
@@ -19,11 +19,14 @@ from ssdprof.kernels import (
     gdn_fused,
     gdn_unfused,
     get,
+    kda_fused,
+    kda_unfused,
     ssd_fused,
     ssd_recurrent,
     ssd_unfused,
 )
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.kda.compat import chunk_kda
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.compat import mamba_chunk_scan_combined
@@ -46,6 +49,8 @@ GDN = {
         seqlen=3, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16
     ),
 }
+KDA = {name: KDACase(**vars(case)) for name, case in GDN.items()}
+CASES: dict[str, dict[str, Any]] = {"ssd": SSD, "gdn": GDN, "kda": KDA}
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,16 @@ FUSED = Function(ssd_fused, "fused", ("x", "dt", "A", "B", "C"), SSD_OPTIONS)
 UNFUSED = replace(FUSED, run=ssd_unfused, implementation="unfused")
 QKV = ("q", "k", "v", "g", "beta")
 DELTA = Function(gdn_fused, "fused", QKV, ("scale", "initial_state", "use_qk_l2norm", "cu_seqlens"))
-EVERY = [("ssd", FUSED, case) for case in SSD] + [("gdn", DELTA, case) for case in GDN]
+CHANNELS = replace(DELTA, run=kda_fused)  # a decay for each
+EVERY = [
+    *(("ssd", FUSED, case) for case in SSD),
+    *(("kda", CHANNELS, case) for case in KDA),
+    *(("gdn", DELTA, case) for case in GDN),
+]
 
 
 def inputs_of(operator: str, case: str) -> Any:
-    return (SSD if operator == "ssd" else GDN)[case].inputs()
+    return CASES[operator][case].inputs()
 
 
 def equal(ours: Any, theirs: Any) -> None:
@@ -98,30 +108,39 @@ def test_the_function_is_the_implementation(operator: str, function: Function, c
         inputs_of(operator, case),
         Precision(intermediates="relaxed", state_dtype=BF16),
     )
-    inputs = replace(inputs, scale=0.7) if operator == "gdn" else inputs
+    inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
     expected = get(operator, function.implementation).run(inputs, precision)
     equal(function(inputs, precision=precision), expected)
     if operator == "ssd":
         equal(function(inputs, precision=precision, batch_invariant=True), expected)
 
 
-def test_the_unfused_functions_take_what_the_inputs_take() -> None:
+@pytest.mark.parametrize(
+    ("operator", "unfused", "case"), [("gdn", gdn_unfused, GDNCase), ("kda", kda_unfused, KDACase)]
+)
+def test_the_unfused_functions_take_what_the_inputs_take(
+    operator: str, unfused: Any, case: type[GDNCase]
+) -> None:
     assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
-    inputs = GDNCase(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
+    inputs = case(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
     given = {
         name: value
         for name, value in vars(inputs).items()
         if name not in ("state_every", "state_indices")
     }
-    equal(gdn_unfused(**given), get("gdn", "unfused").run(inputs, EXACT))
+    equal(unfused(**given), get(operator, "unfused").run(inputs, EXACT))
 
 
-GRAPHS = [*EVERY[:-1], ("gdn, V first", DELTA, "batch")]
+GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DELTA, "batch")]
 
 
 @pytest.mark.parametrize(
     ("operator", "function", "case"),
-    [GRAPHS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in GRAPHS[1:-1]), GRAPHS[-1]],
+    [
+        GRAPHS[0],
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in GRAPHS[1:-2]),
+        *GRAPHS[-2:],
+    ],
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str
@@ -161,7 +180,7 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
         )
         arguments, op = (
             (*arguments, inputs.cu_seqlens, *precision, v_first, False),
-            torch.ops.ssdprof.gdn_fused.default,
+            getattr(torch.ops.ssdprof, f"{operator[:3]}_fused").default,
         )
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
     first, rest = function.needed[0], [getattr(inputs, name) for name in function.needed[1:]]
@@ -173,6 +192,7 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
         output = function.run(tensor, *rest, **options)
         return 2 * output.out, output.final_states
 
+    torch._dynamo.reset()  # it compiles only so many calls of one function
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     equal(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
     equal(op(*arguments), function(inputs, **{"state_v_first": True} if v_first else {}))
@@ -181,11 +201,14 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
 # --- states of GDN with V before K
 
 
-@pytest.mark.parametrize("case", GDN)
-def test_states_with_v_first(case: str) -> None:
-    inputs = GDN[case].inputs()
-    k_first = DELTA(inputs)
-    v_first = DELTA(inputs, initial_state=inputs.initial.mT.contiguous(), state_v_first=True)
+@pytest.mark.parametrize(
+    ("function", "case"),
+    [*((DELTA, case) for case in GDN.values()), *((CHANNELS, case) for case in KDA.values())],
+)
+def test_states_with_v_first(function: Function, case: GDNCase) -> None:
+    inputs = case.inputs()
+    k_first = function(inputs)
+    v_first = function(inputs, initial_state=inputs.initial.mT.contiguous(), state_v_first=True)
     equal((v_first.out, v_first.final_states.mT), k_first)
     assert v_first.final_states.is_contiguous()
 
@@ -329,14 +352,20 @@ def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -
 
 
 BOTH = pytest.mark.parametrize(
-    "function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule]
+    "function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_kda]
 )
+
+
+def gdn_or_kda(function: Any) -> tuple[Function, Any]:
+    """The function that a drop-in stands on, and inputs of a batch."""
+    of_kda = function is chunk_kda
+    return (CHANNELS, KDA["batch"].inputs()) if of_kda else (DELTA, GDN["batch"].inputs())
 
 
 @BOTH
 def test_fla_drop_in(function: Any) -> None:
-    inputs = GDN["batch"].inputs()
-    expected = DELTA(inputs)
+    ours, inputs = gdn_or_kda(function)
+    expected = ours(inputs)
     out, final_state = fla(inputs, function)
     assert torch.equal(out, expected.out)
     assert final_state is None
@@ -345,6 +374,13 @@ def test_fla_drop_in(function: Any) -> None:
         inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True
     )
     equal((out, final_state.mT), expected)
+
+
+def test_kda_drop_in_takes_hints() -> None:
+    inputs = KDA["batch"].inputs(initial_state=None)
+    hints = dict(safe_gate=True, lower_bound=-5.0, disable_recompute=True, cu_seqlens_cpu=None)
+    hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8)
+    assert torch.equal(fla(inputs, chunk_kda, **hints)[0], CHANNELS(inputs).out)
 
 
 def test_fla_drop_in_takes_hints() -> None:
@@ -383,8 +419,12 @@ REFUSED = {
 
 @BOTH
 def test_fla_drop_in_refuses_by_name(function: Any) -> None:
-    inputs = GDN["batch"].inputs()
-    others = ("cp_context", "head_first") if function is chunk_gated_delta_rule else ("gk", "gv")
+    _, inputs = gdn_or_kda(function)
+    others = {
+        chunk_gated_delta_rule: ("cp_context", "head_first"),
+        fused_recurrent_gated_delta_rule: ("gk", "gv"),
+        chunk_kda: ("cp_context", "return_intermediate_states"),
+    }[function]
     for name in (*REFUSED, *others):
         with pytest.raises(UnsupportedError, match=f"no {name}"):
             fla(inputs, function, **{name: REFUSED.get(name, True)})
@@ -414,6 +454,13 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     | FLA_STATE
     | FLA_SHARED
     | dict(cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED),
+    chunk_kda: dict.fromkeys(QKV, REQUIRED)
+    | FLA_STATE
+    | dict(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False)
+    | dict(safe_gate=False, lower_bound=None, disable_recompute=False)
+    | dict(return_intermediate_states=False, state_v_first=False, cu_seqlens=None)
+    | dict(cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None)
+    | dict(kwargs=REQUIRED),
     fused_recurrent_gated_delta_rule: dict.fromkeys(("q", "k", "v"), REQUIRED)
     | dict.fromkeys(("g", "gk", "gv", "beta"))
     | FLA_STATE

@@ -50,7 +50,7 @@ def chunk_gated_delta_rule(
             "chunk_gated_delta_rule() got unexpected keyword arguments: "
             f"{', '.join(sorted(kwargs))}"
         )
-    _refuse(
+    refuse(
         gate,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
@@ -96,7 +96,7 @@ def fused_recurrent_gated_delta_rule(
     If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has
     v's dtype.
     """
-    _refuse(
+    refuse(
         {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
         gk=gk,
         gv=gv,
@@ -134,10 +134,11 @@ _INSTEAD = {
     "A_log": _AS_LOGARITHM,
     "dt_bias": _AS_LOGARITHM,
     "cp_context": "a call runs on one GPU",
+    "return_intermediate_states": "states between chunks stay inside the kernel",
 }
 
 
-def _refuse(gate: dict[str, Any], **options: Any) -> None:
+def refuse(gate: dict[str, Any], **options: Any) -> None:
     """Raises UnsupportedError, naming the first option that is set."""
     for name, value in (gate | options).items():
         if value is not None and value is not False:

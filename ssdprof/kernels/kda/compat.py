@@ -1,0 +1,75 @@
+"""`kda_fused` with the signature of flash-linear-attention's `chunk_kda`, to be used by changing
+one import.
+
+Shapes are those of `kda_fused`.  The result is (out, final_state), with None for the state unless
+output_final_state.  An unsupported option raises UnsupportedError, which names it.  A g above 0
+counts as 0; in fla it makes the state grow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.gdn.compat import refuse
+from ssdprof.kernels.kda.functions import kda_fused
+
+_WITHOUT_EFFECT = ("chunk_size",)
+_OF_THE_GATE = ("A_log", "dt_bias")
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
+    keyword chunk_size are accepted without effect: any gate is safe, and the call runs in a graph.
+
+    Raises TypeError for unknown keywords.
+    """
+    del safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
+    if unknown := kwargs.keys() - {*_WITHOUT_EFFECT, *_OF_THE_GATE}:
+        raise TypeError(f"chunk_kda() got unexpected keyword arguments: {', '.join(unknown)}")
+    refuse(
+        {"use_gate_in_kernel": use_gate_in_kernel}
+        | {name: kwargs.get(name) for name in _OF_THE_GATE},
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        return_intermediate_states=return_intermediate_states,
+        cp_context=cp_context,
+    )
+    out, final_state = kda_fused(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+    )
+    return out, final_state if output_final_state else None
