@@ -589,7 +589,12 @@ LIBRARIES = {
             lambda: adapters.load_flashinfer_mtp(),
         ),
     )
-}
+} | generate.of_transformers(
+    "fla",
+    "flash-linear-attention",
+    states_as_inputs,
+    lambda package: adapters.load_model("gdn", package),
+)
 
 _WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
 GENERATOR: InputGenerator[Any] = InputGenerator(

@@ -228,7 +228,13 @@ LIBRARIES = {
         lambda: packages.package_version("flash_kda"),
         gdn.states_as_inputs,
         lambda: adapters.load_flash_kda(),
-    )
+    ),
+    **generate.of_transformers(
+        "fla",
+        "flash-linear-attention",
+        gdn.states_as_inputs,
+        lambda package: adapters.load_model("kda", package),
+    ),
 }
 
 GENERATOR = replace(

@@ -4,6 +4,8 @@ raises ImportError if it, or one of its dependencies, is missing.
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
             calls to other installed libraries.  The code that imports it turns this off
             (`operators/gdn.py`)
+model       the torch function of transformers, in fp32; model:installed: fla's function, as
+            transformers calls it
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long
             sequence, it drops the contribution of a state after a decay below exp(-10).  The
             comparison with the oracle shows the effect
@@ -19,16 +21,16 @@ flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its ope
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from math import inf
 from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel
+from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel, model_function, once
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
@@ -40,6 +42,10 @@ MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 # the module to pass to `load_fla...`
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
+_MODEL = {
+    "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
+}
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
@@ -50,6 +56,18 @@ def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
     dims = inputs.q.shape[3], inputs.v.shape[3]
     yield dims != (HEAD_DIM, HEAD_DIM), f"K and V are {HEAD_DIM}, not {dims[0]} and {dims[1]}"
     yield inputs.q.dtype == torch.float32, "fp16 and bf16 inputs only"
+
+
+@once
+def _ranges(inputs: GDNInputs) -> tuple[float, float, float, float]:
+    """The least and largest g, and the least and largest beta: values, for which the host waits."""
+    return (*map(float, inputs.g.aminmax()), *map(float, inputs.beta.aminmax()))
+
+
+def _plain_gates(inputs: GDNInputs) -> Reasons:
+    """For kernels that take g as it is."""
+    low, high = _ranges(inputs)[:2]
+    yield low == -inf or high > 0, "g is finite and at most 0"
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -80,6 +98,7 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
             precision.state_dtype != inputs.q.dtype,
             f"states that enter chunks are {inputs.q.dtype}, as q is",
         )
+        yield from _plain_gates(inputs)
 
     return library_kernel(name, "fla", unsupported, call, plan)
 
@@ -92,10 +111,45 @@ def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
         yield not precision.exact, "exact intermediates only"
         tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
         yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+        yield from _plain_gates(inputs)
 
     call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
     return library_kernel(name, "fla_recurrent", unsupported, call, plan)
+
+
+def load_model(name: str = "gdn", package: str = "") -> Implementation:
+    """transformers' torch function; with a package, that package's, as transformers calls it.  name:
+    of our operator.
+    """
+    function = model_function(*_MODEL[name], package)
+
+    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+        with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
+            out, final_states = function(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                g=inputs.g,
+                beta=inputs.beta,
+                initial_state=inputs.initial_state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+            )
+        return GDNOutput(out, final_states)
+
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        states = inputs.q.dtype if package else torch.float32
+        yield not precision.exact, "exact intermediates only"
+        yield precision.state_dtype != states, f"states that enter chunks are {states}"
+        yield inputs.cu_seqlens is not None, "no packed sequences"
+        yield inputs.scale_or_default != inputs.q.shape[3] ** -0.5, "no scale but K ** -0.5"
+        yield from _plain_gates(inputs)
+
+    plan = Plan(variant=package or "torch", launches=0, reason="as transformers calls it")
+    word = "model:installed" if package else "model"
+    return library_kernel(name, word, unsupported, call, plan)
 
 
 def fla_version() -> str:
@@ -105,13 +159,19 @@ def fla_version() -> str:
 
 def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
+
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield from _unlike_128(inputs, precision)
+        yield from _plain_gates(inputs)
+
     plan = Plan(
         variant="tilelang",
         launches=3,
         config={"chunk_size": 64},
         reason="it cuts sequences by itself",
     )
-    return library_kernel("gdn", "flash_qla", first_reason(_unlike_128), call, plan)
+    return library_kernel("gdn", "flash_qla", unsupported, call, plan)
 
 
 def load_flash_kda() -> Implementation:
@@ -341,13 +401,7 @@ def _prepared_kernel(
     """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
     live.
     """
-    kept: dict[int, _Prepared] = {}
-
-    def prepared(inputs: GDNInputs) -> _Prepared:
-        if id(inputs) not in kept:
-            kept[id(inputs)] = prepare(inputs)
-            weakref.finalize(inputs, kept.pop, id(inputs), None)
-        return kept[id(inputs)]
+    prepared = once(prepare)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
         with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
