@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
@@ -80,6 +81,22 @@ def once(of: Callable[[Any], T]) -> Callable[[Any], T]:
     return get
 
 
+def import_bare(name: str, packages: Iterable[str]) -> ModuleType:
+    """A library's module, imported without running these packages around it, outermost first.
+
+    What they do to other libraries at import is not done here.  Raises ImportError.
+    """
+    for package in packages:
+        if package in sys.modules:
+            continue
+        spec = find_spec(package)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        sys.modules[package] = bare = ModuleType(package)
+        bare.__spec__, bare.__path__ = spec, list(spec.submodule_search_locations)
+    return import_module(name)
+
+
 def model_function(model_type: str, name: str, package: str) -> Callable[..., Any]:
     """transformers' own torch function of this name; with a package, the one that models call where
     the package is installed.
@@ -89,7 +106,7 @@ def model_function(model_type: str, name: str, package: str) -> Callable[..., An
     os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read when transformers is imported
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     function: Callable[..., Any] | None = getattr(module, name, None)
-    original = None if function is None else inspect.unwrap(function)
+    original: Callable[..., Any] | None = function and inspect.unwrap(function)
     if function is None or original is None or original is function:
         raise ImportError(f"transformers {package_version('transformers')} does not wrap {name}")
     if not package:

@@ -145,8 +145,9 @@ def of_transformers(
     precisions: Callable[[Any], tuple[Any, ...]],
     load: Callable[[str], Implementation],
 ) -> dict[str, Library]:
-    """What models compute: with transformers' torch function, and with the package that transformers
-    finds.  load: (package, or "").
+    """What models compute: with transformers' torch function, and with a package that it finds.
+
+    load: (package, or "").
     """
 
     def version(package: str) -> str:

@@ -229,6 +229,13 @@ LIBRARIES = {
         gdn.states_as_inputs,
         lambda: adapters.load_flash_kda(),
     ),
+    **gdn.servers("kda"),
+    "cudnn": generate.installed(
+        "nvidia-cudnn-frontend",
+        lambda: packages.package_version("nvidia-cudnn-frontend"),
+        gdn.fp32_states,
+        lambda: adapters.load_cudnn(),
+    ),
     **generate.of_transformers(
         "fla",
         "flash-linear-attention",

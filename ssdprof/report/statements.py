@@ -18,7 +18,6 @@ from ssdprof.report.groups import Group, Series, groups, layer_words, places, pr
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
-_DROPPED = "history that matters is dropped"
 # what it means for a user that a kernel breaks a law
 CONSEQUENCES = {
     "inputs unchanged": "it overwrites its inputs",
@@ -30,8 +29,8 @@ CONSEQUENCES = {
     "single steps": "drafted tokens have other results than one by one",
     "accepted tokens": "states after accepted tokens are wrong",
     "edge inputs": "some inputs that a model may pass are computed wrongly",
-    "loud past": _DROPPED,
-    "turning keys": _DROPPED,
+    "loud past": "what long past tokens leave is computed wrongly",
+    "turning keys": "history that matters is dropped",
     "finer inputs": "fp32 or fp16 inputs are computed wrongly",
 }
 _MOST_BROKEN = 6  # cases named for each gate
@@ -95,9 +94,9 @@ def shortcomings(found: Outcome) -> list[str]:
             f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: "
             f"{case_words(of_kernels)}."
         )
-    for name, cases in grouped(found.failed, lambda case: case.implementation).items():
-        broken = dict.fromkeys(law.name for case in cases for law in case.broken_laws)
-        if faults := dict.fromkeys(CONSEQUENCES[law] for law in broken if law in CONSEQUENCES):
+    for name, failed in grouped(found.failed, lambda case: case.implementation).items():
+        laws = dict.fromkeys(law.name for case in failed for law in case.broken_laws)
+        if faults := dict.fromkeys(CONSEQUENCES[law] for law in laws):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if found.refused:
         why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in found.refused))

@@ -10,9 +10,9 @@ published               the published single-launch kernel, from a checkout of
                         library that it was forked from, so its files are loaded by path, under
                         different module names
 
-model                   the torch function of transformers, in fp32; dt and its bias are added in dt's
-                        dtype.  model:installed: the function of `mamba_ssm`, as transformers calls
-                        it
+model                   the torch function of transformers, in fp32, but for dt and its bias, which
+                        it adds in dt's dtype.  model:installed: the function of `mamba_ssm`, as
+                        transformers calls it
 
 final_states have the library's own dtype, so that times do not include a conversion.
 """
