@@ -17,8 +17,11 @@ import pytest
 import torch
 from command_line import Answer, ending, passing
 from documented_kernels import DOCUMENT, write_example
+from fakes import CELL
 
+from ssdprof import operators
 from ssdprof.commands.terminal import only_data_on_stdout
+from ssdprof.core.base import REPEATS
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
@@ -26,8 +29,12 @@ from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure import isolate
 from ssdprof.measure.accuracy import oracle_output
+from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.probes import _Laws
 from ssdprof.operators.generate import Library
+from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import LIBRARIES
+from ssdprof.report.statements import CONSEQUENCES
 from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
@@ -200,6 +207,13 @@ def library(
     )
 
 
+def forgetful(inputs: Any) -> Any:
+    """It computes packed sequences without their initial states."""
+    if getattr(inputs, "cu_seqlens", None) is not None:
+        inputs = inputs.after(None)
+    return narrow(inputs)
+
+
 def narrow(inputs: Any) -> Any:
     out, states = oracle_output(inputs)
     return out, states.bfloat16()
@@ -221,6 +235,7 @@ def refuse(_inputs: Any) -> Any:
     raise UnsupportedError("shy: no chunks of 256")
 
 
+@pytest.mark.usefixtures("not_isolated")
 def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
     shown = passing("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full").shown
@@ -232,6 +247,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
     assert "another library other, 9.9, at exact, bf16 states" in shown
 
 
+@pytest.mark.usefixtures("not_isolated")
 def test_libraries_that_cannot_take_part_are_a_sentence_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,20 +265,60 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(
     assert Outcome(latest()).passed
 
 
-def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("judged_once")
+def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
-    shown = passing("run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full").shown
+    passing("run", "demo", *SHORT, "--impl", "fused,sloppy")
+    shown = ending(1, "run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full").shown
     found = cases()
     assert (found["sloppy"].result, found["wrong"].result) == ("passed", "inaccurate")
     assert found["sloppy"].outside_budget.startswith("out, head 0: max|ours - oracle| is ")
     assert "Outside the error budget, but timed because it is another library's: sloppy" in shown
-    assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
+    assert "FAILED: 1 of 5 cases: wrong (exact, bf16 states) inaccurate in layer 0" in shown
     shown = Answer("accuracy", "--impl", "sloppy").shown
     assert (
         "sloppy may not be used at exact, bf16 states: outside the error budget in layer 0."
         in shown
     )
+
+
+@pytest.mark.usefixtures("not_isolated")
+def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library(monkeypatch, "forgetful", forgetful)
+    shown = ending(1, "run", "demo", *SHORT, "--impl", "fused,forgetful").shown
+    (case,) = (case for case in latest().cases if case.implementation == "forgetful")
+    assert (case.result, case.named, case.accuracy[0].reason) == ("inaccurate", True, "")
+    assert [law.name for law in case.broken_laws] == ["edge inputs"]
+    assert "forgetful is not safe here: some inputs that a model may pass are computed" in shown
+    company = case.changed(named=False)
+    assert (company.result, company.broken_laws) == ("passed", ())
+    assert Outcome(latest().changed(cases=(company,), requested=())).failed == ()
+
+
+def test_every_law_has_a_consequence_for_a_user() -> None:
+    inputs = operators.get("ssd").generated.draw(CELL, torch.device("cpu"))
+    one, isolated = registry.get("ssd", "reference"), IsolatedFirstCall()
+    for given in (inputs, replace(inputs, state_every=1)):
+        laws = _Laws(one, given, Precision(), isolated, given, ()).tests
+        assert set(laws) - {REPEATS} <= set(CONSEQUENCES)
+
+
+def test_a_named_library_makes_its_first_call_in_another_process() -> None:
+    """Which finds it by the word that the user typed."""
+    model = resolve(operators.get("ssd"), "model")
+    assert not model.isolated, "it only came along"
+    named = replace(model, named=True)
+    inputs = operators.get("ssd").generated.draw(CELL, torch.device("cpu"))
+    assert named.isolated
+    assert IsolatedFirstCall().verdict(named, inputs, Precision()) == ("ran", "")
+    missing = replace(named, name="gone", word="published=nowhere")
+    status, reason = IsolatedFirstCall().verdict(missing, inputs, Precision())
+    assert (status, "There is no folder nowhere" in reason) == ("failed", True)
 
 
 def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:

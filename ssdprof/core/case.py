@@ -301,8 +301,10 @@ class Case(Record):
     task: what it computed: a captured call, drawn inputs, the model's answers, or a prefill of the
         model.
     inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
-    kind: a library's failures and refusals fail no run; those of the user's own kernel do.
-        What a server computed is not timed.
+    kind: a library's refusals fail no run; those of the user's own kernel do.  What a server
+        computed is not timed.
+    named: a library that the user asked for, whose failures and broken laws fail the run; those of
+        a library that only came along do not.
     version: of a library; module:function of an own kernel.
     variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
     baseline: the implementation that it is compared with; empty for the baseline itself, whose
@@ -327,6 +329,7 @@ class Case(Record):
     inputs: Text = ""
     implementation: Text
     kind: Literal["bundled", "library", "own", "served"] = "bundled"
+    named: bool = False
     version: Text = ""
     variant: Text = ""
     precision: PrecisionName
@@ -489,7 +492,7 @@ class Case(Record):
             return "nonfinite"
         return (
             "inaccurate"
-            if self.later_fault or (self.outside_budget and not self.tolerated)
+            if self.later_fault or self.broken_laws or (self.outside_budget and not self.tolerated)
             else "passed"
         )
 
@@ -498,17 +501,18 @@ class Case(Record):
         return self.result not in ("passed", "refused")
 
     @property
+    def broken_laws(self) -> tuple[Probe, ...]:
+        """Those that count: of a library that only came along, they are told and no more."""
+        if self.kind == "library" and not self.named:
+            return ()
+        return tuple(one for one in self.probes if one.holds == "no" and one.name != REPEATS)
+
+    @property
     def outside_budget(self) -> str:
-        """The reasons, and the laws that it breaks, of which those of libraries are only told;
-        empty if all is well.
-        """
-        broken = [
-            one
-            for one in self.probes
-            if one.holds == "no" and one.name != REPEATS and self.kind != "library"
-        ]
+        """The reasons, and the laws that it breaks; empty if all is well."""
         reasons = [one.reason for one in self.accuracy if one.reason]
-        return "; ".join([*reasons, *(f"law '{one.name}': {one.detail}" for one in broken)])
+        laws = [f"law '{one.name}': {one.detail}" for one in self.broken_laws]
+        return "; ".join([*reasons, *laws])
 
     @property
     def only_outside(self) -> bool:

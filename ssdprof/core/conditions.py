@@ -384,7 +384,7 @@ def number(value: Value | None) -> float | None:
 
 class Outcome:
     """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a
-    bench.
+    bench.  Libraries fail a run only if the user named them, and never by a refusal.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
     judged: number of cases that were compared or failed, without those of other libraries and those
@@ -403,7 +403,11 @@ class Outcome:
     def __init__(self, report: Report) -> None:
         bench = report.kind == "bench"
         own = [
-            case for case in report.cases if case.kind != "library" or not (case.baseline or bench)
+            case
+            for case in report.cases
+            if case.kind != "library"
+            or not (case.baseline or bench)
+            or (case.named and case.result != "refused")
         ]
         calls = [case for case in own if not _answers(case)]
         refused = [case for case in calls if case.result == "refused"]

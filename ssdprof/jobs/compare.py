@@ -104,8 +104,8 @@ class Comparer:
 
     timer: None: nothing is timed.  process: the name of this one in the samples.
     ceilings: of this GPU, by which no time is too short.
-    isolated: makes first calls of users' kernels, which then get copies of the inputs; None: they
-    run as others do.
+    isolated: makes first calls of users' kernels and of named libraries, which then get copies of
+        the inputs; None: they run as others do.
     first_call_s: seconds for each first call.  until: the end of the bench, by time.monotonic.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
@@ -132,7 +132,7 @@ class Comparer:
         """
         copies: dict[str, GuardedInputs] = {}
         for entry in entries:
-            if self.isolated and entry.case.kind == "own":
+            if self.isolated and entry.call.implementation.isolated:
                 name = entry.case.implementation
                 copies[name] = copies.get(name) or GuardedInputs(entry.call.inputs)
                 entry.call = self.isolated.guarded(entry.call, copies[name])
@@ -362,7 +362,7 @@ class Comparer:
             return words and f"with other numbers at the same addresses of the inputs, {words}"
 
         calls = [entry.call for entry in group]
-        owns = next((case for case in group.values() if case.kind == "own"), None)
+        owns = next((case for case in group.values() if case.kind == "own" or case.named), None)
         with while_it_runs(owns), _changeable(calls) as scale:
             found = time_in_turns(
                 {name: entry.call.run for name, entry in named.items()},
@@ -642,6 +642,7 @@ def entries_of(
             common,
             implementation=one.name,
             kind=one.kind,
+            named=one.named,
             version=one.version,
             precision=str(precision),
         )

@@ -92,9 +92,8 @@ class Resolved:
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
             names, baseline, wanted = STEPS, STEPS[0], (Precision(),)
-        compared = [
-            one for one in (self.resolve(operator, name) for name in names) if not one.absent
-        ]
+        resolved = (self.resolve(operator, name) for name in names)
+        compared = [replace(one, named=one.kind == "library") for one in resolved if not one.absent]
         first = self.resolve(operator, baseline)
         return paired(compared, first, wanted, dtype)
 

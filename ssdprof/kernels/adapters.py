@@ -13,16 +13,20 @@ in parallel, and measured for a quarter of the time.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
+import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -35,6 +39,7 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
 INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
+T = TypeVar("T")
 
 
 def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
@@ -61,6 +66,54 @@ def library_kernel(
     return Implementation(
         operator=operator, name=name, run=partial(checked, call), plan=partial(checked, told)
     )
+
+
+def once(of: Callable[[Any], T]) -> Callable[[Any], T]:
+    """`of`, called once for inputs; what it returned is kept as long as these live."""
+    kept: dict[int, T] = {}
+
+    def get(inputs: Any) -> T:
+        if id(inputs) not in kept:
+            kept[id(inputs)] = of(inputs)
+            weakref.finalize(inputs, kept.pop, id(inputs), None)
+        return kept[id(inputs)]
+
+    return get
+
+
+def import_bare(name: str, packages: Iterable[str]) -> ModuleType:
+    """A library's module, imported without running these packages around it, outermost first.
+
+    What they do to other libraries at import is not done here.  Raises ImportError.
+    """
+    for package in packages:
+        if package in sys.modules:
+            continue
+        spec = find_spec(package)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError(f"No module named {package!r}")
+        sys.modules[package] = bare = ModuleType(package)
+        bare.__spec__, bare.__path__ = spec, list(spec.submodule_search_locations)
+    return import_module(name)
+
+
+def model_function(model_type: str, name: str, package: str) -> Callable[..., Any]:
+    """transformers' own torch function of this name; with a package, the one that models call where
+    the package is installed.
+
+    Every modeling file with a function of this name has the same one.  Raises ImportError.
+    """
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read when transformers is imported
+    module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    original: Callable[..., Any] | None = function and inspect.unwrap(function)
+    if function is None or original is None or original is function:
+        raise ImportError(f"transformers {package_version('transformers')} does not wrap {name}")
+    if not package:
+        return original
+    if find_spec(package) is None:
+        raise ImportError(f"transformers finds no {package} here, and calls its torch function")
+    return function
 
 
 def content(file: Path) -> str:

@@ -39,6 +39,8 @@ class Implementation:
 
     kind: bundled with ssdprof, of another library, the user's own, or what a server computed.
     version: of a library; module:function of a user's own kernel.
+    word: what a user types for it, from which another process finds it too; empty: none can.
+    named: a library that the user asked for, judged as strictly as a kernel of their own.
     absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is
     available.
     needs_gpu: whether it runs on an NVIDIA GPU only.
@@ -57,6 +59,8 @@ class Implementation:
     plan: Callable[[Any, Precision], Plan]
     kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: str = ""
+    word: str = ""
+    named: bool = False
     absent: str = ""
     hint: str = ""
     needs_gpu: bool = False
@@ -74,6 +78,11 @@ class Implementation:
             else self.run
         )
         object.__setattr__(self, "run", partial(_checked, self, of))
+
+    @property
+    def isolated(self) -> bool:
+        """Whether its first call on inputs of a form is made in another process."""
+        return self.kind == "own" or self.named
 
 
 def _checked(

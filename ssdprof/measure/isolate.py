@@ -1,5 +1,5 @@
-"""Keeps a user's kernel from harming this process and other calls: guards around memory, and a
-process for first calls.
+"""Keeps a user's kernel, and a library that the user named, from harming this process and other
+calls: guards around memory, and a process for first calls.
 
 A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA
 context.  All tensors of the call lie between guards, which hold bytes of 0xFF, a NaN in every
@@ -230,8 +230,8 @@ Verdict = tuple[Status, str]  # of a first call, and the reason; "ran": the call
 
 
 class IsolatedFirstCall:
-    """First calls of users' kernels, one for each precision and each form of the inputs.  limit_s:
-    seconds for one.
+    """First calls of users' kernels and of named libraries, one for each precision and each form of
+    the inputs.  limit_s: seconds for one.
     """
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
@@ -241,7 +241,7 @@ class IsolatedFirstCall:
     def verdict(self, implementation: Implementation, inputs: Any, precision: Precision) -> Verdict:
         """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
-        return self._verdicts[implementation.version, precision, tensors.form(inputs)]
+        return self._verdicts[implementation.name, precision, tensors.form(inputs)]
 
     def prepare(
         self, implementation: Implementation, several: Sequence[Any], precision: Precision
@@ -250,11 +250,11 @@ class IsolatedFirstCall:
         it.
         """
         keys = {
-            (implementation.version, precision, tensors.form(inputs)): inputs for inputs in several
+            (implementation.name, precision, tensors.form(inputs)): inputs for inputs in several
         }
         waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
         while waiting:
-            if ":" in implementation.version:
+            if implementation.word:
                 found = _tried(implementation, list(waiting.values()), precision, self._limit_s)
             else:  # a function of this process, which no other one can import
                 found = [judged(implementation, one, precision) for one in waiting.values()]
@@ -281,8 +281,7 @@ def _tried(
         folder = Path(name)
         request = {
             "operator": inputs.operator,
-            "name": implementation.name,
-            "source": implementation.version,
+            "word": implementation.word,
             "precision": str(precision),
             "arguments": [tensors.tensors(one) | tensors.scalars(one) for one in several],
             "limit_s": limit_s,
@@ -352,8 +351,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     request = torch.load(folder / _CALL, weights_only=True)
     operator = operators.get(request["operator"])
-    function = implementations.load(request["source"])
-    implementation = implementations.own_implementation(operator, request["name"], function)
+    implementation = implementations.resolve(operator, request["word"])
     for arguments in request["arguments"]:
         watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
         watchdog.daemon = True
@@ -379,16 +377,19 @@ def judged(implementation: Implementation, inputs: Any, precision: Precision) ->
         label=implementation.name,
         out_of_bounds=guarded.out_of_bounds,
     )
-    with GuardedAllocations() as memory:
-        try:
+    try:
+        # it tunes itself, and the guards would keep all memory that it allocates for this
+        if implementation.kind == "library":
+            call.first_run(launches=False)
+        with GuardedAllocations() as memory:
             output, tried = call.first_run()
-        # the GPU is unusable for this process, which ends here
-        except MissingCapabilityError as error:
-            return "failed", type_and_message(error.__cause__ or error)
-        if output is None:
-            return tried["status"], tried["reason"]
-        if words := memory.out_of_bounds():
-            return "failed", words
+            if output is None:
+                return tried["status"], tried["reason"]
+            if words := memory.out_of_bounds():
+                return "failed", words
+    # the GPU is unusable for this process, which ends here
+    except MissingCapabilityError as error:
+        return "failed", type_and_message(error.__cause__ or error)
     for name, tensor in zip(("out", "final_states"), output, strict=True):
         if elements := unwritten(tensor):
             return "failed", f"it leaves {elements:,} elements of {name} unwritten"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.operators import generate
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library
 from ssdprof.operators.late import lazy, packages, rounding, torch
 from ssdprof.operators.operator import (
     BoundCall,
@@ -29,10 +29,11 @@ from ssdprof.operators.tensors import dtype_named, exact_fp32, requested_precisi
 
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters, reference
+    from ssdprof.kernels.gdn import servers as server_kernels
     from ssdprof.operators import gdn_tuning
 else:
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference")
+    adapters, reference, server_kernels = (
+        lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference", "servers")
     )
     gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
@@ -545,6 +546,24 @@ def states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     return requested_precisions(dtype, "exact", (dtype,))
 
 
+def servers(operator: str) -> dict[str, Library]:
+    """The kernels that servers run for prompts."""
+    return {
+        "vllm": generate.installed(
+            "vllm",
+            lambda: packages.package_version("vllm"),
+            states_as_inputs,
+            lambda: server_kernels.load_vllm(operator),
+        ),
+        "sglang": generate.installed(
+            "sglang",
+            lambda: packages.package_version("sglang"),
+            states_as_inputs,
+            lambda: server_kernels.load_sglang(operator),
+        ),
+    }
+
+
 LIBRARIES = {
     name: generate.installed(package, version, precisions, load)
     for name, package, version, precisions, load in (
@@ -584,6 +603,14 @@ LIBRARIES = {
             lambda: adapters.load_flashinfer_mtp(),
         ),
     )
+} | {
+    **servers("gdn"),
+    **generate.of_transformers(
+        "fla",
+        "flash-linear-attention",
+        states_as_inputs,
+        lambda package: adapters.load_model("gdn", package),
+    ),
 }
 
 _WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"

@@ -15,8 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.late import torch
-from ssdprof.operators.tensors import dtype_name, dtype_named
+from ssdprof.operators.late import packages, torch
+from ssdprof.operators.tensors import dtype_name, dtype_named, exact_fp32
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
@@ -125,6 +125,8 @@ def installed(
     version: Callable[[], str],
     precisions: Callable[[Any], tuple[Any, ...]],
     load: Callable[[], Implementation],
+    *,
+    needs_gpu: bool = True,
 ) -> Library:
     """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype)
     -> its own.
@@ -132,7 +134,39 @@ def installed(
     return Library(
         load=lambda _: replace(load(), version=version(), precisions=precisions),
         hint=f"pip install {package}, or leave it out.",
+        needs_gpu=needs_gpu,
     )
+
+
+def of_transformers(
+    package: str,
+    distribution: str,
+    precisions: Callable[[Any], tuple[Any, ...]],
+    load: Callable[[str], Implementation],
+) -> dict[str, Library]:
+    """What models compute: with transformers' torch function, and with a package that it finds.
+
+    load: (package, or "").
+    """
+
+    def version(package: str) -> str:
+        return f"{package} {packages.package_version(package)}"
+
+    return {
+        "model": installed(
+            "transformers",
+            lambda: version("transformers"),
+            exact_fp32,
+            lambda: load(""),
+            needs_gpu=False,
+        ),
+        "model:installed": installed(
+            distribution,
+            lambda: f"{version('transformers')} with {version(distribution)}",
+            precisions,
+            lambda: load(package),
+        ),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,10 @@ def resolve(operator: Operator[Any], word: str) -> Implementation:
     unknown name, a library without its checkout or with one that is not a folder, and an own kernel
     that cannot be imported or takes another operator's inputs.
     """
+    return replace(_resolved(operator, word), word=word)
+
+
+def _resolved(operator: Operator[Any], word: str) -> Implementation:
     name, _, checkout = word.partition("=")
     libraries = operator.generated.libraries
     if name in libraries:

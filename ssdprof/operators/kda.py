@@ -374,7 +374,20 @@ LIBRARIES = {
         lambda: packages.package_version("flash_kda"),
         gdn.states_as_inputs,
         lambda: adapters.load_flash_kda(),
-    )
+    ),
+    **gdn.servers("kda"),
+    "cudnn": generate.installed(
+        "nvidia-cudnn-frontend",
+        lambda: packages.package_version("nvidia-cudnn-frontend"),
+        exact_fp32,
+        lambda: adapters.load_cudnn(),
+    ),
+    **generate.of_transformers(
+        "fla",
+        "flash-linear-attention",
+        gdn.states_as_inputs,
+        lambda package: adapters.load_model("kda", package),
+    ),
 }
 
 GENERATOR = replace(

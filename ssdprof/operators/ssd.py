@@ -477,6 +477,12 @@ LIBRARIES = {
         hint="Give a checkout of github.com/RishiAstra/mamba.",
         repository="github.com/RishiAstra/mamba",
     ),
+    **generate.of_transformers(
+        "mamba_ssm",
+        "mamba-ssm",
+        lambda dtype: requested_precisions(dtype, "exact", (dtype,)),
+        lambda package: adapters.load_model(package),
+    ),
 }
 
 _WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"

@@ -25,6 +25,21 @@ from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
+# what it means for a user that a kernel breaks a law
+CONSEQUENCES = {
+    "inputs unchanged": "it overwrites its inputs",
+    "other sequences": "sequences of one batch change each other",
+    "sequence alone": "a sequence has other results in a batch than alone",
+    "causality": "later tokens change earlier outputs",
+    "doubling": "twice the values do not give twice the output",
+    "cut in two": "a prompt in two parts has other results than in one",
+    "single steps": "drafted tokens have other results than one by one",
+    "accepted tokens": "states after accepted tokens are wrong",
+    "edge inputs": "some inputs that a model may pass are computed wrongly",
+    "loud past": "what long past tokens leave is computed wrongly",
+    "turning keys": "history that matters is dropped",
+    "finer inputs": "fp32 or fp16 inputs are computed wrongly",
+}
 _MOST_BROKEN = 6  # cases named for each gate
 _MUCH_WORSE = 10  # times the error of exact intermediates, from which a precision is not advised
 _NOISE = 2  # times the model's noise, up to which answers cannot be told from it
@@ -88,6 +103,10 @@ def shortcomings(found: Outcome) -> list[str]:
             f"FAILED: {len(of_kernels)} of {fmt.plural(found.judged, 'case')}: "
             f"{case_words(of_kernels)}."
         )
+    for name, failed in grouped(found.failed, lambda case: case.implementation).items():
+        laws = dict.fromkeys(law.name for case in failed for law in case.broken_laws)
+        if faults := dict.fromkeys(CONSEQUENCES[law] for law in laws):
+            lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if found.refused:
         why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in found.refused))
         lines.append(f"REFUSED: {case_words(found.refused)}: {why}.")
@@ -350,6 +369,11 @@ def _of_baselines(report: Report) -> Iterator[str]:
         yield f"The baseline is outside its error budget{timed}: {found}."
 
 
+def _fails(case: Case) -> bool:
+    """Whether a library fails the run, and so is among its failures."""
+    return case.named and case.failed
+
+
 def _of_libraries(report: Report) -> Iterator[str]:
     yield from (f"Not compared: {reason}" for reason in report.absent)
     own = [
@@ -357,7 +381,7 @@ def _of_libraries(report: Report) -> Iterator[str]:
         for case in report.cases
         if case.kind == "library" and (case.baseline or isinstance(case.task, Drawn))
     ]
-    troubles = (case for case in own if case.result != "passed")
+    troubles = (case for case in own if case.result != "passed" and not _fails(case))
     for (_, reason), found in grouped(
         troubles, lambda case: (case.implementation, case.why)
     ).items():

@@ -245,7 +245,9 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> No
         return output
 
     assert probed(changing_its_gate, ssd())["edge inputs"] == Probe(
-        name="edge inputs", holds="no", detail="it changes its inputs: z"
+        name="edge inputs",
+        holds="no",
+        detail="it changes its inputs: z, with sequences of 321 and 321 tokens",
     )
 
 

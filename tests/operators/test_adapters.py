@@ -44,7 +44,7 @@ from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.implementations import own_precisions, required, resolve
 
-SSD, GDN = operators.get("ssd"), operators.get("gdn")
+SSD, GDN, KDA = (operators.get(name) for name in ("ssd", "gdn", "kda"))
 GDN_LIBRARIES = ("fla", "fla_recurrent", "flash_qla", "flashinfer", "flashinfer_mtp")
 TRITON, FLA = "mamba_ssm.ops.triton", "fla.ops.gated_delta_rule"
 Calls = list[dict[str, Any]]
@@ -671,6 +671,209 @@ def test_what_flash_kda_does_not_do(
 ) -> None:
     with pytest.raises(UnsupportedError, match=f"^flash_kda: .*{words}"):
         flash_kda.run(inputs, precision)
+
+
+# --- cuDNN and servers
+
+
+def packed_states(kind: Any, inputs: dict[str, Any], states: Any) -> Any:
+    """The recurrence on one pack in the layout of servers; final states have V before K."""
+    given = kind(**inputs, initial_state=None if states is None else states.mT)
+    out, final_states = (gdn_recurrence if kind is GDNInputs else kda_recurrence)(given)
+    return out.to(given.v.dtype), final_states.mT.float()
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    def kimi_delta_attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        cu_seqlens: Any,
+        *,
+        scale: float,
+        initial_state: Any,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        plan_name: str,
+    ) -> Any:
+        assert output_final_state
+        assert plan_name == "kda_hopper_cuda", "other plans are other kernels"
+        assert all(one.is_contiguous() for one in (q, k, v, g, beta))
+        assert (g.dtype, beta.dtype, cu_seqlens.dtype) == (FP32, FP32, torch.int32)
+        named = dict(q=q, k=k, v=v, g=g, beta=beta)
+        rows: dict[str, Any] = {name: one[None] for name, one in named.items()}
+        rows |= dict(scale=scale, cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel)
+        out, final_states = packed_states(KDAInputs, rows, initial_state)
+        return out[0], final_states
+
+    put(monkeypatch, "cudnn.linear_attention.ops", kimi_delta_attention=kimi_delta_attention)
+    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.import_module", sys.modules.__getitem__)
+    return required(resolve(KDA, "cudnn"))
+
+
+def agrees(implementation: Implementation, inputs: Any, precision: Precision) -> None:
+    """Twice, since a call must leave its inputs as they are."""
+    recurrence = gdn_recurrence if inputs.operator == "gdn" else kda_recurrence
+    expected = recurrence(inputs)
+    for _ in range(2):
+        out, states = implementation.run(inputs, precision)
+        torch.testing.assert_close(out.double(), expected.out.double(), rtol=2**-7, atol=1e-4)
+        torch.testing.assert_close(
+            states.double(), expected.final_states.double(), rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("form", [{}, {"lengths": (3, 0, 4)}, {"initial_states": False}])
+def test_cudnn_gets_packed_tokens_and_v_first_states(form: Any, cudnn: Implementation) -> None:
+    agrees(cudnn, of_kda(**form), EXACT)
+
+
+UNIT = replace(of_kda(), k=F.normalize(of_kda().k.float(), dim=-1).to(BF16), use_qk_l2norm=False)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (of_kda(dtype=FP16), "bf16 inputs only"),
+        (of_kda(key_dim=64), "K and V are 128"),
+        (replace(of_kda(), g=torch.full_like(of_kda().g, -torch.inf)), "g is finite"),
+        (replace(of_kda(), beta=2 * of_kda().beta), "beta between 0 and 1"),
+        (replace(of_kda(), beta=-of_kda().beta), "beta between 0 and 1"),
+        (replace(UNIT, k=2 * UNIT.k), "keys of at most length 1"),
+    ],
+)
+def test_what_cudnn_does_not_do(inputs: KDAInputs, words: str, cudnn: Implementation) -> None:
+    agrees(cudnn, UNIT, EXACT)
+    with pytest.raises(UnsupportedError, match=f"^cudnn: .*{words}"):
+        cudnn.run(inputs, EXACT)
+
+
+PATCHING = ("vllm", "models", "kimi_k3", "nvidia", "sglang", "kernels", "ops")
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Packages that may not run, around modules with stand-ins for their kernels, which overwrite
+    their arguments as the kernels do.
+    """
+
+    def vllm(kind: Any) -> Callable[..., Any]:
+        def function(
+            *,
+            initial_state: Any,
+            output_final_state: bool,
+            use_qk_l2norm_in_kernel: bool,
+            **given: Any,
+        ) -> Any:
+            assert output_final_state
+            named = given | {"use_qk_l2norm": use_qk_l2norm_in_kernel}
+            out, final_states = packed_states(kind, named, initial_state)
+            return (out if kind is GDNInputs else given["v"].copy_(out)), final_states
+
+        return function
+
+    def sglang(kind: Any) -> Callable[..., Any]:
+        def function(*, initial_state: Any, initial_state_indices: Any, **given: Any) -> Any:
+            assert initial_state_indices.tolist() == list(range(len(initial_state)))
+            given["use_qk_l2norm"] = given.pop("use_qk_l2norm_in_kernel")
+            out, final_states = packed_states(kind, given, initial_state)
+            initial_state.copy_(final_states)
+            return (out, None, None) if kind is GDNInputs else given["v"].copy_(out)
+
+        return function
+
+    fla, flash, third = "kernels/ops/attention/fla", "flash_linear_attention/ops", "third_party"
+    modules = {
+        f"vllm/{third}/{flash}": dict(chunk_gated_delta_rule=vllm(GDNInputs)),
+        f"vllm/models/kimi_k3/nvidia/ops/{third}/kda": dict(chunk_kda=vllm(KDAInputs)),
+        f"sglang/{fla}/chunk": dict(chunk_gated_delta_rule=sglang(GDNInputs)),
+        f"sglang/{fla}/kda": dict(chunk_kda=sglang(KDAInputs)),
+    }
+    for path, functions in modules.items():
+        (tmp_path / path).mkdir(parents=True)
+        for parent in list(Path(path).parents)[:-1]:
+            text = "raise RuntimeError('it patches others')" if parent.name in PATCHING else ""
+            (tmp_path / parent / "__init__.py").write_text(text)
+        put(monkeypatch, path.replace("/", "."), **functions)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "sglang")]:
+        if name not in {path.replace("/", ".") for path in modules}:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "sglang")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("servers")
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_servers_kernels_overwrite_copies_alone(name: str, packed: bool) -> None:
+    """Packages that patch others when they are imported are not run."""
+    agrees(required(resolve(GDN, name)), of_gdn(packed=packed), OF_FP16)
+    kda = required(resolve(KDA, name))
+    agrees(kda, of_kda(**({"lengths": (3, 0, 4)} if packed else {})), OF_BF16)
+    agrees(kda, of_kda(initial_states=False), OF_BF16)
+    for inputs, words in (
+        (of_kda(values_per_key=2), "as many key heads"),
+        (of_kda(dtype=FP32), "fp16 and bf16 inputs only"),
+        (replace(of_kda(), g=-of_kda().g), "g is finite and at most 0"),
+    ):
+        with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
+            kda.run(inputs, OF_BF16)
+
+
+def test_an_absent_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingCapabilityError, match="vllm cannot be imported"):
+        required(resolve(GDN, "vllm"))
+
+
+# --- transformers' own functions
+
+
+def of_model(operator: str) -> Any:
+    """Inputs of 70 tokens, in two chunks."""
+    if operator == "ssd":
+        return a_step(70, chunk_size=64, dt_limit=(0.1, 2.0))
+    given = (GDNCase if operator == "gdn" else KDACase)(
+        values_per_key=1 if operator == "kda" else 2,
+        key_dim=16,
+        value_dim=32,
+        dtype=FP32,
+        initial_states=True,
+        batch=2,
+        seqlen=70,
+    ).inputs()
+    return replace(given, g=given.g.clamp(-20, 0))
+
+
+@pytest.mark.parametrize("operator", ["ssd", "gdn", "kda"])
+def test_model_is_what_transformers_computes(operator: str) -> None:
+    model, inputs = required(resolve(operators.get(operator), "model")), of_model(operator)
+    recurrence = {"ssd": ssd_recurrence, "gdn": gdn_recurrence, "kda": kda_recurrence}[operator]
+    out, states = model.run(inputs, EXACT)
+    expected = recurrence(inputs)
+    torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        states.double(), expected.final_states.double(), rtol=1e-4, atol=1e-4
+    )
+    assert model.version.startswith("transformers 5.")
+    with pytest.raises(UnsupportedError, match=r"^model: no packed sequences"):
+        bounds = torch.tensor([0, inputs.length])
+        first = {
+            name: one[:1]
+            for name, one in operators.get(operator).binding.positional(inputs).items()
+        }
+        model.run(replace(inputs.after(None), **first, cu_seqlens=bounds), EXACT)
+
+
+def test_model_with_a_library_needs_that_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(MissingCapabilityError, match="transformers finds no fla here"):
+        required(resolve(KDA, "model:installed"))
 
 
 # --- libraries that tune themselves

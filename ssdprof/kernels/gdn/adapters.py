@@ -4,12 +4,18 @@ raises ImportError if it, or one of its dependencies, is missing.
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
             calls to other installed libraries.  The code that imports it turns this off
             (`operators/gdn.py`)
+model       the torch function of transformers, in fp32; model:installed: fla's function, as
+            transformers calls it
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long
             sequence, it drops the contribution of a state after a decay below exp(-10).  The
             comparison with the oracle shows the effect
 flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  It takes gates and beta
             before their activations, in bf16, and so rounds those of our inputs once more.  The
             comparison shows the effect
+cudnn       the CUDA kernel of https://github.com/NVIDIA/cudnn-frontend for KDA on Hopper.  Where it
+            cuts a long sequence, it drops history after the least decay of any channel, which is a
+            bound only for keys that do not mix channels.  It declares keys of at most length 1 and
+            beta between 0 and 1
 flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its operators differ from
             ours: one takes decays instead of their logarithms, the other raw gates; beta is fp32;
             states have V before K.  The first call prepares the library's arguments and keeps them
@@ -19,16 +25,16 @@ flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its ope
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from math import inf
 from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel
+from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel, model_function, once
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
@@ -36,10 +42,15 @@ from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedE
 HEAD_DIM = 128  # the only K and V of some libraries
 CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
 _FLASH_KDA_BOUND = -5.0  # of the gates
+CUDNN_PLAN = "kda_hopper_cuda"
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 # the module to pass to `load_fla...`
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
+_MODEL = {
+    "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
+    "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
+}
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
@@ -50,6 +61,18 @@ def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
     dims = inputs.q.shape[3], inputs.v.shape[3]
     yield dims != (HEAD_DIM, HEAD_DIM), f"K and V are {HEAD_DIM}, not {dims[0]} and {dims[1]}"
     yield inputs.q.dtype == torch.float32, "fp16 and bf16 inputs only"
+
+
+@once
+def _ranges(inputs: GDNInputs) -> tuple[float, ...]:
+    """The least and largest g, and the least and largest beta, for which the host waits."""
+    return tuple(float(end) for gate in (inputs.g, inputs.beta) for end in gate.aminmax())
+
+
+def plain_gates(inputs: GDNInputs) -> Reasons:
+    """For kernels that take g as it is."""
+    low, high = _ranges(inputs)[:2]
+    yield low == -inf or high > 0, "g is finite and at most 0"
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -80,6 +103,7 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
             precision.state_dtype != inputs.q.dtype,
             f"states that enter chunks are {inputs.q.dtype}, as q is",
         )
+        yield from plain_gates(inputs)
 
     return library_kernel(name, "fla", unsupported, call, plan)
 
@@ -92,10 +116,46 @@ def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
         yield not precision.exact, "exact intermediates only"
         tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
         yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+        yield from plain_gates(inputs)
 
     call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
     return library_kernel(name, "fla_recurrent", unsupported, call, plan)
+
+
+def load_model(name: str = "gdn", package: str = "") -> Implementation:
+    """transformers' torch function; with a package, that package's, as transformers calls it.
+
+    name: of our operator.
+    """
+    function = model_function(*_MODEL[name], package)
+
+    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+        with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
+            out, final_states = function(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                g=inputs.g,
+                beta=inputs.beta,
+                initial_state=inputs.initial_state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+            )
+        return GDNOutput(out, final_states)
+
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        states = inputs.q.dtype if package else torch.float32
+        yield not precision.exact, "exact intermediates only"
+        yield precision.state_dtype != states, f"states that enter chunks are {states}"
+        yield inputs.cu_seqlens is not None, "no packed sequences"
+        yield inputs.scale_or_default != inputs.q.shape[3] ** -0.5, "no scale but K ** -0.5"
+        yield from plain_gates(inputs)
+
+    plan = Plan(variant=package or "torch", launches=0, reason="as transformers calls it")
+    word = "model:installed" if package else "model"
+    return library_kernel(name, word, unsupported, call, plan)
 
 
 def fla_version() -> str:
@@ -105,13 +165,19 @@ def fla_version() -> str:
 
 def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
+
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield from _unlike_128(inputs, precision)
+        yield from plain_gates(inputs)
+
     plan = Plan(
         variant="tilelang",
         launches=3,
         config={"chunk_size": 64},
         reason="it cuts sequences by itself",
     )
-    return library_kernel("gdn", "flash_qla", first_reason(_unlike_128), call, plan)
+    return library_kernel("gdn", "flash_qla", unsupported, call, plan)
 
 
 def load_flash_kda() -> Implementation:
@@ -120,7 +186,7 @@ def load_flash_kda() -> Implementation:
     """
     function = import_module("flash_kda").fwd
 
-    def prepare(inputs: GDNInputs) -> _Prepared:
+    def prepare(inputs: GDNInputs) -> Prepared:
         if inputs.g.min() < _FLASH_KDA_BOUND or inputs.beta.max() > 1:
             raise UnsupportedError(
                 f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1"
@@ -171,7 +237,59 @@ def load_flash_kda() -> Implementation:
         launches=2,
         reason="gates and beta before their activations are prepared before",
     )
-    return replace(_prepared_kernel("flash_kda", unsupported, prepare, plan), operator="kda")
+    return prepared_kernel("kda", "flash_kda", unsupported, prepare, plan)
+
+
+def load_cudnn() -> Implementation:
+    """The library's CUDA kernel for Hopper, by the name of its plan: others are other kernels."""
+    function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
+
+    def prepare(inputs: GDNInputs) -> Prepared:
+        v, states, shape = inputs.v.flatten(0, 1).contiguous(), inputs.initial, inputs.v.shape
+        bounds = inputs.cu_seqlens
+        if bounds is None:
+            bounds = torch.arange(inputs.sequences + 1, device=v.device) * inputs.length
+        states = None if states is None else states.float().mT.contiguous()
+        run = partial(
+            function,
+            inputs.q.flatten(0, 1).contiguous(),
+            inputs.k.flatten(0, 1).contiguous(),
+            v,
+            inputs.g.float().flatten(0, 1).contiguous(),
+            inputs.beta.float().flatten(0, 1).contiguous(),
+            bounds.int(),
+            scale=inputs.scale_or_default,
+            initial_state=states,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+            plan_name=CUDNN_PLAN,
+        )
+
+        def call() -> GDNOutput:
+            out, final_states = run()
+            return GDNOutput(out.view(shape), final_states.mT)
+
+        return call, (v, states)
+
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield from _unlike_128(inputs, precision)
+        yield inputs.q.dtype != torch.bfloat16, "bf16 inputs only"
+        yield from plain_gates(inputs)
+        low, high = _ranges(inputs)[2:]
+        yield low < 0 or high > 1, "beta between 0 and 1"
+        long = not inputs.use_qk_l2norm and _longest_key(inputs) > 1.01
+        yield long, "keys of at most length 1, or keys that it normalises"
+
+    reason = "g and beta in fp32 and V-first states are prepared outside of its time"
+    plan = Plan(variant=CUDNN_PLAN, launches=1, reason=reason)
+    return prepared_kernel("kda", "cudnn", unsupported, prepare, plan)
+
+
+@once
+def _longest_key(inputs: GDNInputs) -> float:
+    """For which the host waits."""
+    return float(inputs.k.float().norm(dim=-1).max())
 
 
 def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
@@ -200,7 +318,7 @@ def load_flashinfer() -> Implementation:
     import_module("flashinfer.gdn_kernels.qk_l2norm")  # without it the library ignores the request
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
-    def prepare(inputs: GDNInputs) -> _Prepared:
+    def prepare(inputs: GDNInputs) -> Prepared:
         cu_seqlens, states, shape = inputs.cu_seqlens, inputs.initial, inputs.v.shape
         if cu_seqlens is None:
             cu_seqlens = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
@@ -251,7 +369,9 @@ def load_flashinfer() -> Implementation:
         yield other, f"states after multiples of {CHECKPOINT} tokens that divide the sequences"
 
     return replace(
-        _prepared_kernel("flashinfer", unsupported, prepare, plan), keeps=lambda _: True, pools=True
+        prepared_kernel("gdn", "flashinfer", unsupported, prepare, plan),
+        keeps=lambda _: True,
+        pools=True,
     )
 
 
@@ -261,7 +381,7 @@ def load_flashinfer_mtp() -> Implementation:
     """
     function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
 
-    def prepare(inputs: GDNInputs) -> _Prepared:
+    def prepare(inputs: GDNInputs) -> Prepared:
         assert inputs.initial_state is not None
         if inputs.beta.max() > 1:
             raise UnsupportedError("flashinfer_mtp: beta is at most 1")
@@ -322,32 +442,27 @@ def load_flashinfer_mtp() -> Implementation:
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
     return replace(
-        _prepared_kernel("flashinfer_mtp", unsupported, prepare, plan),
+        prepared_kernel("gdn", "flashinfer_mtp", unsupported, prepare, plan),
         keeps=lambda inputs: inputs.state_every == 1,
         pools=True,
     )
 
 
 # v and the states as the call reads them
-_Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]
+Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]
 
 
-def _prepared_kernel(
+def prepared_kernel(
+    operator: str,
     name: str,
     unsupported: Callable[[GDNInputs, Precision], str],
-    prepare: Callable[[GDNInputs], _Prepared],
+    prepare: Callable[[GDNInputs], Prepared],
     plan: Callable[[GDNInputs, Precision], Plan] | Plan,
 ) -> Implementation:
     """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
     live.
     """
-    kept: dict[int, _Prepared] = {}
-
-    def prepared(inputs: GDNInputs) -> _Prepared:
-        if id(inputs) not in kept:
-            kept[id(inputs)] = prepare(inputs)
-            weakref.finalize(inputs, kept.pop, id(inputs), None)
-        return kept[id(inputs)]
+    prepared = once(prepare)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
         with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
@@ -361,4 +476,4 @@ def _prepared_kernel(
             one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given
         ]
 
-    return replace(library_kernel("gdn", name, unsupported, call, plan), copies=copies)
+    return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)

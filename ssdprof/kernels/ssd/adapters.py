@@ -10,6 +10,10 @@ published               the published single-launch kernel, from a checkout of
                         library that it was forked from, so its files are loaded by path, under
                         different module names
 
+model                   the torch function of transformers, in fp32, but for dt and its bias, which
+                        it adds in dt's dtype.  model:installed: the function of `mamba_ssm`, as
+                        transformers calls it
+
 final_states have the library's own dtype, so that times do not include a conversion.
 """
 
@@ -29,7 +33,15 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import INT32_ELEMENTS, SHORT, Tunings, content, library_kernel, span
+from ssdprof.kernels.adapters import (
+    INT32_ELEMENTS,
+    SHORT,
+    Tunings,
+    content,
+    library_kernel,
+    model_function,
+    span,
+)
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -131,6 +143,43 @@ def mamba_ssm_passes_any_states() -> bool:
 
 def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
     return "state_dtype" in signature(forward).parameters
+
+
+def load_model(package: str = "") -> Implementation:
+    """transformers' torch function; with a package, that package's, as transformers calls it."""
+    function = model_function("mamba2", "mamba2_chunk_scan", package)
+
+    def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+        with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
+            out, final_states = function(
+                inputs.x,
+                inputs.dt,
+                inputs.A,
+                inputs.B,
+                inputs.C,
+                inputs.chunk_size,
+                D=inputs.D,
+                dt_bias=inputs.dt_bias,
+                initial_states=inputs.initial_states,
+                dt_softplus=inputs.dt_softplus,
+                dt_limit=inputs.dt_limit,
+                return_final_states=True,
+            )
+        return SSDOutput(out.to(inputs.x.dtype), final_states)
+
+    @first_reason
+    def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
+        states = inputs.x.dtype if package else torch.float32
+        yield not precision.exact, "exact intermediates only"
+        yield precision.state_dtype != states, f"states that enter chunks are {states}"
+        yield inputs.cu_seqlens is not None, "no packed sequences"
+        yield inputs.z is not None, "no z: models gate after it"
+        yield inputs.D is not None and inputs.D.ndim == 2, "D of heads, not of channels"
+        yield _uneven(inputs) if package else (False, "")
+
+    plan = Plan(variant=package or "torch", launches=0, reason="as transformers calls it")
+    word = "model:installed" if package else "model"
+    return library_kernel("ssd", word, unsupported, call, plan)
 
 
 def load_selective_state_update() -> Implementation:
