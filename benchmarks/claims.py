@@ -25,6 +25,7 @@ from recorded import RESULTS, Cell, RecordedCase
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import intermediates_of, states_of
+from ssdprof.core.case import Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import KernelStalls, Samples, StallReport
 from ssdprof.files import write_text
@@ -229,8 +230,8 @@ def _of_prefill(row: Mapping[str, str]) -> float | None:
         case.implementation: case.call_us.value
         for case in load(RESULTS / row["result"], "prefill")[1].of_prefill
         if f"{case.seqlen:,}" == row["at"]
-        and case.prefill
-        and case.prefill.conv_and_norm == "bundled"
+        and isinstance(case.task, Prefill)
+        and case.task.conv_and_norm == "bundled"
         and case.call_us
     }
     return (

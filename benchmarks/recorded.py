@@ -21,7 +21,7 @@ from pydantic import Field
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.core.base import Clock, Record, intermediates_of, states_of
-from ssdprof.core.case import Case, Launch
+from ssdprof.core.case import Case, Drawn, Launch
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Ceilings, Clocks, Environment
@@ -246,16 +246,16 @@ def recorded(name: str, report: Report) -> list[Cell]:
 
 
 def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
-    assert case.drawn
-    assert case.dims
+    drawn = case.task
+    assert isinstance(drawn, Drawn)
     first, floor_us = case.first_call, case.floor_us(report.ceilings)
     return RecordedCase(
         kind="case",
         bench=of_all.name,
-        operator=case.dims.operator,
-        sizes=case.dims.sizes,
-        dtype=case.dims.dtype,
-        drawn=case.drawn.ways,
+        operator=drawn.dims.operator,
+        sizes=drawn.dims.sizes,
+        dtype=drawn.dims.dtype,
+        drawn=drawn.ways,
         precision=f"{intermediates_of(case.precision)} {states_of(case.precision)}",
         status=case.result,
         reason=case.why if case.result != "passed" else "",
@@ -274,7 +274,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         else {},
         over=dict(_over(report, case)),
         **{
-            name: getattr(case.drawn, name)
+            name: getattr(drawn, name)
             for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")
         },
         **{

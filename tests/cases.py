@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import (
@@ -24,7 +24,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, Prefill, Samples
+from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, LayerCall, Prefill, Samples
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import (
@@ -49,6 +49,7 @@ FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
 CALL_US = 20.0  # more than the device time
 _T = 4.303 / math.sqrt(3)  # of three recordings
 _PATTERN = (1.0, -1.0, 0.0)
+Kind = TypeVar("Kind", LayerCall, Drawn, Answers, Prefill)
 
 
 def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> Any:
@@ -164,6 +165,8 @@ def case(
 ) -> Case:
     """A case of a captured call of layer 0 at 1,024 tokens; without times unless `samples` are
     given.
+
+    fields: of the case, or of its `LayerCall`.
     """
     found: dict[str, Any] = {
         "implementation": implementation,
@@ -172,18 +175,27 @@ def case(
         "baseline": "" if implementation == "unfused" else "unfused",
         "variant": {"fused": "hopper"}.get(implementation, implementation),
     }
-    if not {"drawn", "answers", "prefill"} & fields.keys():
-        found["layer"] = layer()
     size = {"batch": fields.get("batch", 1), "seqlen": fields.get("seqlen", 1024)}
-    if not {"answers", "prefill"} & fields.keys():
+    of_call = {name: fields.pop(name) for name in ("layer", "call", "dims") if name in fields}
+    if "task" not in fields:
+        found["task"] = made_of(LayerCall, of_call, kind="layer", layer=layer(), dims=dims(**size))
+    if isinstance(fields.get("task", found.get("task")), LayerCall | Drawn):
         against = f"unfused exact, {states_of(precision)} states"
-        found |= {
-            "dims": dims(**size),
-            "accuracy": both_tensors(against if found["baseline"] else ""),
-        }
+        found["accuracy"] = both_tensors(against if found["baseline"] else "")
         if intermediates_of(precision) == "relaxed":
             found["accuracy"] = both_tensors(against)
     return Case(**(found | size | fields))
+
+
+def with_task(one: Case, **fields: Any) -> Case:
+    """The case with other fields of its task."""
+    return one.changed(task=one.task.changed(**fields))
+
+
+def task_of(one: Case, kind: type[Kind]) -> Kind:
+    """The case's task, which is of this kind."""
+    assert isinstance(one.task, kind)
+    return one.task
 
 
 def failed(one: Case, result: str = "inaccurate") -> Case:
@@ -354,7 +366,7 @@ def in_calls(found: Report, count: int = 3) -> Report:
             call = CallRef(
                 kind="chunk", number=number, count=count, prompt_seqlen=one.seqlen, sequences=1
             )
-            made.append(one.changed(call=call, seqlen=length, dims=dims(length)))
+            made.append(with_task(one, call=call, dims=dims(length)).changed(seqlen=length))
     served = tuple(one.changed(serving=Serving(chunk=one.seqlen // count)) for one in found.prompts)
     return found.changed(cases=tuple(made), prompts=served, requested=tuple(map(requested, made)))
 
@@ -364,6 +376,8 @@ def in_calls(found: Report, count: int = 3) -> Report:
 
 def drawn(tokens: str = "1 x 1,024", **fields: Any) -> Drawn:
     found: dict[str, Any] = {
+        "kind": "drawn",
+        "dims": dims(),
         "shape": "mamba2-2.7b",
         "shape_words": "80x64, N 128, G 1",
         "sequences": 1,
@@ -384,7 +398,7 @@ def cell(
             "flops": 10**9,
         }
         place: dict[str, Any] = {
-            "drawn": drawn(f"1 x {seqlen:,}"),
+            "task": drawn(f"1 x {seqlen:,}", dims=dims(seqlen)),
             "seqlen": seqlen,
             "inputs": "bf16, contiguous",
         }
@@ -400,7 +414,7 @@ def of_prefill(
     implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Prefill`."""
-    own = {name: fields.pop(name) for name in set(fields) & set(Prefill.model_fields)}
+    own = {name: fields.pop(name) for name in set(fields) & (set(Prefill.model_fields) - {"kind"})}
     parts = {
         name: {"_kernel": share * (call_us or 1.0)}
         for name, share in (("operator", 0.3), ("mixer", 0.5))
@@ -408,6 +422,7 @@ def of_prefill(
     whole = made_of(
         Prefill,
         own,
+        kind="prefill",
         conv_and_norm="model",
         layers=40,
         layer_count=40,
@@ -422,7 +437,7 @@ def of_prefill(
     )
     found: dict[str, Any] = {
         "samples": timed(None, call_us, turn=implementation == "unfused"),
-        "prefill": whole,
+        "task": whole,
     }
     return case(implementation, **(found | fields))
 
@@ -457,8 +472,9 @@ def of_answers(
     implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Answers`."""
-    own = {name: fields.pop(name) for name in set(fields) & set(Answers.model_fields)}
+    own = {name: fields.pop(name) for name in set(fields) & (set(Answers.model_fields) - {"kind"})}
     found: dict[str, Any] = {
+        "kind": "answers",
         "reference": "fp64 oracle",
         "weights": "bf16",
         "layers": (0,),
@@ -466,7 +482,7 @@ def of_answers(
     }
     found |= {"bands": (band(), band(0, 275), band(275, 1100))} | own
     answers: dict[str, Any] = {
-        "answers": Answers(**found),
+        "task": Answers(**found),
         "seqlen": 1100,
         "baseline": "",
         "variant": "",

@@ -13,7 +13,7 @@ import torch
 from cases import layer
 
 from ssdprof import kernels
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, LayerCall
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs.compare import Comparer, Entry
@@ -148,8 +148,7 @@ def entries(
         )
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
-            layer=layer(3),
-            dims=SSD.judged.dims(own),
+            task=LayerCall(kind="layer", layer=layer(3), dims=SSD.judged.dims(own)),
             batch=1,
             seqlen=40,
             implementation=name,

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from cases import task_of
 from command_line import DEMOS, Answer, ending, passing
 
-from ssdprof.core.case import Case
+from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.kernels import registry
 from ssdprof.measure.accuracy import oracle_output
@@ -60,8 +61,7 @@ def latest(kind: str = "answers") -> Report:
 
 def kl(case: Case) -> float:
     """Of all positions."""
-    assert case.answers
-    return case.answers.bands[0].kl_mean
+    return task_of(case, Answers).bands[0].kl_mean
 
 
 @pytest.mark.parametrize("model", DEMOS)
@@ -74,11 +74,12 @@ def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     found = {str(case.precision): kl(case) for case in report.cases if case.judged}
     assert list(found) == ["exact, fp32 states", "relaxed, bf16 states"]  # the default
     assert found["exact, fp32 states"] < 1e-11 < 1e-10 < found["relaxed, bf16 states"]
-    noise = [case for case in report.cases if case.answers and case.answers.change]
+    noise = [case for case in report.cases if task_of(case, Answers).change]
     assert len(noise) == 2
     assert all(0 < kl(case) < 1e-11 for case in noise)
     assert {
-        (case.answers.reference, case.answers.weights) for case in report.of_answers if case.answers
+        (task_of(case, Answers).reference, task_of(case, Answers).weights)
+        for case in report.of_answers
     } == {("fp64 oracle", "fp32")}
 
 
@@ -123,9 +124,9 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
     )
     shown = passing(*words, "--layers", "0,1", "--json").out  # no limit was given
     alone = [
-        (case.implementation, case.answers.alone, kl(case) > 1e-3)
+        (case.implementation, task_of(case, Answers).alone, kl(case) > 1e-3)
         for case in Report.model_validate_json(shown).cases
-        if case.answers and case.answers.alone is not None
+        if task_of(case, Answers).alone is not None
     ]
     assert alone == [
         (name, layer, name == "broken") for layer in (0, 1) for name in ("unfused", "broken")
@@ -182,7 +183,8 @@ def test_run_compares_answers_too() -> None:
     report = latest("run")
     assert len(report.of_calls) == 2
     assert {
-        (case.answers.layers, case.answers.weights) for case in report.of_answers if case.answers
+        (task_of(case, Answers).layers, task_of(case, Answers).weights)
+        for case in report.of_answers
     } == {((1,), "bf16")}
     assert "Answers at 40 tokens" in shown
 

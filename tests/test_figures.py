@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import recorded
+from cases import task_of
 from recorded import RESULTS, Cell
 
 from ssdprof.core.base import intermediates_of
+from ssdprof.core.case import Prefill
 from ssdprof.core.report import Report
 from ssdprof.store.reports import load
 
@@ -292,7 +294,7 @@ def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float
     return {
         case.implementation: case.call_us.value
         for case in own
-        if case.prefill.conv_and_norm == origin
+        if task_of(case, Prefill).conv_and_norm == origin
     }
 
 

@@ -38,6 +38,28 @@ from ssdprof.core.subject import CallRef, Ceilings, Dims, LayerRef, tokens
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
 
 
+class LayerCall(Record):
+    """A captured call of a layer's operator.
+
+    call: which of the layer's calls; None: the whole of a prompt.
+    """
+
+    kind: Literal["layer"]
+    layer: LayerRef
+    call: CallRef | None = None
+    dims: Dims
+
+    @property
+    def where(self) -> str:
+        """ "layer 3"."""
+        return f"layer {self.layer.index}"
+
+    @property
+    def sizes(self) -> str:
+        """Of the call, in words."""
+        return f"{self.dims.operator}, {self.dims}"
+
+
 class Drawn(Record):
     """The inputs of a bench's case, drawn for the sizes of a model.
 
@@ -47,6 +69,8 @@ class Drawn(Record):
     checked: tokens of the sequence on which the outputs were compared; None: on all.
     """
 
+    kind: Literal["drawn"]
+    dims: Dims
     shape: Text
     shape_words: Text
     tokens: Text
@@ -55,6 +79,17 @@ class Drawn(Record):
     layout: Literal["contiguous", "views", "transposed"] = "contiguous"
     ways: tuple[Text, ...] = ()
     checked: Size | None = None
+
+    @property
+    def where(self) -> str:
+        """ "mamba2-2.7b, bf16"."""
+        layout = () if self.layout == "contiguous" else (self.layout,)
+        return ", ".join((self.shape, self.dims.dtype, *layout, *self.ways))
+
+    @property
+    def sizes(self) -> str:
+        """Without the chunk size: each implementation takes its fastest one."""
+        return f"{self.dims.operator}, {self.dims.words}, {self.dims.dtype}, {self.layout}"
 
 
 def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
@@ -179,6 +214,7 @@ class Answers(Record):
     from the reference's.
     """
 
+    kind: Literal["answers"]
     reference: Text
     remark: Text = ""
     weights: DType
@@ -191,6 +227,18 @@ class Answers(Record):
     nonfinite: Count | None = None
     generated: Count = 0
     first_difference: Count | None = None
+
+    @property
+    def where(self) -> str:
+        """ "answers", "answers of layer 3 alone"."""
+        alone = "" if self.alone is None else f" of layer {self.alone} alone"
+        return ", ".join(filter(None, (f"answers{alone}", self.change)))
+
+    @property
+    def sizes(self) -> str:
+        """What computed them."""
+        layers = ", ".join(map(str, self.layers))
+        return f"{self.weights} weights, reference {self.reference}, layers {layers}"
 
 
 class Prefill(Record):
@@ -214,6 +262,7 @@ class Prefill(Record):
     in words.
     """
 
+    kind: Literal["prefill"]
     conv_and_norm: KernelOrigin
     layers: Size
     layer_count: Size
@@ -231,6 +280,16 @@ class Prefill(Record):
     left_to_model: tuple[Text, ...] = ()
 
     @property
+    def where(self) -> str:
+        """ "prefill, bundled convolution and norm"."""
+        return f"prefill, {self.conv_and_norm} convolution and norm"
+
+    @property
+    def sizes(self) -> str:
+        """Of the loaded part of the model."""
+        return f"{self.layers} of {self.layer_count} layers"
+
+    @property
     def part_us(self) -> dict[str, float]:
         """The GPU's work of each part."""
         return {name: math.fsum(kernels.values()) for name, kernels in self.parts.items()}
@@ -239,10 +298,8 @@ class Prefill(Record):
 class Case(Record):
     """One implementation at one precision: on one call of a layer, or in the whole model.
 
-    Exactly one of layer, drawn, answers and prefill says what ran: a captured call, drawn inputs,
-    the model's answers, a prefill of the model.
-
-    call: which of the layer's calls; None: the whole of a prompt.
+    task: what it computed: a captured call, drawn inputs, the model's answers, or a prefill of the
+        model.
     inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
     kind: a library's failures and refusals fail no run; those of the user's own kernel do.
         What a server computed is not timed.
@@ -264,12 +321,7 @@ class Case(Record):
     probes: laws that were tested with this call; empty if they were tested with another one.
     """
 
-    layer: LayerRef | None = None
-    drawn: Drawn | None = None
-    answers: Answers | None = None
-    prefill: Prefill | None = None
-    call: CallRef | None = None
-    dims: Dims | None = None
+    task: Annotated[LayerCall | Drawn | Answers | Prefill, Field(discriminator="kind")]
     batch: Length
     seqlen: Length
     inputs: Text = ""
@@ -298,15 +350,6 @@ class Case(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Case:
-        if (
-            sum(one is not None for one in (self.layer, self.drawn, self.answers, self.prefill))
-            != 1
-        ):
-            raise ValueError(
-                "a case is of one layer, one draw, one comparison of answers, or one prefill"
-            )
-        if (self.layer or self.drawn) and self.dims is None:
-            raise ValueError("a case of a call has the sizes of the call")
         if (self.samples or self.summary) and (
             self.status != "ran" or self.later_fault or self.nonfinite
         ):
@@ -319,6 +362,28 @@ class Case(Record):
         unique("a tensor", [one.tensor for one in self.accuracy])
         return self
 
+    # --- the task
+
+    @property
+    def layer(self) -> LayerRef | None:
+        """Of a captured call."""
+        return self.task.layer if isinstance(self.task, LayerCall) else None
+
+    @property
+    def call(self) -> CallRef | None:
+        """Of a captured call that is not the whole of a prompt."""
+        return self.task.call if isinstance(self.task, LayerCall) else None
+
+    @property
+    def dims(self) -> Dims | None:
+        """Of a captured call or drawn inputs."""
+        return self.task.dims if isinstance(self.task, LayerCall | Drawn) else None
+
+    @property
+    def clock(self) -> Clock:
+        """The one that verdicts use."""
+        return "call" if isinstance(self.task, Prefill) else "device"
+
     # --- names
 
     @property
@@ -326,24 +391,16 @@ class Case(Record):
         """ "layer 3"; "mamba2-2.7b, bf16" of a bench; "answers"; "prefill, bundled convolution and
         norm".
         """
-        if self.layer:
-            return f"layer {self.layer.index}"
-        if self.drawn:
-            layout = () if self.drawn.layout == "contiguous" else (self.drawn.layout,)
-            assert self.dims
-            return ", ".join((self.drawn.shape, self.dims.dtype, *layout, *self.drawn.ways))
-        if self.answers:
-            alone = "" if self.answers.alone is None else f" of layer {self.answers.alone} alone"
-            return ", ".join(filter(None, (f"answers{alone}", self.answers.change)))
-        assert self.prefill
-        return f"prefill, {self.prefill.conv_and_norm} convolution and norm"
+        return self.task.where
 
     @property
     def size(self) -> str:
         """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other
         one of its layer.
         """
-        return self.drawn.tokens if self.drawn else call_size(self.seqlen, self.batch, self.call)
+        if isinstance(self.task, Drawn):
+            return self.task.tokens
+        return call_size(self.seqlen, self.batch, self.call)
 
     @property
     def place(self) -> str:
@@ -418,16 +475,17 @@ class Case(Record):
     @property
     def band(self) -> AnswerBand | None:
         """The comparison of the answers at all positions."""
-        return self.answers.bands[0] if self.answers and self.answers.bands else None
+        bands = self.task.bands if isinstance(self.task, Answers) else ()
+        return bands[0] if bands else None
 
     @cached_property
     def result(self) -> Result:
         """What follows from the status and the errors."""
         if self.status != "ran":
             return self.status
-        if self.nonfinite or (self.answers and self.answers.nonfinite is not None):
+        if self.nonfinite or any(one.vs_oracle.nonfinite for one in self.accuracy):
             return "nonfinite"
-        if any(one.vs_oracle.nonfinite for one in self.accuracy):
+        if isinstance(self.task, Answers) and self.task.nonfinite is not None:
             return "nonfinite"
         return (
             "inaccurate"
@@ -474,8 +532,8 @@ class Case(Record):
         """Why it did not pass, or a remark on it; empty if there is nothing to say."""
         if self.later_fault:
             return self.later_fault
-        if self.answers and self.answers.nonfinite is not None:
-            return f"the distribution at position {self.answers.nonfinite:,} is not finite"
+        if isinstance(self.task, Answers) and self.task.nonfinite is not None:
+            return f"the distribution at position {self.task.nonfinite:,} is not finite"
         found = self.reason or ("some element is not finite" if self.nonfinite else "")
         return found or self.outside_budget
 
@@ -484,8 +542,8 @@ class Case(Record):
         """Whether gates apply: not to the baseline, other libraries, what was served, noise, and
         single layers.
         """
-        if self.answers:
-            return not self.answers.change and self.answers.alone is None
+        if isinstance(self.task, Answers):
+            return not self.task.change and self.task.alone is None
         return self.rated_against is not None and self.kind not in ("library", "served")
 
     @property

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import model_validator
 
 from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text
+from ssdprof.core.case import Answers, Prefill
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
@@ -106,11 +107,11 @@ class Metric:
 
 
 def _call(case: Case) -> bool:
-    return bool(case.layer or case.drawn)
+    return case.dims is not None
 
 
 def _answers(case: Case) -> bool:
-    return bool(case.answers)
+    return isinstance(case.task, Answers)
 
 
 def _rms(case: Case, _where: str, _report: Report) -> float | None:
@@ -124,7 +125,7 @@ def _rms(case: Case, _where: str, _report: Report) -> float | None:
 METRICS: dict[str, Metric] = {
     "speedup": Metric(
         of=lambda case, where, report: report.speedup(case, over=where),
-        applies=lambda case: not case.answers,
+        applies=lambda case: not _answers(case),
         lacks=lambda case: "its baseline was not timed" if case.time_us else "not timed",
         says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}",
         places=None,
@@ -137,7 +138,7 @@ METRICS: dict[str, Metric] = {
         ),
         lacks=lambda _: "not timed",
         says=lambda _case, value, _: f"{value:,.5g} us",
-        applies=lambda case: not case.answers,
+        applies=lambda case: not _answers(case),
         places=("call", "device"),
         unit=" us",
         relative=True,
@@ -333,7 +334,8 @@ def judged(report: Report) -> tuple[Case, ...]:
     return tuple(
         case
         for case in report.cases
-        if case.judged and (not (by_name or case.prefill) or case.implementation == JUDGED)
+        if case.judged
+        and (not (by_name or isinstance(case.task, Prefill)) or case.implementation == JUDGED)
     )
 
 
@@ -368,10 +370,12 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
             holds, words = judge(condition, case, report)
             # an answer without a next token has no perplexity
             found.append(
-                (case.name, bool(holds) if holds is not None or not case.answers else None, words)
+                (case.name, bool(holds) if holds is not None or not _answers(case) else None, words)
             )
     if condition.metric in ("speedup", "time"):
-        untimed = [case for case in cases if case.prefill and case.result != "passed"]
+        untimed = [
+            case for case in cases if isinstance(case.task, Prefill) and case.result != "passed"
+        ]
         found += [(case.name, False, f"{case.result}: {case.why}") for case in untimed]
         for out in report.left_out:
             if not out.implementations or JUDGED in out.implementations:
@@ -423,7 +427,7 @@ class Outcome:
         own = [
             case for case in report.cases if case.kind != "library" or not (case.baseline or bench)
         ]
-        calls = [case for case in own if not case.answers]
+        calls = [case for case in own if not _answers(case)]
         refused = [case for case in calls if case.result == "refused"]
         rivals = {case.rated_against for case in report.cases}
         self.outside = [
@@ -437,11 +441,13 @@ class Outcome:
         self.judged = len([case for case in calls if case not in (*refused, *excused)])
         self.failed = tuple(case for case in calls if case.failed and case not in excused)
         self.refused = tuple(
-            one for one in refused if not one.prefill and (not requested or one.name in requested)
+            one
+            for one in refused
+            if not isinstance(one.task, Prefill) and (not requested or one.name in requested)
         )
         self.missing = len(report.missing)
         self.broken = broken(report)
-        self.answers = tuple(case for case in own if case.answers and case.judged)
+        self.answers = tuple(case for case in own if _answers(case) and case.judged)
         limits = {one.case for one in self.broken}
         self.answers_failed = tuple(
             case for case in self.answers if case.result != "passed" or case.name in limits

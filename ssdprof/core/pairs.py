@@ -14,7 +14,7 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionName, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.case import Answers, Case, Drawn, Prefill
 from ssdprof.core.conditions import SLOWER, Condition, Outcome, Verdict, judge, metric_of, number
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
@@ -111,7 +111,11 @@ class Pair:
             return (self.verdict,)
         if self.time or self.call or self.over_baseline:
             return ()
-        return self.incomparable if self.case.prefill else tuple(filter(None, [self.other_inputs]))
+        return (
+            self.incomparable
+            if isinstance(self.case.task, Prefill)
+            else tuple(filter(None, [self.other_inputs]))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +198,11 @@ def compare(
         )
     # by name, in the order of NEW; those that are only in BASE come last
     theirs, ours = (
-        {case.name: case for case in report.cases if not case.answers or case.judged}
+        {
+            case.name: case
+            for case in report.cases
+            if not isinstance(case.task, Answers) or case.judged
+        }
         for report in (one, other)
     )
     pairs = [
@@ -222,7 +230,7 @@ def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
     if gpu is None:
         return {}
     needs = {"GPU": gpu.name, "driver": gpu.driver}
-    if case and (whole := case.prefill):
+    if case and isinstance(whole := case.task, Prefill):
         packages |= {"PyTorch": "torch", "transformers": "transformers"}
         needs |= {
             "attention": whole.attention or "none",
@@ -253,7 +261,7 @@ def _pair(
             name=name, base=base, new=new, verdict="only in BASE" if base else "only in NEW"
         )
     whole, timed = (
-        new.prefill is not None,
+        isinstance(new.task, Prefill),
         "not comparable" if base.time_us and new.time_us else "not timed",
     )
     if differ := _different({"shape": _shape(base, one)}, {"shape": _shape(new, other)}):
@@ -265,7 +273,9 @@ def _pair(
     differ = _different(_needs(one, base), _needs(other, new))
     # those of a bench are drawn with a fixed seed
     prompts = [
-        {} if case.drawn or whole else {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
+        {}
+        if whole or isinstance(case.task, Drawn)
+        else {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
         for case, report in ((base, one), (new, other))
     ]
     call = None if differ else _quotient(base.call_us, new.call_us)
@@ -290,19 +300,12 @@ def _shape(case: Case, report: Report) -> str:
     """The sizes of the call, and whether its inputs were cast; of the whole model, which model it
     is.
     """
-    if case.prefill:
+    if isinstance(case.task, Prefill):
         assert report.model
-        model = f"{report.model.repo_id} ({report.model.model_type})"
-        return f"{model}, {case.prefill.layers} of {case.prefill.layer_count} layers"
-    if case.answers:
-        layers = ", ".join(map(str, case.answers.layers))
-        return (
-            f"{case.answers.weights} weights, reference {case.answers.reference}, layers {layers}"
-        )
-    assert case.dims
-    if case.drawn:  # without the chunk size: each implementation takes its fastest one
-        return f"{case.dims.operator}, {case.dims.words}, {case.dims.dtype}, {case.drawn.layout}"
-    return f"{case.dims.operator}, {case.dims}{f', {report.cast_words}' if report.cast else ''}"
+        return f"{report.model.repo_id} ({report.model.model_type}), {case.task.sizes}"
+    if case.layer and report.cast:
+        return f"{case.task.sizes}, {report.cast_words}"
+    return case.task.sizes
 
 
 def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:
@@ -315,7 +318,7 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
     def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionName, TotalBy]:
         case = pair.case
         by: TotalBy = "device time" if pair.time else "speedup"
-        if case.prefill:
+        if case.clock == "call":
             by = "call time" if pair.time else "call speedup"
         return *_calls(case), case.implementation, case.precision, by
 
@@ -422,7 +425,7 @@ def _judged(condition: Condition, pair: Pair, one: Report, other: Report) -> str
 
 def _slower(condition: Condition, pair: Pair, *both: tuple[Report, Case]) -> str | None:
     """both: BASE's report and case, then NEW's."""
-    by_call = condition.at == "call" or bool(pair.case.prefill)
+    by_call = condition.at == "call" or pair.case.clock == "call"
     by_speedup = condition.metric == "speedup" or (
         condition.metric == "slower" and pair.time is None
     )

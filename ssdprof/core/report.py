@@ -27,7 +27,7 @@ from ssdprof.core.base import (
     states_of,
     unique,
 )
-from ssdprof.core.case import Case
+from ssdprof.core.case import Answers, Case, Drawn, Prefill
 from ssdprof.core.conditions import SLOWER, Condition, Outcome
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import (
@@ -155,7 +155,7 @@ class Report(Record):
                     raise ValueError(
                         f"{case.name} has errors along the positions in another number of slices"
                     )
-            if case.status == "ran" and (case.layer or case.drawn) and not case.tensor("out"):
+            if case.status == "ran" and case.dims and not case.tensor("out"):
                 raise ValueError(f"{case.name} ran, and nothing says what it computed")
         return self
 
@@ -214,15 +214,15 @@ class Report(Record):
     @property
     def of_calls(self) -> tuple[Case, ...]:
         """Cases of captured calls or drawn inputs."""
-        return tuple(case for case in self.cases if case.layer or case.drawn)
+        return tuple(case for case in self.cases if case.dims)
 
     @property
     def of_answers(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if case.answers)
+        return tuple(case for case in self.cases if isinstance(case.task, Answers))
 
     @property
     def of_prefill(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if case.prefill)
+        return tuple(case for case in self.cases if isinstance(case.task, Prefill))
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, str], list[Case]]:
@@ -238,7 +238,7 @@ class Report(Record):
         """
         name = implementation or case.baseline
         there = self._by_place.get((case.place, name), []) if name else []
-        if case.drawn:
+        if isinstance(case.task, Drawn):
             if case.kind == "library" or name == case.implementation:
                 return None
             timed = [one for one in there if one.device_us]
@@ -257,8 +257,7 @@ class Report(Record):
         """Over the case's baseline, or over another implementation.  clock: None: the one that
         verdicts use.
         """
-        chosen: Clock = clock or ("call" if case.prefill else "device")
-        return case.over(self.rival(case, over), chosen)
+        return case.over(self.rival(case, over), clock or case.clock)
 
     def faster(self, case: Case, clock: Clock | None = None) -> Faster | None:
         """The verdict of `speedup`."""
@@ -273,13 +272,14 @@ class Report(Record):
         With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).
         """
         base = self.rival(case)
-        if not (base and base.call_us and case.prefill and base.prefill):
+        if not (base and base.call_us and isinstance(case.task, Prefill)):
             return None
-        part, faster = base.prefill.alone_us, case.prefill.alone_us
+        assert isinstance(base.task, Prefill)
+        part, faster = base.task.alone_us, case.task.alone_us
         if part is None or faster is None:
             return None
         whole = base.call_us.value
-        left = whole - case.prefill.operator_calls * (part - faster)
+        left = whole - case.task.operator_calls * (part - faster)
         return whole / left if left > 0 else None
 
     def again(self, case: Case) -> tuple[str, ...]:
@@ -301,23 +301,21 @@ class Report(Record):
             "--dtypes": intermediates_of(case.precision),
             "--states": states_of(case.precision),
         }
-        if case.layer:
-            wanted["--layers"] = str(case.layer.index)
-        if case.drawn and case.dims:
-            wanted |= {"--shape": case.drawn.shape, "--dtype": case.dims.dtype}
-        packed = (
-            case.drawn.packed if case.drawn else any(one.serving.packed for one in self.prompts)
-        )
-        # stored captures have their own prompts
-        if not packed and (case.drawn or case.prefill or self.placement):
-            tokens = case.call.prompt_seqlen if case.call else case.seqlen
-            length = "--verify" if case.drawn and "--verify" in " ".join(self.command) else "--seq"
-            wanted |= {length: str(tokens)} | ({"--batch": str(case.batch)} if case.drawn else {})
-        dropped = {
-            *wanted,
-            *_NOT_AGAIN,
-            *(["--cells", "--packed"] if case.drawn and not packed else []),
-        }
+        dropped = {*_NOT_AGAIN}
+        if isinstance(case.task, Drawn):
+            wanted |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
+            if not case.task.packed:
+                length = "--verify" if "--verify" in " ".join(self.command) else "--seq"
+                wanted |= {length: str(case.seqlen), "--batch": str(case.batch)}
+                dropped |= {"--cells", "--packed"}
+        else:
+            if case.layer:
+                wanted["--layers"] = str(case.layer.index)
+            # stored captures have their own prompts
+            packed = any(one.serving.packed for one in self.prompts)
+            if not packed and (isinstance(case.task, Prefill) or self.placement):
+                wanted["--seq"] = str(case.call.prompt_seqlen if case.call else case.seqlen)
+        dropped |= wanted.keys()
         kept, words = [], iter(self.command)
         for word in words:
             if word.partition("=")[0] not in dropped:
@@ -372,7 +370,9 @@ class Report(Record):
             )
 
         cases = (
-            one for one in self.cases if not one.answers and kept(one.precision, one.implementation)
+            one
+            for one in self.cases
+            if not isinstance(one.task, Answers) and kept(one.precision, one.implementation)
         )
         asked = (
             one

@@ -151,7 +151,8 @@ def _models(
         name: str, precision: Precision, *, change: str = "", alone: int | None = None
     ) -> Case:
         return Case(
-            answers=Answers(
+            task=Answers(
+                kind="answers",
                 reference="",
                 weights=dtype,
                 own_weights=request.weights != "fp32",
@@ -211,7 +212,7 @@ def _compare(
         ):
             return greedy(whole, prompt.ids, request.generate, prompt.segment_length)
 
-    def answers_of(case: Case, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
+    def answers_of(alone: int | None, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
         """Compares the logits with the reference's, a block of positions at a time."""
         hidden = hidden_states(
             prompt, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)
@@ -225,7 +226,7 @@ def _compare(
         if (position := first_nonfinite(divergence)) is not None:
             return {"nonfinite": position}
         found: dict[str, Any] = {"bands": bands(divergence)}
-        if request.generate and case.answers and case.answers.alone is None:
+        if request.generate and alone is None:
             tokens = generated(compute, layers)
             differing = (
                 number
@@ -246,13 +247,13 @@ def _compare(
     with watcher.step("Comparing answers", len(models), unit="cases") as advance:
         for case, compute, layers in models:
             if case.name not in writer.earlier:
-                assert case.answers
-                answers = case.answers.changed(reference=name, remark=remark)
-                case = case.changed(answers=answers)
+                assert isinstance(case.task, Answers)
+                answers = case.task.changed(reference=name, remark=remark)
+                case = case.changed(task=answers)
                 try:
                     with while_it_runs(case):
                         case = case.changed(
-                            answers=answers.changed(**answers_of(case, compute, layers))
+                            task=answers.changed(**answers_of(answers.alone, compute, layers))
                         )
                 except MissingCapabilityError as error:
                     if not isinstance(error.__cause__, torch.OutOfMemoryError):

@@ -17,6 +17,7 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.subject import Dims
 from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
@@ -291,8 +292,7 @@ def _entries(
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
     common: dict[str, Any] = {
-        "drawn": drawn_of(cell, checked),
-        "dims": dims,
+        "task": drawn_of(cell, checked, dims),
         "batch": dims.batch,
         "seqlen": dims.seqlen,
         "inputs": words,
@@ -320,9 +320,11 @@ def _entries(
     return entries
 
 
-def drawn_of(cell: Cell, checked: int | None) -> Drawn:
+def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
     """What cases say of the cell."""
     return Drawn(
+        kind="drawn",
+        dims=dims,
         shape=cell.shape.name,
         shape_words=str(cell.shape),
         tokens=str(cell.tokens),

@@ -26,7 +26,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
 from ssdprof.core.base import MEMORIES, DType, Probe, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, LayerCall
 from ssdprof.core.subject import CallRef, Ceilings, drafted_call
 from ssdprof.core.words import words
 from ssdprof.environment import child
@@ -579,9 +579,7 @@ def replaying(
             if call is not None:
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
             common = {
-                "layer": layer,
-                "call": call,
-                "dims": dims,
+                "task": LayerCall(kind="layer", layer=layer, call=call, dims=dims),
                 "batch": dims.batch,
                 "seqlen": dims.seqlen,
                 "inputs": inputs_of.get(prompt, ""),

@@ -178,6 +178,7 @@ def _cases(
     wanted = requested_precisions(dtype, request.intermediates, (request.state_dtype,))
     convolution = installed_version("causal-conv1d")
     prefill = Prefill(
+        kind="prefill",
         conv_and_norm="bundled" if length.bundled else "model",
         layers=config.num_hidden_layers,
         layer_count=subject.ref.layer_count,
@@ -197,7 +198,7 @@ def _cases(
         if one.kind == "library" and name != resolved.baseline and length.bundled:
             continue
         case = Case(
-            prefill=prefill,
+            task=prefill,
             batch=batch,
             seqlen=seqlen,
             inputs=prompt.token_sha256,
@@ -311,8 +312,7 @@ class _Length:
     def _found(self, name: str, **fields: Any) -> None:
         """Fields of the case's `Prefill`."""
         case = self.cases[name]
-        assert case.prefill
-        self.cases[name] = case.changed(prefill=case.prefill.changed(**fields))
+        self.cases[name] = case.changed(task=case.task.changed(**fields))
 
     def _compare_operators(self) -> None:
         """On the model's own tensors while it waits in `layer`: kernels are compiled and tuned, and
@@ -431,8 +431,9 @@ class _Length:
         """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that
         work is long.
         """
-        prefills = (self.cases[name].prefill for name in runs)
-        busy_s = 1e-6 * sum(us for one in prefills if one for us in one.part_us.values())
+        tasks = (self.cases[name].task for name in runs)
+        prefills = (task for task in tasks if isinstance(task, Prefill))
+        busy_s = 1e-6 * sum(sum(one.part_us.values()) for one in prefills)
         if (
             sampling_plan(
                 busy_s, self.request.seconds, self.request.smallest_difference

@@ -22,9 +22,10 @@ from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics, words
 from ssdprof.core.base import Intermediates, grouped
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, Drawn, LayerCall
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
+from ssdprof.core.subject import Dims
 from ssdprof.core.tuned import PlannedSearches, TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
@@ -91,8 +92,9 @@ def difference(config: Config, committed: Config) -> str:
 
 # --- the inputs: of each layer, whose inputs may share a find
 
-# what a case says of the inputs, and what creates them
-Source = tuple[dict[str, Any], Callable[[], Any]]
+# what a case says of inputs of these sizes, and what creates them
+Place = Callable[[Dims], LayerCall | Drawn]
+Source = tuple[Place, Callable[[], Any]]
 Sources = Sequence[Sequence[Source]]
 
 
@@ -100,7 +102,7 @@ def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) 
     """Random inputs of any shape, as in `ssdprof bench`."""
     return [
         [
-            ({"drawn": drawn_of(one, None)}, partial(operator.generated.draw, one, device))
+            (partial(drawn_of, one, None), partial(operator.generated.draw, one, device))
             for one in own
         ]
         for own in grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").values()
@@ -140,7 +142,11 @@ def captured(
 
     def source(length: int) -> Source:
         stored = by_length[length][len(by_length[length]) // 2]
-        return {"layer": stored.layer, "call": stored.call}, lambda: read(stored, device).inputs
+
+        def place(dims: Dims) -> LayerCall:
+            return LayerCall(kind="layer", layer=stored.layer, call=stored.call, dims=dims)
+
+        return place, lambda: read(stored, device).inputs
 
     return [list(map(source, lengths))]
 
@@ -149,7 +155,7 @@ def problems(
     operator: Operator[Any], sources: Sequence[Source], intermediates: Intermediates
 ) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
-    waiting: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+    waiting: dict[str, list[tuple[Place, Any]]] = {}
     for place, create in sources:
         inputs = create()
         kernel = operator.tunable.kernel(inputs)
@@ -164,7 +170,7 @@ def problems(
 
 def _problem(
     operator: Operator[Any],
-    loaded: Sequence[tuple[dict[str, Any], Any]],
+    loaded: Sequence[tuple[Place, Any]],
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
@@ -176,14 +182,15 @@ def _problem(
     cases = []
     for place, inputs in loaded:
         dims, work = judged.cost(inputs)
-        size: dict[str, Any] = {
-            "dims": dims,
-            "batch": dims.batch,
-            "seqlen": dims.seqlen,
-            **work,
-            **place,
-        }
-        cases.append(Case(**size, implementation=COMMITTED, precision=str(precision), status="ran"))
+        size: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, **work}
+        case = Case(
+            task=place(dims),
+            **size,
+            implementation=COMMITTED,
+            precision=str(precision),
+            status="ran",
+        )
+        cases.append(case)
     return Problem(
         operator=operator,
         calls=tuning.calls(longest, intermediates, kernel),

@@ -15,7 +15,7 @@ from ssdprof.core.base import (
     grouped,
     short_precision,
 )
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import Report
 from ssdprof.report.groups import (
     Against,
@@ -298,7 +298,7 @@ def launches(report: Report) -> Table | None:
             ).append(case)
     kinds: tuple[Callable[[Case], str], ...] = (
         lambda case: short_precision(case.precision),
-        lambda case: case.place if case.drawn else case.size,
+        lambda case: case.place if isinstance(case.task, Drawn) else case.size,
     )
     every = grouped(report.of_calls, lambda case: case.implementation)
 
@@ -402,11 +402,10 @@ def _of_shape(report: Report) -> dict[str, list[Group]]:
     """Title -> its groups."""
 
     def title(group: Group) -> str:
-        case = group.cases[0]
-        assert case.drawn
-        assert case.dims
-        inputs = ", ".join((case.dims.dtype, *case.drawn.ways, f"{case.drawn.layout} inputs"))
-        return f"{case.drawn.shape} ({case.drawn.shape_words}), {inputs}"
+        drawn = group.cases[0].task
+        assert isinstance(drawn, Drawn)
+        inputs = ", ".join((drawn.dims.dtype, *drawn.ways, f"{drawn.layout} inputs"))
+        return f"{drawn.shape} ({drawn.shape_words}), {inputs}"
 
     return grouped(groups(report), title)
 

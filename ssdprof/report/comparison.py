@@ -170,12 +170,12 @@ def _sections(
         words("verdict", lambda pair: pair.verdict),
         Column(
             "time,\nBASE / NEW",
-            lambda pair: fmt.speedup(pair.time, by_call=bool(pair.case.prefill)),
+            lambda pair: fmt.speedup(pair.time, by_call=pair.case.clock == "call"),
         ),
         Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call, by_call=True)),
         Column(
             "speedup,\nNEW / BASE",
-            lambda pair: fmt.speedup(pair.over_baseline, by_call=bool(pair.case.prefill)),
+            lambda pair: fmt.speedup(pair.over_baseline, by_call=pair.case.clock == "call"),
         ),
         *_of_both("time", fmt.duration, lambda case: case.time_us and case.time_us.value),
         Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),

@@ -28,7 +28,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Case, Launch, Summary
+from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
 from ssdprof.core.conditions import Outcome, judged
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
@@ -50,15 +50,15 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 def rows(report: Report) -> tuple[Case, ...]:
     """All cases, but of a model's answers only those that are judged."""
-    return tuple(case for case in report.cases if not case.answers or case.judged)
+    return tuple(case for case in report.cases if not isinstance(case.task, Answers) or case.judged)
 
 
 # --- CSV
 
 Row = dict[str, object]  # header, with its unit -> value
-_ANY = LayerRef(index=0, name="", operator="")
+_ANY = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY = Case.model_construct(  # for the headers of a report without cases
-    layer=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
+    task=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
 )
 
 
@@ -94,7 +94,9 @@ def records(report: Report) -> list[Row]:
 
 
 def _row(report: Report, case: Case) -> Row:
-    drawn, whole, band = case.drawn, case.prefill, case.band
+    drawn = case.task if isinstance(case.task, Drawn) else None
+    whole = case.task if isinstance(case.task, Prefill) else None
+    band = case.band
     speedup = report.speedup(case)
     rival = report.rival(case) if speedup else None
     interval = band and band.perplexity_interval_pct
@@ -212,7 +214,7 @@ def _summarised(report: Report, case: Case) -> Case:
     )
     return case.changed(
         inputs=case.inputs[:16],
-        prefill=case.prefill and case.prefill.changed(parts={}),
+        task=case.task.changed(parts={}) if isinstance(case.task, Prefill) else case.task,
         samples=(),
         summary=summary,
         accuracy=accuracy,
@@ -229,7 +231,7 @@ def _summarised(report: Report, case: Case) -> Case:
 def _stored(record: Report | Case) -> dict[str, object]:
     """Its fields; what a case is and its times come first."""
     found = record.model_dump(mode="json", exclude_defaults=True)
-    first = ("implementation", "precision", "layer", "seqlen", "status", "summary", "accuracy")
+    first = ("implementation", "precision", "task", "seqlen", "status", "summary", "accuracy")
     order = first if isinstance(record, Case) else ()
     return {name: found[name] for name in (*order, *found) if name in found}
 
@@ -410,7 +412,11 @@ def outputs(report: Report) -> dict[str, str]:
     """Outputs of the step.  The last three are the worst values of cases that gates judge; empty
     without such cases.
     """
-    cases = [case for case in judged(report) if case.result == "passed" and not case.answers]
+    cases = [
+        case
+        for case in judged(report)
+        if case.result == "passed" and not isinstance(case.task, Answers)
+    ]
     out = [one for case in cases if (one := case.tensor("out"))]
     worst = {
         "least-speedup": min(

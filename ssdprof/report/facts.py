@@ -10,6 +10,7 @@ from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
+from ssdprof.core.case import Answers, Drawn, Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
@@ -135,12 +136,13 @@ def _subject(report: Report) -> Iterator[Fact]:
                 f"({fmt.indices(captured)})"
             )
             yield "layers", f"{replayed}; the model has {fmt.plural(ref.layer_count, 'layer')}"
-    if found := next((case.prefill for case in report.of_prefill), None):
+    prefills = [
+        (case.seqlen, one) for case in report.cases if isinstance(one := case.task, Prefill)
+    ]
+    for _, found in prefills[:1]:
         loaded = f"{found.layers} of {found.layer_count} were loaded and timed"
         yield "layers", f"{loaded}; {found.operator_layers} have the operator"
-        segments = {
-            case.seqlen: case.prefill.segment_length for case in report.of_prefill if case.prefill
-        }
+        segments = {seqlen: one.segment_length for seqlen, one in prefills}
         yield (
             "segments",
             "; ".join(f"{fmt.tokens(seqlen)} by {each:,}" for seqlen, each in segments.items()),
@@ -186,7 +188,7 @@ def _subject(report: Report) -> Iterator[Fact]:
 
 def _settings(report: Report) -> Iterator[Fact]:
     """What was compared with what."""
-    cases = [case for case in report.cases if not case.answers]
+    cases = [case for case in report.cases if not isinstance(case.task, Answers)]
     yield (
         "precisions",
         "; ".join(sorted({case.precision for case in cases}, key=PRECISIONS.index)),
@@ -206,17 +208,16 @@ def _settings(report: Report) -> Iterator[Fact]:
         precisions = "; ".join(dict.fromkeys(case.precision for case in own))
         yield _KINDS[kind], f"{name}, {version}, at {precisions}"
     for seqlen, own in grouped(report.of_answers, lambda case: case.seqlen).items():
-        answers = own[0].answers
-        assert answers
+        answers = own[0].task
+        assert isinstance(answers, Answers)
         compared = (
             f"{fmt.plural(len(own), 'case')} against {answers.reference}, layers "
             f"{fmt.indices(answers.layers)}"
         )
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
         yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {ran}"
-    if checked := sorted(
-        {case.drawn.checked for case in cases if case.drawn and case.drawn.checked}
-    ):
+    drawn = (case.task for case in cases if isinstance(case.task, Drawn))
+    if checked := sorted({one.checked for one in drawn if one.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"

@@ -21,7 +21,7 @@ from ssdprof.core.base import (
     grouped,
     short_precision,
 )
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 
@@ -58,7 +58,11 @@ class Series:
             case.result == "passed" and not case.outside_budget for case in cases
         )
         there = {case.implementation for case in group.cases if case.device_us}
-        self.over = "unfused" if cases[0].drawn and group.report.baseline not in there else ""
+        self.over = (
+            "unfused"
+            if isinstance(cases[0].task, Drawn) and group.report.baseline not in there
+            else ""
+        )
         self.timed = [case for case in cases if case.device_us and case.call_us]
         self._us = {
             clock: [us.value for case in self.timed if (us := case.by_clock(clock))]
@@ -218,7 +222,9 @@ def groups(report: Report) -> tuple[Group, ...]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
-    drawn = grouped((case for case in report.cases if case.drawn), lambda case: case.place)
+    drawn = grouped(
+        (case for case in report.cases if isinstance(case.task, Drawn)), lambda case: case.place
+    )
     found = grouped((case for case in report.cases if case.layer), key)
     return tuple(
         Group(report, own)

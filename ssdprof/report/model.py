@@ -90,7 +90,7 @@ def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Band]:
     return [
         (case, one, case.band)
         for case in cases
-        if (one := case.answers) and (one.alone is not None) == alone
+        if isinstance(one := case.task, Answers) and (one.alone is not None) == alone
     ]
 
 
@@ -143,12 +143,10 @@ def answers_by_layer(cases: Sequence[Case]) -> Table | None:
 
 
 def _reference(cases: Sequence[Case]) -> str:
-    found = cases[0].answers
-    return (
-        f"Reference: {found.reference}.{f'  {found.remark}' if found.remark else ''}"
-        if found
-        else ""
-    )
+    answers = cases[0].task
+    assert isinstance(answers, Answers)
+    remark = f"  {answers.remark}" if answers.remark else ""
+    return f"Reference: {answers.reference}.{remark}"
 
 
 # --- prefills
@@ -158,7 +156,7 @@ _Row = tuple[Case, Prefill]
 
 def prefill_sections(report: Report) -> Iterator[Section]:
     """The time of the whole model, and the share of its parts."""
-    rows = [(case, case.prefill) for case in report.cases if case.prefill]
+    rows = [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
     lengths = grouped(rows, lambda row: (row[0].seqlen, row[0].batch)).values()
     yield section("Prefill time", _times(report, rows), reading=_READING.format(report.baseline))
     left = (

@@ -16,7 +16,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Case
+from ssdprof.core.case import Answers, Case, Drawn
 from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.calls import baseline_us
@@ -260,7 +260,7 @@ def _divergence(one: Series) -> tuple[float, float]:
     own = [
         kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key
     ]
-    noise = [kl for case, kl in compared if case.answers and case.answers.change]
+    noise = [kl for case, kl in compared if isinstance(case.task, Answers) and case.task.change]
     return max(own, default=0.0), max(noise, default=0.0)
 
 
@@ -306,7 +306,9 @@ def _single_chunks(report: Report) -> Iterator[str]:
         if call and call.kind == "packed":
             lengths = (length for prompt in report.prompts for length in prompt.serving.packed)
             longest = max(lengths, default=LONGEST_SEQLEN)  # a recording may begin with states
-        elif group.cases[0].drawn or (call and not (call.kind == "chunk" and call.count == 1)):
+        elif isinstance(group.cases[0].task, Drawn) or (
+            call and not (call.kind == "chunk" and call.count == 1)
+        ):
             continue  # of a bench, or it begins with a state
         chunks = {
             case.dims.chunk_size
@@ -348,7 +350,9 @@ def _of_baselines(report: Report) -> Iterator[str]:
 def _of_libraries(report: Report) -> Iterator[str]:
     yield from (f"Not compared: {reason}" for reason in report.absent)
     own = [
-        case for case in report.cases if case.kind == "library" and (case.baseline or case.drawn)
+        case
+        for case in report.cases
+        if case.kind == "library" and (case.baseline or isinstance(case.task, Drawn))
     ]
     troubles = (case for case in own if case.result != "passed")
     for (_, reason), found in grouped(

@@ -28,7 +28,7 @@ def measured(
     return cases.case(
         name,
         precision,
-        drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked),
+        task=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked, dims=cases.dims(40)),
         seqlen=40,
         kind="bundled" if name in OURS else "library",
         version="" if name in OURS else "2.3",

@@ -114,9 +114,8 @@ def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"layer": None}, "one layer, one draw"),
-        ({"drawn": cases.drawn()}, "one layer, one draw"),
-        ({"dims": None}, "has the sizes of the call"),
+        ({"task": {"kind": "layer", "layer": cases.layer()}}, "dims\n  Field required"),
+        ({"task": {"layer": cases.layer(), "dims": cases.dims()}}, "discriminator 'kind'"),
         ({"status": "failed", "samples": timed(1.0)}, "only to a case that ran"),
         ({"later_fault": "wrong", "samples": timed(1.0)}, "only to a case that ran"),
         ({"nonfinite": True, "samples": timed(1.0)}, "only to a case that ran"),
@@ -243,7 +242,7 @@ def test_a_fault_names_its_place() -> None:
         ),
         (cell()[2], "mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states"),
         (
-            cell()[2].changed(drawn=cases.drawn(layout="views", ways=("long memory",))),
+            cases.with_task(cell()[2], layout="views", ways=("long memory",)),
             "mamba2-2.7b, bf16, views, long memory, 1 x 1,024, fused, exact, fp32 states",
         ),
         (of_answers(), "answers, 1,100 tokens, fused, exact, fp32 states"),
@@ -446,7 +445,7 @@ def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, spee
     assert found == pytest.approx(1 / (1 - share + share / speedup))
     assert prefill(base, own).predicted(base) is None
     assert prefill(own).predicted(own) is None
-    late = own.changed(prefill=own.prefill and own.prefill.changed(alone_us=None))
+    late = cases.with_task(own, alone_us=None)
     assert prefill(base, late).predicted(late) is None
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import task_of
 from fakes import inputs
 
 from ssdprof.capture.intercept import OperatorCall
+from ssdprof.core.case import Answers
 from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
@@ -39,11 +41,13 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
     return report
 
 
+def answers_in(report: Report) -> list[Answers]:
+    return [task_of(case, Answers) for case in report.of_answers]
+
+
 def reference(report: Report) -> tuple[str, str]:
     """Its name and the remark on it, the same in all cases."""
-    (found,) = {
-        (case.answers.reference, case.answers.remark) for case in report.of_answers if case.answers
-    }
+    (found,) = {(one.reference, one.remark) for one in answers_in(report)}
     return found
 
 
@@ -51,8 +55,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     report = answered(generate=2, conditions=of_options(max_kl=1e-30))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
     assert [
-        (case.implementation, case.answers and case.answers.change, case.judged)
-        for case in report.cases
+        (case.implementation, task_of(case, Answers).change, case.judged) for case in report.cases
     ] == [
         ("unfused", "last bit of its inputs moved", False),
         ("unfused", "in chunks of half the length", False),
@@ -61,9 +64,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     ]
     assert {case.result for case in report.cases} == {"passed"}
     assert reference(report) == ("fp64 oracle", "")
-    moved, _, same, _ = (case.answers for case in report.cases)
-    assert moved is not None
-    assert same is not None
+    moved, _, same, _ = answers_in(report)
     assert moved.bands[0].kl_mean > same.bands[0].kl_mean == 0
     assert (same.generated, same.first_difference) == (2, None)
     assert broken(report) == ()

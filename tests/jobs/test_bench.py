@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import value
+from cases import task_of, value
 from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 
 from ssdprof import kernels, operators
 from ssdprof.commands import output
+from ssdprof.core.case import Drawn
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import SPREAD
 from ssdprof.environment.machine import kernels_hash
@@ -94,8 +95,11 @@ def test_every_cell_is_measured_and_kept() -> None:
     for unfused, fused in (report.cases[:2], report.cases[2:]):
         assert (unfused.chunk_size, fused.chunk_size, fused.variant) == (16, None, "interpreter")
         assert value(report.speedup(fused)) == 3
-        assert fused.drawn is not None
-        assert (fused.drawn.checked, bool(fused.plan), fused.flops is None) == (None, True, False)
+        assert (task_of(fused, Drawn).checked, bool(fused.plan), fused.flops is None) == (
+            None,
+            True,
+            False,
+        )
 
 
 def test_outputs_are_matched_with_another_one_than_the_baseline() -> None:
@@ -123,7 +127,7 @@ def test_short_checks_are_shared_and_named(
     monkeypatch.setattr(job.Comparer, "compare", counting)
     report = benched(*cells(36, 40), check="short", sizes=sizes)
     assert compared == [(16, True), (36, False), (40, False)]
-    assert [case.drawn and case.drawn.checked for case in report.cases] == [16] * 4
+    assert [task_of(case, Drawn).checked for case in report.cases] == [16] * 4
     assert {result for _, result in results(report)} == {"passed"}
     assert all(case.samples for case in report.cases)
 
@@ -377,7 +381,7 @@ def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatc
     cell = replace(CELL, shape=shape_of("gdn"), drawn=("normalised", "quarter-ungated"))
     report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
     assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]
-    assert all(case.drawn and case.drawn.ways == cell.drawn for case in report.cases)
+    assert all(task_of(case, Drawn).ways == cell.drawn for case in report.cases)
     assert value(report.speedup(report.cases[1])) == 2
 
 

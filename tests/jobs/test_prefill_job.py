@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import task_of
 from prefill_fakes import ONCE, FakeTimer
 
 from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Prefill
 from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.errors import MissingCapabilityError
@@ -100,11 +102,11 @@ def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatc
     assert results(report) == [(size, name, "passed") for size in (8, 12) for name in COMPARED]
     assert report.model is not None
     for case in report.cases:
-        assert case.prefill is not None
-        assert (case.prefill.layers, case.prefill.layer_count) == (report.model.layer_count,) * 2
-        assert (case.batch, case.prefill.conv_and_norm, bool(case.samples)) == (2, "model", True)
+        prefill = task_of(case, Prefill)
+        assert (prefill.layers, prefill.layer_count) == (report.model.layer_count,) * 2
+        assert (case.batch, prefill.conv_and_norm, bool(case.samples)) == (2, "model", True)
         assert case.call_us == (100,) * 3
-        assert case.prefill.logits_rms == 0
+        assert prefill.logits_rms == 0
     assert next(iter(report.first.steps)) == "Loading the model"
 
 
@@ -112,9 +114,11 @@ def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatc
 def test_of_the_first_layers_alone_a_gate_judges_what_was_timed() -> None:
     report = timed(8, layers="first:1", conditions=of_options(min_speedup=1.5))
     (unfused, _) = report.cases
-    assert unfused.prefill is not None
-    assert unfused.prefill.layers < unfused.prefill.layer_count
-    assert (unfused.prefill.operator_layers, unfused.prefill.operator_calls) == (1, 1)
+    assert task_of(unfused, Prefill).layers < task_of(unfused, Prefill).layer_count
+    assert (
+        task_of(unfused, Prefill).operator_layers,
+        task_of(unfused, Prefill).operator_calls,
+    ) == (1, 1)
     (verdict,) = broken(report)  # both took the same time
     assert (
         verdict.case == "prefill, model convolution and norm, 8 tokens, fused, exact, fp32 states"
@@ -148,8 +152,7 @@ def test_an_interrupt_within_a_length_leaves_what_was_found(
     report = load("kept")[1]
     assert (report.complete, results(report)) == (False, [(8, "unfused", "passed")])
     (case,) = report.cases
-    assert case.prefill is not None
-    assert (case.prefill.alone_us, case.samples) == (2.0, ())
+    assert (task_of(case, Prefill).alone_us, case.samples) == (2.0, ())
     monkeypatch.setattr(job._Length, "_whole_prefill", whole)
     again = timed(8, 12, out=Path("kept"))
     assert results(again) == [(size, name, "passed") for size in (8, 12) for name in COMPARED]

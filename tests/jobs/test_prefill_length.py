@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from cases import environment
+from cases import environment, task_of
 from fakes import RAN
 from prefill_fakes import ONCE, REST_US, FakeTimer, cpu_trace
 
@@ -94,6 +94,7 @@ def length(
         comparer=Comparer(timer=timer, sampling=ONCE, isolated=IsolatedFirstCall()),
     )
     prefill = Prefill(
+        kind="prefill",
         conv_and_norm=conv_and_norm,
         layers=LAYERS,
         layer_count=LAYERS,
@@ -107,7 +108,7 @@ def length(
     for each in contenders:
         one.of[each.name] = {"ssd": each}
         one.cases[each.name] = Case(
-            prefill=prefill,
+            task=prefill,
             batch=1,
             seqlen=LENGTH,
             implementation=each.name,
@@ -137,8 +138,7 @@ def call_us(case: Case) -> float | None:
 
 
 def of(case: Case) -> Prefill:
-    assert case.prefill
-    return case.prefill
+    return task_of(case, Prefill)
 
 
 @pytest.mark.parametrize("kind", ["model", "bundled"])

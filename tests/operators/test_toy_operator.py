@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from captured import layer, store
-from cases import prompt, value
+from cases import prompt, task_of, value
 from command_line import Answer, ending, passing
 from fakes import RAN, pretend_gpu
 from operators import toy
 
 from ssdprof import operators
 from ssdprof.capture.store import load as load_captures
+from ssdprof.core.case import Drawn
 from ssdprof.core.conditions import Outcome
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
@@ -70,7 +71,9 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     assert "out" in shown
     assert "states" in shown
     assert (
-        json.loads(ssdprof("export", "run", "--format", "json"))["cases"][0]["dims"]["operator"]
+        json.loads(ssdprof("export", "run", "--format", "json"))["cases"][0]["task"]["dims"][
+            "operator"
+        ]
         == "toy"
     )
     assert "2 heads x 8" in ssdprof("export", "run")
@@ -110,7 +113,7 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
     report = load("cells")[1]
     assert (report.kind, report.subject) == ("bench", "toy")
     assert [
-        (case.drawn and (case.drawn.shape, case.drawn.shape_words), case.result)
+        ((task_of(case, Drawn).shape, task_of(case, Drawn).shape_words), case.result)
         for case in report.cases
     ] == [
         (("toy-1b", "2x8"), "passed"),

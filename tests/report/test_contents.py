@@ -24,6 +24,7 @@ from cases import (
     prompt,
     report,
     timed,
+    with_task,
 )
 from report.shown import row, there
 
@@ -77,9 +78,8 @@ def steps(found: Report) -> Report:
     for one in found.cases:
         call = CallRef(kind="decode", number=1, count=1, prompt_seqlen=one.seqlen, sequences=1)
         name, baseline = names[one.implementation], "unfused_step" if one.baseline else ""
-        made.append(
-            one.changed(implementation=name, baseline=baseline, variant=name, call=call, seqlen=1)
-        )
+        step = with_task(one, call=call)
+        made.append(step.changed(implementation=name, baseline=baseline, variant=name, seqlen=1))
     return found.changed(cases=(*found.cases, *made))
 
 
@@ -89,7 +89,7 @@ def packed(*lengths: int) -> Report:
     )
     prompts = (prompt(sum(lengths), serving=Serving(packed=lengths)),)
     return report(
-        seqlens=(sum(lengths),), prompts=prompts, change=lambda case: case.changed(call=call)
+        seqlens=(sum(lengths),), prompts=prompts, change=lambda case: with_task(case, call=call)
     )
 
 

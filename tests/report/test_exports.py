@@ -117,8 +117,8 @@ def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
 def test_a_spreadsheet_computes_nothing() -> None:
     formula = "=HYPERLINK(1)"
     one = report(layers=(0,), precisions=(EXACT_FP32,)).cases[0]
-    dims = one.dims and one.dims.changed(words=formula)
-    made = one.changed(implementation="@SUM(1)", reason="+1", variant="-1", dims=dims)
+    one = cases.with_task(one, dims=one.dims and one.dims.changed(words=formula))
+    made = one.changed(implementation="@SUM(1)", reason="+1", variant="-1")
     (row,) = csv.DictReader(
         io.StringIO(exports.csv(report(layers=(0,)).changed(cases=(made,), id=formula)))
     )

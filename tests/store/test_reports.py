@@ -239,7 +239,7 @@ try:
         print("got it", flush=True)
         writer.case(case())
         if sys.argv[1:]:
-            writer._file.write(b'{"case": {"layer"')
+            writer._file.write(b'{"case": {"task"')
             writer._file.flush()
             os.kill(os.getpid(), 9)
 except BadInputError as error:
@@ -291,7 +291,7 @@ def interrupted(*made: Case, **fields: Any) -> Path:
 
 def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
     folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
-    (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"layer"')
+    (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"task"')
     before = load(folder)[1]
     with opened(
         folder, Watcher(), **header(command=("ssdprof", "run", "m", "--out=my run"))
@@ -478,7 +478,7 @@ LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)
         ("{", "line 2: not JSON"),
         ('{"cell": {}}', "line 2 is neither a case nor a process"),
         ("7", "line 2 is neither a case nor a process"),
-        ('{"case": {}}', r"line 2: batch: Field required"),
+        ('{"case": {}}', r"line 2: task: Field required"),
         (LINE.replace('"ran"', '"passed"'), "line 2: status"),
         (
             LINE.replace('"rms_ratio": 0.002', '"rms_ratio": -1', 1),
