@@ -24,17 +24,18 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import REPEATS, Holds, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
-from ssdprof.operators import generate, tensors
+from ssdprof.operators import generate
 from ssdprof.operators.generate import History
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span, unit_roundoff
 
-T = TypeVar("T")
+T = TypeVar("T", Inputs, History[Any])
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
 MOST_SEQUENCES = 3
@@ -95,7 +96,7 @@ class Prober:
     def probe(
         self,
         implementation: Implementation,
-        inputs: Any,
+        inputs: Inputs,
         precision: Precision,
         interpreted: bool = False,
     ) -> tuple[Probe, ...]:
@@ -117,10 +118,7 @@ class Prober:
         if not self._only and not names and not new_kind:
             return ()
         given = inputs
-        if (
-            every
-            or sum(tensor.nbytes for tensor in tensors.tensors(inputs).values()) > MOST_WHOLE_BYTES
-        ):
+        if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
             longest = LONGEST[inputs.device.type]
             spans = [
                 replace(one, stop=min(one.stop, one.start + longest))
@@ -145,12 +143,12 @@ class Prober:
                 self._isolated.prepare(implementation, list(laws.forms()), precision)
         return tuple(laws.tested(name) for name in laws.tests if name in names)
 
-    def probed(self, implementation: Implementation, inputs: Any) -> None:
+    def probed(self, implementation: Implementation, inputs: Inputs) -> None:
         """Take this call as probed."""
         self._done.update(self._keys(implementation, inputs))
         self._latest[implementation.name] = weakref.ref(inputs)
 
-    def _keys(self, implementation: Implementation, inputs: Any) -> tuple[Hashable, Hashable]:
+    def _keys(self, implementation: Implementation, inputs: Inputs) -> tuple[Hashable, Hashable]:
         """Of the kind of layer, and of the shape of the call."""
         dims = operators.get(inputs.operator).judged.dims(inputs)
         kind = (
@@ -172,10 +170,10 @@ class _Laws:
     """
 
     implementation: Implementation
-    inputs: Any
+    inputs: Inputs
     precision: Precision
     isolated: IsolatedFirstCall
-    whole: Any
+    whole: Inputs
     long_heads: Sequence[int]
 
     @property
@@ -232,7 +230,7 @@ class _Laws:
 
     # --- calls
 
-    def _run(self, inputs: Any) -> Output:
+    def _run(self, inputs: Inputs) -> Output:
         """Raises _NotApplicable with the reason if there is no output."""
         one = self.implementation
         call = Call(implementation=one, inputs=inputs, precision=self.precision, label=one.name)
@@ -250,11 +248,11 @@ class _Laws:
     def _base(self) -> Output:
         return self._run(self.inputs)
 
-    def _judged(self, inputs: Any, output: Output) -> str:
+    def _judged(self, inputs: Inputs, output: Output) -> str:
         """The reason why the output does not pass; empty if it does."""
         return self._outside(inputs, output, self._room)
 
-    def _outside(self, inputs: Any, output: Output, room: float) -> str:
+    def _outside(self, inputs: Inputs, output: Output, room: float) -> str:
         """The reason why the output needs more than this many times its budget."""
         cuts, (out, _) = self.implementation.cuts_operands, output
         candidate = Candidate(output=output, precision=self.precision, cuts=cuts)
@@ -280,7 +278,7 @@ class _Laws:
         )
         return TOLERATED_ROOM if tolerated else 1.0
 
-    def _passes(self, inputs: Any) -> str:
+    def _passes(self, inputs: Inputs) -> str:
         return self._judged(inputs, self._run(inputs))
 
     def _first_judged(self, several: Iterator[T], otherwise: str, judge: Callable[[T], str]) -> str:
@@ -291,7 +289,8 @@ class _Laws:
                 return judge(inputs)
             except _NotApplicable as error:
                 if error.holds == "no":
-                    lengths = fmt.words((f"{one.length:,}" for one in _spans(inputs)), "and")
+                    tried = inputs.inputs if isinstance(inputs, History) else inputs
+                    lengths = fmt.words((f"{one.length:,}" for one in _spans(tried)), "and")
                     reason = f"{error}, with sequences of {lengths} tokens"
                     raise _NotApplicable(reason, "no") from None
                 refusals.append(str(error))
@@ -412,14 +411,10 @@ class _Laws:
         return wrong
 
     def _unchanged(self) -> str:
-        before = {
-            name: fingerprint(tensor) for name, tensor in tensors.tensors(self.inputs).items()
-        }
+        before = {name: fingerprint(tensor) for name, tensor in self.inputs.tensors.items()}
         self._run(self.inputs)
         changed = [
-            name
-            for name, now in tensors.tensors(self.inputs).items()
-            if fingerprint(now) != before[name]
+            name for name, now in self.inputs.tensors.items() if fingerprint(now) != before[name]
         ]
         return f"it changes its inputs: {', '.join(changed)}" if changed else ""
 
@@ -474,9 +469,7 @@ class _Laws:
 
     def _doubling(self) -> str:
         linear = {
-            name: one
-            for name, one in tensors.tensors(self.inputs).items()
-            if name in self.inputs.LINEAR
+            name: one for name, one in self.inputs.tensors.items() if name in self.inputs.LINEAR
         }
         inputs = replace(self.inputs, **{name: one * 2 for name, one in linear.items()})
         words = _different([one * 2 for one in self._base], doubled := self._run(inputs))
@@ -559,13 +552,13 @@ class _Laws:
         for inputs in several if self.inputs.LINEAR[1:] else ():
             yield inputs.after(generate.states(*inputs.states_shape, device=inputs.device))
 
-    def _recalls_loud(self, inputs: Any) -> str:
+    def _recalls_loud(self, inputs: Inputs) -> str:
         loud, spans = inputs.values.clone(), _spans(inputs)
         longest = LONGEST[loud.device.type]
         for one in spans:
             stop = one.start + min(one.length, longest) // LOUD_SHARE
             loud[one.batch, one.start : stop] *= self._loud_factor
-        given = tensors.tensors(inputs)
+        given = inputs.tensors
         louder = {
             name: given[name] * self._loud_factor
             for name in self.inputs.LINEAR[1:]
@@ -588,23 +581,24 @@ class _Laws:
 # --- inputs of any operator
 
 
-def _packed(inputs: Any) -> bool:
+def _packed(inputs: Inputs) -> bool:
     return getattr(inputs, "cu_seqlens", None) is not None
 
 
-def _spans(inputs: Any) -> list[Span]:
+def _spans(inputs: Inputs) -> list[Span]:
     """The positions of every sequence."""
     batch, length = inputs.values.shape[:2]
     rows = [(row, 0, length) for row in range(batch)]
-    if _packed(inputs):
-        rows = [(0, start, stop) for start, stop in pairwise(inputs.cu_seqlens.tolist())]
+    bounds = getattr(inputs, "cu_seqlens", None)
+    if bounds is not None:
+        rows = [(0, start, stop) for start, stop in pairwise(bounds.tolist())]
     return [
         Span(sequence=i, batch=row, start=start, stop=stop)
         for i, (row, start, stop) in enumerate(rows)
     ]
 
 
-def _rows(inputs: Any, span: Span) -> slice:
+def _rows(inputs: Inputs, span: Span) -> slice:
     """The rows of a sequence in the final states."""
     every, length = inputs.state_every, inputs.values.shape[1]
     if not every:
@@ -613,11 +607,11 @@ def _rows(inputs: Any, span: Span) -> slice:
     return slice(first + span.start // every, first - -span.stop // every)
 
 
-def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
+def _joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
     """These spans with the initial states of their sequences: as a pack, or as rows, which have
     equal lengths.
     """
-    binding, given = operators.get(inputs.operator).binding, tensors.tensors(inputs)
+    binding, given = operators.get(inputs.operator).binding, inputs.tensors
     joined: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[one.batch, one.start : one.stop] for one in spans]
@@ -632,7 +626,7 @@ def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
     return replace(inputs, **joined)
 
 
-def _louder(inputs: Any, spans: Sequence[Span], factor: float) -> Any:
+def _louder(inputs: Inputs, spans: Sequence[Span], factor: float) -> Inputs:
     """With inputs reversed in time and values times a factor in these spans."""
     binding = operators.get(inputs.operator).binding
     changed = {name: tensor.clone() for name, tensor in binding.positional(inputs).items()}
