@@ -28,7 +28,6 @@ from ssdprof.core import statistics
 from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.subject import CallRef, Ceilings, drafted_call
-from ssdprof.core.words import words
 from ssdprof.environment import child
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
@@ -55,6 +54,7 @@ from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators import tensors
+from ssdprof.operators.domain import doubts
 from ssdprof.operators.operator import Output, drafted
 from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
 from ssdprof.progress import Watcher
@@ -567,11 +567,7 @@ def replaying(
             where = f"{layer.name}, {call}" if call else layer.name
             writer.note(captured.remark)
             writer.note(lost and f"{where}: {lost}")
-            if zero := zeros(inputs):
-                writer.note(
-                    f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may "
-                    "pass."
-                )
+            writer.doubt(layer.index, doubts(inputs))
             judged = operators.get(inputs.operator).judged
             dims, work = judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
@@ -714,15 +710,6 @@ def forgetting(inputs: Any) -> tuple[int, ...]:
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
     return tuple(after - before for before, after in itertools.pairwise(within))
-
-
-def zeros(inputs: Any) -> list[str]:
-    """The activations that are 0 everywhere."""
-    return [
-        name
-        for name in operators.get(inputs.operator).binding.views
-        if not getattr(inputs, name).any()
-    ]
 
 
 def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
