@@ -60,6 +60,7 @@ class ProcessLine(Record):
     captured: layers whose inputs were taken.  notes: for the reader, in sentences.
     gates: of each layer's first call, by its index: the heads that forget within each of
     `MEMORIES`, and hardly at all.
+    doubts: a sentence on inputs that no model has -> the indices of their layers.
     peak_bytes: GPU memory while the model ran and layers were replayed.
     seconds: wall clock.  steps: that of each step of the command, compilation included.
     ended: why it stopped early, in a sentence; empty while it runs, and at its end.
@@ -71,6 +72,7 @@ class ProcessLine(Record):
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
     gates: dict[Text, tuple[Count, ...]] = Field(default_factory=dict)
+    doubts: dict[Text, tuple[Count, ...]] = Field(default_factory=dict)
     peak_bytes: Count | None = None
     seconds: NotNegative = 0.0
     steps: dict[Text, NotNegative] = Field(default_factory=dict)
@@ -195,6 +197,15 @@ class Report(Record):
     def cast_words(self) -> str:
         """ "cast from bf16 to fp16", or ""."""
         return "cast from {} to {}".format(*self.cast) if self.cast else ""
+
+    @property
+    def doubts(self) -> dict[str, int]:
+        """A sentence on inputs that no model has -> the number of their layers."""
+        layers: dict[str, set[int]] = {}
+        for one in self.processes:
+            for text, found in one.doubts.items():
+                layers.setdefault(text, set()).update(found)
+        return {text: len(found) for text, found in layers.items()}
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from ssdprof.core import statistics
 from ssdprof.core.base import MEMORIES, DType, Probe, grouped
 from ssdprof.core.case import Case, LayerCall
 from ssdprof.core.subject import CallRef, Ceilings, drafted_call
-from ssdprof.core.words import words
 from ssdprof.environment import child
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
@@ -56,6 +55,7 @@ from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
+from ssdprof.operators.domain import doubts
 from ssdprof.operators.operator import Output, drafted
 from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
@@ -568,11 +568,7 @@ def replaying(
             where = f"{layer.name}, {call}" if call else layer.name
             writer.note(captured.remark)
             writer.note(lost and f"{where}: {lost}")
-            if zero := zeros(inputs):
-                writer.note(
-                    f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may "
-                    "pass."
-                )
+            writer.doubt(layer.index, doubts(inputs))
             judged = operators.get(inputs.operator).judged
             dims, work = judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
@@ -716,15 +712,6 @@ def forgetting(inputs: Inputs) -> tuple[int, ...]:
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
     return tuple(after - before for before, after in itertools.pairwise(within))
-
-
-def zeros(inputs: Inputs) -> list[str]:
-    """The activations that are 0 everywhere."""
-    return [
-        name
-        for name in operators.get(inputs.operator).binding.views
-        if not getattr(inputs, name).any()
-    ]
 
 
 def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:

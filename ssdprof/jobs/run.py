@@ -45,6 +45,7 @@ from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.domain import doubts
 from ssdprof.operators.implementations import Resolve, own_precisions, required, resolver
 from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import Watcher
@@ -377,11 +378,16 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
         f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip()
     )
     kept = nullcontext() if options.dry_run else writer
+    found: dict[str, None] = {}
     with limits.memory_errors(), kept as out, watcher.step("Reading calls", calls) as advance:
         for captured in recording.layers(options.layers):
             if out is not None:
                 out.add(captured)
+            for text in doubts(captured.inputs):
+                found[text] = None
             advance(1)
+    for text in found:
+        watcher.say(f"Suspect the recording: {text}")
     return folder, writer.manifest
 
 

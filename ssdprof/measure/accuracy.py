@@ -351,6 +351,7 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
 # --- the difference of two tensors, block by block
 
 _NOWHERE = torch.iinfo(torch.int64).max
+_LARGEST = 1e145  # of a difference: the squares of whole tensors of larger ones overflow in fp64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,7 +418,7 @@ class RunningDeviation:
             return
         head = torch.arange(len(ours), device=ours.device)
         distance = (ours - other).abs()
-        bad = ~(distance < math.inf)
+        bad = ~(distance < _LARGEST)
         error, other_finite = distance.masked_fill(bad, 0.0), other.masked_fill(bad, 0.0).abs()
 
         block_max, block_argmax = error.flatten(1).max(1)

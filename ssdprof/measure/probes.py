@@ -558,11 +558,10 @@ class _Laws:
         for one in spans:
             stop = one.start + min(one.length, longest) // LOUD_SHARE
             loud[one.batch, one.start : stop] *= self._loud_factor
-        given = inputs.tensors
         louder = {
-            name: given[name] * self._loud_factor
+            name: inputs.tensors[name] * self._loud_factor
             for name in self.inputs.LINEAR[1:]
-            if name in given
+            if name in inputs.tensors
         }
         inputs = replace(inputs, **{inputs.LINEAR[0]: loud}, **louder)
         out, states = self._run(inputs)

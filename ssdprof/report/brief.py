@@ -31,7 +31,14 @@ from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Against, Group, Pooled, Series, groups
-from ssdprof.report.statements import advice, caveats, in_short, shortcomings, verdict_lines
+from ssdprof.report.statements import (
+    advice,
+    caveats,
+    in_short,
+    shortcomings,
+    suspicions,
+    verdict_lines,
+)
 from ssdprof.report.table import Column, Table, VerdictLine, folded, lifted, table, text
 
 _MOST = {"caveat": 3, "reason": 2, "row": 6}  # of each that is shown
@@ -64,13 +71,15 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))
     if warnings := list(caveats(report)):
         yield Text("What limits this:", style="yellow")
-        yield from _listed(warnings, "caveat")
+        yield from _listed(warnings, "caveat", len(suspicions(report)))
     yield from map(terminal.verdict, in_short(report))
 
 
-def _listed(lines: Sequence[str], noun: str) -> Iterator[RenderableType]:
-    yield from map(terminal.bullet, lines[: _MOST[noun]])
-    if more := len(lines[_MOST[noun] :]):
+def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[RenderableType]:
+    """The first lines, at least so many of them, and the number of the others."""
+    shown = max(least, _MOST[noun])
+    yield from map(terminal.bullet, lines[:shown])
+    if more := len(lines[shown:]):
         yield Text(f"  {fmt.plural(more, f'more {noun}')} with --full.")
 
 

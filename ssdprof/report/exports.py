@@ -178,7 +178,10 @@ def baseline(report: Report) -> str:
     their intervals, the output's errors, memory and launches; without samples and what else differs
     from run to run.
     """
-    own = [one.changed(steps={}, notes=(), gates={}, clocks=None) for one in report.processes]
+    own = [
+        one.changed(steps={}, notes=(), gates={}, doubts={}, clocks=None)
+        for one in report.processes
+    ]
     head = _stored(report.changed(cases=(), requested=(), processes=own))
     lines = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
     return (

@@ -223,6 +223,12 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
     judged, group = Outcome(report), next(iter(groups(report)), None)
     if report.kind != "run" or group is None or not group.compared:
         return
+    if report.doubts:
+        first = min(report.doubts).partition(":")[0].rstrip(".")
+        yield VerdictLine(
+            f"In short: explain the inputs first, which no model has: {first}.", False
+        )
+        return
     if not judged.passed:
         wrong = judged.failed or judged.refused or judged.broken or judged.answers_failed
         why = "this run did not pass" if wrong else "this run is incomplete"
@@ -290,7 +296,8 @@ def _divergence(one: Series) -> tuple[float, float]:
 
 
 def caveats(report: Report) -> Iterator[str]:
-    """Caveats that follow from the results, and the report's own notes."""
+    """Caveats that follow from the results, and the report's own notes; the gravest first."""
+    yield from suspicions(report)
     timed = any(case.time_us for case in report.of_calls)
     if report.of_calls and not timed:
         why = " in this run" if report.environment.gpu else ", because this machine has no GPU"
@@ -319,6 +326,17 @@ def caveats(report: Report) -> Iterator[str]:
         who = f"{fmt.words(out.implementations)} of " if out.implementations else ""
         yield f"{_capital(f'{who}{out.place}')} was left out: {out.reason}."
     yield from report.remarks
+
+
+def suspicions(report: Report) -> list[str]:
+    """On inputs that no model has: of a server's calls, the recording is wrong before any kernel
+    is, and before the server.
+    """
+    recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
+    begin = "Suspect the recording before the kernels and the server: in" if recorded else "In"
+    return [
+        f"{begin} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
+    ]
 
 
 def _single_chunks(report: Report) -> Iterator[str]:

@@ -155,6 +155,14 @@ class Writer:
         if text and text not in self.report.remarks:
             self.update(notes=(*self.report.first.notes, text))
 
+    def doubt(self, layer: int, sentences: Iterable[str]) -> None:
+        """What makes a layer's inputs unlike a model's."""
+        found = self.report.first.doubts
+        for text in sentences:
+            found = found | {text: tuple(dict.fromkeys((*found.get(text, ()), layer)))}
+        if found != self.report.first.doubts:
+            self.update(doubts=found)
+
     def peaked(self, size: int) -> None:
         """The peak of this process's GPU memory so far is `size` bytes."""
         self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))

@@ -1,0 +1,64 @@
+"""Inputs that no model has and a faulty recording does: outside the domain of the operator's
+formulas, or the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ssdprof import operators
+from ssdprof.operators.late import torch
+
+MANY = 0.1  # of the positions: fewer may be a padding
+LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has about 1
+
+
+def doubts(inputs: Any) -> Iterator[str]:
+    """A sentence on each input that makes results worthless however accurate they are."""
+    given = operators.get(inputs.operator).binding.positional(inputs)
+    for name, values in given.items():
+        if values.shape[1] > 1 and bool((values == values[:, :1]).all()):
+            what = "the same" if values.any() else "0"
+            yield f"{name} is {what} in every position, so that wrong kernels may pass."
+    outside = [*(_of_delta_rule(inputs, given) if "g" in given else ())]
+    outside += _of_ssd(inputs, given) if "dt" in given else ()
+    for what, is_outside, why in outside:
+        share = float(is_outside.float().mean())
+        if share >= MANY:
+            yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
+
+
+def _of_delta_rule(
+    inputs: Any, given: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """What may be wrong, where it is, and what that means; of GDN and KDA."""
+    yield (
+        "g is above 0",
+        given["g"] > 0,
+        "it is no logarithm of a decay, counts as 0 there, and nothing is forgotten",
+    )
+    beta = given["beta"]
+    yield (
+        "beta is below 0 or above 2",
+        (beta < 0) | (beta > 2),
+        "it is no sigmoid, nor twice one, and states grow",
+    )
+    if not inputs.use_qk_l2norm:
+        yield (
+            f"k is longer than {LONGEST_KEY:g} and the call asks for no norm",
+            given["k"].float().norm(dim=-1) > LONGEST_KEY,
+            "states grow",
+        )
+
+
+def _of_ssd(
+    inputs: Any, given: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """As `_of_delta_rule`."""
+    yield "A is above 0", inputs.A > 0, "it is minus no exponential, and states grow"
+    if not inputs.dt_softplus:
+        dt = given["dt"].float()
+        if inputs.dt_bias is not None:
+            dt = dt + inputs.dt_bias.float()
+        yield "dt is below 0 and the call asks for no softplus", dt < 0, "it is no time step"
