@@ -24,6 +24,7 @@ from ssdprof.core.base import REPEATS, Holds, PrecisionRecord, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure import pools
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
@@ -96,6 +97,10 @@ class Prober:
         if again and (same or interpreted or implementation.kind == "bundled"):
             return ()
         self.probed(implementation, inputs)
+        between: list[Probe] = []
+        if not again and pools.applies(implementation, inputs):
+            quick = interpreted and not self._thorough
+            between = list(pools.test(implementation, inputs, precision, quick=quick))
         every, given = self._thorough or implementation.kind != "bundled", inputs
         if (
             every
@@ -111,14 +116,16 @@ class Prober:
         laws = _Laws(implementation, given, precision, self._isolated)
         if interpreted and not self._thorough:
             why = "Triton's interpreter runs it; --thorough tests it"
-            return tuple(
+            untested = (
                 Probe(name=name, holds="not applicable", detail=why) for name in laws.tests
             )
+            return (*untested, *between)
         if again:
             return (laws.tested(LOUD_PAST),)
         if implementation.kind == "own":
             self._isolated.prepare(implementation, list(laws.forms()), precision)
-        return tuple(laws.tested(name) for name in laws.tests if every or name in OF_THE_SAME_FORM)
+        tested = [name for name in laws.tests if every or name in OF_THE_SAME_FORM]
+        return (*map(laws.tested, tested), *between)
 
     def probed(self, implementation: Implementation, inputs: Any) -> None:
         """Take this call as probed."""
