@@ -100,7 +100,7 @@ class Prober:
         between: list[Probe] = []
         if not again and pools.applies(implementation, inputs):
             quick = interpreted and not self._thorough
-            between = list(pools.test(implementation, inputs, precision, quick=quick))
+            between = list(pools.try_laws(implementation, inputs, precision, quick=quick))
         every, given = self._thorough or implementation.kind != "bundled", inputs
         if (
             every

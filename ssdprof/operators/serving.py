@@ -75,11 +75,7 @@ def on_copies(run: PoolRun, inputs: Any, precision: Precision) -> Output:
         positions, exist = _positions(inputs, inputs.length)
         table = torch.where(exist, positions + count, -1).int()
     call = replace(
-        inputs,
-        **{inputs.LINEAR[1]: pool},
-        state_indices=slots,
-        write_indices=table,
-        state_every=0,
+        inputs, **{inputs.LINEAR[1]: pool}, state_indices=slots, write_indices=table, state_every=0
     )
     out, _ = run(call, precision)
     return out, pool[count:] if room else pool
