@@ -628,9 +628,7 @@ def test_laws_of_a_pool_have_a_table_of_their_own_with_a_row_for_each() -> None:
         Probe(name=f"{BETWEEN_CALLS}a shared prefix", holds="yes"),
     )
     found = report(precisions=TWO, change=changed(lambda case: case.changed(probes=probes)))
-    assert there(calls.laws(found)).rows == (
-        ("fused", "all 2 precisions", "yes", "doubling", ""),
-    )
+    assert there(calls.laws(found)).rows == (("fused", "all 2 precisions", "yes", "doubling", ""),)
     assert there(calls.between_calls(found)).rows == (
         ("padded rows", "fused", "all 2 precisions", "no", where),
         ("a shared prefix", "fused", "all 2 precisions", "yes", ""),
