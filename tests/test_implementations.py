@@ -21,7 +21,7 @@ from fakes import CELL
 
 from ssdprof import operators
 from ssdprof.commands.terminal import only_data_on_stdout
-from ssdprof.core.base import REPEATS
+from ssdprof.core.base import BETWEEN_CALLS, REPEATS
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
@@ -89,6 +89,18 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
         "out",
         "final_states",
     ]
+
+
+def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path) -> None:
+    write_example(here)
+    words = ("--decode", "1", "--impl", "my_kernels:my_gdn_step")
+    passing("run", "demo-gdn", "--seq", "16", *words)
+    steps = [case for case in latest().cases if case.implementation == "my_kernels:my_gdn_step"]
+    assert {case.call and case.call.kind for case in steps} == {"decode"}
+    assert {case.result for case in steps} == {"passed"}
+    held = {probe.name for case in steps for probe in case.probes if probe.holds == "yes"}
+    assert BETWEEN_CALLS + "padded rows touch nothing" in held
+    assert BETWEEN_CALLS + "a shared prefix" in held
 
 
 def test_every_command_of_the_document_takes_the_example() -> None:

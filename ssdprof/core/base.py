@@ -147,6 +147,8 @@ def precisions_for(
 
 
 REPEATS: Final = "repeats bitwise"  # no one promises them: they are told
+# begins the names of laws about a pool of states: measure/pools.py
+BETWEEN_CALLS: Final = "between calls: "
 Holds = Literal["yes", "no", "not applicable"]
 
 

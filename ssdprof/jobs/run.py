@@ -60,6 +60,7 @@ class Resolved:
 
     names, baseline_name: as they were typed.
     found: of each operator, in the requested order.  baselines: of each operator.
+    decode: whether there are decode steps, for which alone kernels that work in place are then.
     """
 
     resolve: Resolve
@@ -67,6 +68,7 @@ class Resolved:
     baseline_name: str
     found: tuple[Implementation, ...]
     baselines: tuple[Implementation, ...]
+    decode: bool = False
 
     @property
     def baseline(self) -> str:
@@ -90,9 +92,13 @@ class Resolved:
     ) -> list[Pair]:
         """`paired` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
+        words = ((word, self.resolve(operator, word)) for word in names)
+        in_place = [word for word, one in words if one.kind == "own" and one.in_place is not None]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
-            names, baseline, wanted = STEPS, STEPS[0], (Precision(),)
+            names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)
+        elif self.decode:
+            names = tuple(name for name in names if name not in in_place)
         resolved = (self.resolve(operator, name) for name in names)
         compared = [replace(one, named=one.kind == "library") for one in resolved if not one.absent]
         first = self.resolve(operator, baseline)
@@ -138,9 +144,9 @@ def paired(
 
 
 def resolve_implementations(
-    names: Sequence[str], baseline: str, layers: Sequence[LayerRef]
+    names: Sequence[str], baseline: str, layers: Sequence[LayerRef], *, decode: bool = False
 ) -> Resolved:
-    """Resolve the names for the operators of the layers.
+    """Resolve the names for the operators of the layers.  decode: see `Resolved`.
 
     Raises BadInputError for an unknown name and an own kernel that cannot be imported,
     MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
@@ -158,6 +164,7 @@ def resolve_implementations(
         baseline_name=baseline,
         found=tuple(found),
         baselines=tuple(baselines),
+        decode=decode,
     )
 
 
@@ -186,7 +193,9 @@ def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = Non
             f"--verify {replay.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
         )
-    resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)
+    resolved = resolve_implementations(
+        replay.implementations, replay.baseline, found.layers, decode=bool(found.serving.decode)
+    )
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Stored):
         of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in found.chosen]

@@ -37,6 +37,16 @@ def ptr_offset(index, strides):
 
 
 @triton.jit
+def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
+    """The slot of a pool with which a sequence begins; -1 for none."""
+    slots += tl.cast(sequence, tl.int64) * slots_strides[0]
+    if accepted is not None:
+        column = tl.load(accepted + ptr_offset((sequence,), accepted_strides)) - 1
+        slots += tl.cast(column, tl.int64) * slots_strides[1]
+    return tl.load(slots)
+
+
+@triton.jit
 def in_units(strides, UNIT: tl.constexpr):
     """Make known to the compiler that all strides except the last are multiples of UNIT
     (`strides_unit`).

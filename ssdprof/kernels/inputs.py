@@ -52,6 +52,17 @@ class Inputs:
         which each sequence begins.  None: row i for sequence i.  The host does not read the values.
         An implementation that does not read pools (`Implementation.pools`) refuses; a report gives
         it copies of the rows, in its time
+
+    What only a call in place (`Implementation.in_place`) takes.  It writes new states to slots of
+    the pool, rounded once, and returns the pool.  It changes nothing else in the pool, and slots to
+    be written differ:
+
+    state_indices: also (sequences, columns): sequence i begins with the slot in column
+        accepted[i] - 1.  -1: it begins with zeros
+    accepted: (sequences) int32 or int64, 1 to columns
+    write_indices: None: the final state goes to the slot that was read.  (sequences): to this slot.
+        (sequences, T): the state after token t goes to slot write_indices[i, t].  -1: it is not
+        kept.  A sequence that neither reads nor writes is padding, whose tokens may be NaN
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -61,6 +72,8 @@ class Inputs:
     cu_seqlens: torch.Tensor | None
     state_every: int = 0
     state_indices: torch.Tensor | None = None
+    write_indices: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
 
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
@@ -123,14 +136,14 @@ class Inputs:
                 f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}"
             )
         slots = self.state_indices
+        if slots is None and not (self.write_indices is None and self.accepted is None):
+            raise ValueError("write_indices and accepted need state_indices")
         if slots is not None:
             if (pool := getattr(self, self.LINEAR[1])) is None or not sum(pool.shape[:1]):
                 raise ValueError(f"state_indices needs {self.LINEAR[1]}, a pool of states")
-            if slots.shape != (self.sequences,) or slots.dtype not in (torch.int32, torch.int64):
-                found = f"{tuple(slots.shape)} {slots.dtype}"
-                raise ValueError(
-                    f"state_indices must be ({self.sequences},), int32 or int64, not {found}"
-                )
+            self._check_indices("state_indices", (1,) if self.accepted is None else (2,))
+            self._check_indices("accepted", (1,))
+            self._check_indices("write_indices", (1, 2))
         if self.cu_seqlens is None:
             return
         if self._first.shape[0] != 1:
@@ -141,6 +154,20 @@ class Inputs:
             )
         if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
+
+    def _check_indices(self, name: str, dims: tuple[int, ...]) -> None:
+        """A row for each sequence.  dims: how many there may be."""
+        indices = getattr(self, name)
+        if indices is None:
+            return
+        integers = indices.dtype in (torch.int32, torch.int64)
+        if not integers or indices.ndim not in dims or len(indices) != self.sequences:
+            shapes = {1: f"({self.sequences},)", 2: f"({self.sequences}, columns)"}
+            wanted = " or ".join(shapes[count] for count in dims)
+            raise ValueError(
+                f"{name} must be {wanted}, int32 or int64, "
+                f"not {tuple(indices.shape)} {indices.dtype}"
+            )
 
     def _check_devices(self) -> None:
         for name, tensor in self.tensors.items():

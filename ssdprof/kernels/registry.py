@@ -50,6 +50,10 @@ class Implementation:
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
     keeps: (inputs with `state_every`) -> whether it returns all these states; else `run` refuses.
     pools: whether it reads initial states by `state_indices`; else `run` refuses.
+    in_place: (inputs with `state_indices`, precision) -> out, and the pool itself, into whose slots
+        it wrote the new states: the call of a server, as `Inputs` describes it.  None: it has none.
+    batch_invariant: whether it promises that the bits of a sequence's results in place do not
+        depend on other sequences, nor on its place among them.
     copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and
     reads instead of them.
     """
@@ -69,6 +73,8 @@ class Implementation:
     neglects: float = 0.0
     keeps: Callable[[Any], bool] = lambda _inputs: False
     pools: bool = False
+    in_place: Callable[[Any, Precision], Any] | None = None
+    batch_invariant: bool = False
     precisions: Callable[[Any], tuple[Any, ...]] | None = None
     copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
 
@@ -100,6 +106,9 @@ def _checked(
         raise UnsupportedError(
             f"{one.name}: one initial state for each sequence, no pool with state_indices"
         )
+    serving = (getattr(inputs, name, None) for name in ("write_indices", "accepted"))
+    if any(indices is not None for indices in serving):
+        raise UnsupportedError(f"{one.name}: slots are written by calls in place only")
     return run(inputs, precision)
 
 

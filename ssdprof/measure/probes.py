@@ -27,6 +27,7 @@ from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure import pools
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
@@ -117,6 +118,9 @@ class Prober:
             names.add(LOUD_PAST)
         if not self._only and not names and not new_kind:
             return ()
+        between: tuple[Probe, ...] = ()
+        if new_kind and not self._only and pools.applies(implementation, inputs):
+            between = tuple(pools.try_laws(implementation, inputs, precision, quick=skipped))
         given = inputs
         if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
             longest = LONGEST[inputs.device.type]
@@ -134,14 +138,13 @@ class Prober:
             names &= {self._only}
         elif new_kind and skipped:
             why = "Triton's interpreter runs it; --thorough tests it"
-            return tuple(
-                Probe(name=name, holds="not applicable", detail=why) for name in laws.tests
-            )
+            untested = (Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
+            return (*untested, *between)
         elif new_kind:
             names = set(laws.tests if every else OF_THE_SAME_FORM)
             if implementation.isolated:
                 self._isolated.prepare(implementation, list(laws.forms()), precision)
-        return tuple(laws.tested(name) for name in laws.tests if name in names)
+        return (*(laws.tested(name) for name in laws.tests if name in names), *between)
 
     def probed(self, implementation: Implementation, inputs: Inputs) -> None:
         """Take this call as probed."""

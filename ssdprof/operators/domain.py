@@ -5,16 +5,19 @@ formulas, or the same everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
 from ssdprof.operators.late import torch
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.inputs import Inputs
 
 MANY = 0.1  # of the positions: fewer may be a padding
 LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has about 1
 
 
-def doubts(inputs: Any) -> Iterator[str]:
+def doubts(inputs: Inputs) -> Iterator[str]:
     """A sentence on each input that makes results worthless however accurate they are."""
     given = operators.get(inputs.operator).binding.positional(inputs)
     for name, values in given.items():

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module, metadata
 from inspect import Parameter, signature
 from pathlib import Path
@@ -30,6 +30,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Library
 from ssdprof.operators.late import torch
 from ssdprof.operators.operator import Operator
+from ssdprof.operators.serving import COPIES, on_copies
 from ssdprof.operators.tensors import exact_fp32
 
 if TYPE_CHECKING:
@@ -292,8 +293,10 @@ def own_implementation(
 
     Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix
     products, and `keeps_states = True` that it returns the states that `Inputs.state_every` asks
-    for, and `pools = True` that it reads initial states by `Inputs.state_indices`.  Raises
-    BadInputError for another value.
+    for, and `pools = True` that it reads initial states by `Inputs.state_indices`.
+    `in_place = True` declares that it writes new states to a pool, and that every call of it is
+    such a call.  `batch_invariant = True`: see `Implementation`.  Raises BadInputError for another
+    value.
     """
     declared = getattr(function, "operand_precision", None)
     if declared not in (None, "tf32"):
@@ -327,16 +330,24 @@ def own_implementation(
                 raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
         return kernels.Output(*output)
 
+    in_place = getattr(function, "in_place", False)
+    declarations = ((declared, "declares operands cut to tf32"), (in_place, COPIES))
     return registry.Implementation(
         operator=operator.name,
         name=name,
-        run=run,
+        run=partial(on_copies, run) if in_place else run,
         plan=lambda _inputs, _precision: registry.Plan(
-            variant=name, launches=0, reason="declares operands cut to tf32" if declared else ""
+            variant=name,
+            launches=0,
+            reason="; ".join(word for holds, word in declarations if holds),
         ),
         cuts_operands=declared is not None,
-        keeps=lambda _: getattr(function, "keeps_states", False),
-        pools=getattr(function, "pools", False),
+        keeps=lambda inputs: (
+            inputs.state_every == 1 if in_place else getattr(function, "keeps_states", False)
+        ),
+        pools=getattr(function, "pools", False) and not in_place,
+        in_place=run if in_place else None,
+        batch_invariant=getattr(function, "batch_invariant", False),
         kind="own",
         version=name,
         precisions=None if has_precision else exact_fp32,

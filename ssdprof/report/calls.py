@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
+    BETWEEN_CALLS,
     PRECISIONS,
     TOLERANCES,
     PrecisionName,
+    Probe,
     TensorName,
     exact_precision,
     grouped,
@@ -258,20 +260,37 @@ def _cells(found: Pooled, group: Group) -> Row:
 
 def laws(report: Report) -> Table | None:
     """Which laws each implementation and precision obeys: "no" if any case breaks one."""
-    probes = grouped(
-        ((case, one) for case in report.of_calls for one in case.probes),
-        lambda pair: (pair[0].implementation, short_precision(pair[0].precision), pair[1].name),
-    )
     found: dict[Row, list[str]] = {}
-    for (name, precision, law), own in probes.items():
-        worst = min(
-            (one for _, one in own),
-            key=lambda one: ("no", "yes", "not applicable").index(one.holds),
-        )
-        found.setdefault((name, precision, worst.holds, worst.detail), []).append(law)
+    for name, precision, probe in _worst_probes(report):
+        if not probe.name.startswith(BETWEEN_CALLS):
+            found.setdefault((name, precision, probe.holds, probe.detail), []).append(probe.name)
     rows = [(*row[:3], "; ".join(names), row[3]) for row, names in found.items()]
     headers = ("implementation", PRECISION, "holds", "laws", "why")
     return strings("Laws", headers, folded(rows, 1), "lllll", keys=3, wraps=3)
+
+
+def between_calls(report: Report) -> Table | None:
+    """A row for each law of a pool of states, and the first place where it does not hold."""
+    rows = [
+        (probe.name.removeprefix(BETWEEN_CALLS), name, precision, probe.holds, probe.detail)
+        for name, precision, probe in _worst_probes(report)
+        if probe.name.startswith(BETWEEN_CALLS)
+    ]
+    headers = ("law", "implementation", PRECISION, "holds", "first place, or why")
+    return strings("State between calls", headers, folded(rows, 2), "lllll", keys=3, wraps=4)
+
+
+def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
+    """(implementation, precision, a probe of each law), one that does not hold first."""
+    probes = grouped(
+        ((case, probe) for case in report.of_calls for probe in case.probes),
+        lambda pair: (pair[0].implementation, short_precision(pair[0].precision), pair[1].name),
+    )
+    order = ("no", "yes", "not applicable")
+    return [
+        (name, precision, min((probe for _, probe in own), key=lambda one: order.index(one.holds)))
+        for (name, precision, _), own in probes.items()
+    ]
 
 
 # --- launches, and what did not pass

@@ -71,7 +71,7 @@ def _sections(report: Report) -> Iterator[Section]:
     )
     yield section(SPEED, *speeds, reading=calls.SPEED_READING)
     yield section(ACCURACY, *errors, reading=calls.ACCURACY_READING)
-    yield section("Laws", calls.laws(report))
+    yield section("Laws", calls.laws(report), calls.between_calls(report))
     compared = (make(one) for one in answered for make in (model.answers, model.answers_by_layer))
     yield section("Answers", *compared, reading=model.ANSWERS_READING)
     yield from model.prefill_sections(report)

@@ -20,7 +20,6 @@ from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.operators.domain import doubts
-from ssdprof.operators.tensors import tensors
 from ssdprof.store import reports
 
 LENGTH = 40
@@ -131,7 +130,7 @@ def test_a_recording_is_suspected_before_kernels_and_server(served: bool) -> Non
     right = of(GDNInputs, gdn())
     out, states = oracle_output(right)
     output = {"out": out, "final_states": states.float()} if served else {}
-    given = tensors(right)
+    given = right.tensors
     given = given | {
         "g": given["g"].exp(),
         "beta": given["beta"] + 3,

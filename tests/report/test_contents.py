@@ -28,7 +28,7 @@ from cases import (
 )
 from report.shown import row, there
 
-from ssdprof.core.base import REPEATS, PrecisionName, Probe
+from ssdprof.core.base import BETWEEN_CALLS, REPEATS, PrecisionName, Probe
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import CallRef, Serving
@@ -616,6 +616,31 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
     assert {case.why for case in found.cases if case.result == "inaccurate"} == (
         set() if passed else {f"law 'causality': {broken.detail}"}
     )
+
+
+def test_laws_of_a_pool_have_a_table_of_their_own_with_a_row_for_each() -> None:
+    where = "call 1, row 3, slot 0, head 2: it is wrong"
+    probes = (
+        Probe(name="doubling", holds="yes"),
+        Probe(name=f"{BETWEEN_CALLS}padded rows", holds="no", detail=where),
+        Probe(name=f"{BETWEEN_CALLS}a shared prefix", holds="yes"),
+    )
+    found = report(precisions=TWO, change=changed(lambda case: case.changed(probes=probes)))
+    assert there(calls.laws(found)).rows == (("fused", "all 2 precisions", "yes", "doubling", ""),)
+    assert there(calls.between_calls(found)).rows == (
+        ("padded rows", "fused", "all 2 precisions", "no", where),
+        ("a shared prefix", "fused", "all 2 precisions", "yes", ""),
+    )
+    assert calls.between_calls(report()) is None
+    named = [
+        table.title
+        for one in compose(found).sections
+        for table in one.blocks
+        if isinstance(table, Table)
+    ]
+    assert "State between calls" in named
+    whys = {case.why for case in found.cases if case.result == "inaccurate"}
+    assert whys == {f"law 'between calls: padded rows': {where}"}
 
 
 # --- launches, failures, remarks

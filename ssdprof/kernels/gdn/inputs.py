@@ -38,8 +38,10 @@ class GDNInputs(Inputs):
     HV, K, V)
     state_indices: (sequences) int32 or int64: initial_state is a pool (slots, HV, K, V), and
         sequence i begins with slot state_indices[i].  A server's pool (slots, HV, V, K) is passed
-        as pool.mT.  The host does not read the values; they must name slots q, k and v share a
-        dtype (fp32, fp16 or bf16); the others may also be fp64.
+        as pool.mT.  The host does not read the values; they must name slots
+    write_indices, accepted: of a call in place (`kernels/inputs.py`)
+
+    q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024
     (arXiv:2412.06464).
@@ -60,6 +62,8 @@ class GDNInputs(Inputs):
     cu_seqlens: torch.Tensor | None = None
     state_every: int = 0
     state_indices: torch.Tensor | None = None
+    write_indices: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
@@ -112,7 +116,7 @@ class GDNInputs(Inputs):
                 tensor_signature,
                 (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens),
             ),
-            tensor_signature(self.state_indices),
+            *map(tensor_signature, (self.state_indices, self.write_indices, self.accepted)),
             None if self.scale is None else float(self.scale),
             bool(self.use_qk_l2norm),
             self.chunk_size,

@@ -37,7 +37,14 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.functions import (
+    LOG2_E,
+    decay_exp,
+    decay_exp2,
+    ptr_offset,
+    sequence_bounds,
+    slot_to_read,
+)
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -94,12 +101,14 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     state in registers.
     """
     (
-        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr, out_ptr,
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr,
+        accepted_ptr, writes_ptr, out_ptr,
         states_ptr,
     ) = tensors  # fmt: skip
     (
         q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides,
-        cu_seqlens_strides, slots_strides, out_strides, states_strides,
+        cu_seqlens_strides, slots_strides, accepted_strides, writes_strides, out_strides,
+        states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
     sequence, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
@@ -124,19 +133,26 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     )
 
     # stage setup.load
+    row, m_final = sequence, m_state  # of the final state
     state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
     if initial_state_ptr is not None:
-        slot = sequence
+        slot, m_read = sequence, m_state
         if slots_ptr is not None:
-            slot = tl.load(slots_ptr + ptr_offset((sequence,), slots_strides))
+            slot = slot_to_read(sequence, slots_ptr, slots_strides, accepted_ptr, accepted_strides)
             if S.IN_PLACE:
-                sequence = slot
+                m_read = tl.where(slot >= 0, m_state, False)
         initial_state_ptr += ptr_offset((slot, i_h), initial_state_strides[:2])
         offset = (
             o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0]
             + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
         )
-        state = tl.load(initial_state_ptr + offset, mask=m_state, other=0.0).to(tl.float32)
+        state = tl.load(initial_state_ptr + offset, mask=m_read, other=0.0).to(tl.float32)
+        if S.IN_PLACE and slots_ptr is not None:
+            row = slot
+            if writes_ptr is not None:
+                writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
+                row = tl.load(writes_ptr)
+            m_final = tl.where((row >= 0) & (length > 0), m_state, False)
 
     # stage recurrence
     for first in range(0, length, S.BLOCK_T):
@@ -184,11 +200,16 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             if S.EVERY_STATE:
                 at = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
                 tl.store(at + o_states, state, mask=tl.where(here, m_state, False))
+            if len(writes_strides) == 2:
+                new = tl.load(writes_ptr + step * writes_strides[1], mask=here, other=-1)
+                at = states_ptr + ptr_offset((new, i_h), states_strides[:2]) + o_states
+                kept = state.to(states_ptr.dtype.element_ty)
+                tl.store(at, kept, mask=tl.where(new >= 0, m_state, False))
 
     # stage setup.store
-    if not S.EVERY_STATE:
-        states_ptr += ptr_offset((sequence, i_h), states_strides[:2])
-        tl.store(states_ptr + o_states, state.to(states_ptr.dtype.element_ty), mask=m_state)
+    if not S.EVERY_STATE and len(writes_strides) != 2:
+        states_ptr += ptr_offset((row, i_h), states_strides[:2])
+        tl.store(states_ptr + o_states, state.to(states_ptr.dtype.element_ty), mask=m_final)
 
 
 def recurrent_launch(
@@ -218,6 +239,8 @@ def recurrent_launch(
         inputs.initial_state,
         inputs.cu_seqlens,
         inputs.state_indices,
+        inputs.accepted,
+        inputs.write_indices,
     )
     launcher = Launcher(
         _gdn_recurrent_kernel,
@@ -261,6 +284,8 @@ def recurrent_launch(
                 inputs.initial_state,
                 inputs.cu_seqlens,
                 inputs.state_indices,
+                inputs.accepted,
+                inputs.write_indices,
                 out,
                 states,
             )
@@ -279,7 +304,7 @@ def gdn_recurrent(
     short T.
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is
-        returned; of a pool, the slots in state_indices, which must differ.
+        returned; of a pool, slots as in `kernels/inputs.py`.
     batch_invariant: the last bits of every state do not depend on whether the sequences have 512
     heads together.
 
@@ -503,5 +528,7 @@ for _operator in ("gdn", "kda"):
             plan=_plan,
             keeps=lambda inputs: inputs.state_every == 1,
             pools=True,
+            in_place=lambda inputs, _: gdn_recurrent(inputs, in_place=True),
+            batch_invariant=True,
         )
     )

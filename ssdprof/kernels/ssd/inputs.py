@@ -29,7 +29,10 @@ class SSDInputs(Inputs):
     h, p, n)
     state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and
         sequence i begins with slot state_indices[i].  The host does not read the values; they must
-        name slots x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
+        name slots
+    write_indices, accepted: of a call in place (`kernels/inputs.py`)
+
+    x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.
     """
@@ -52,6 +55,8 @@ class SSDInputs(Inputs):
     cu_seqlens: torch.Tensor | None = None
     state_every: int = 0
     state_indices: torch.Tensor | None = None
+    write_indices: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
 
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
@@ -103,7 +108,7 @@ class SSDInputs(Inputs):
                 tensor_signature,
                 (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens),
             ),
-            tensor_signature(self.state_indices),
+            *map(tensor_signature, (self.state_indices, self.write_indices, self.accepted)),
             self.chunk_size,
             bool(self.dt_softplus),
             *map(float, self.dt_limit),

@@ -35,6 +35,7 @@ from ssdprof.kernels.functions import (
     decay_exp2,
     ptr_offset,
     sequence_bounds,
+    slot_to_read,
     softplus,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -91,11 +92,12 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
-        cu_seqlens_ptr, slots_ptr, out_ptr, final_states_ptr,
+        cu_seqlens_ptr, slots_ptr, accepted_ptr, writes_ptr, out_ptr, final_states_ptr,
     ) = tensors  # fmt: skip
     (
         x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides,
-        dt_bias_strides, initial_states_strides, cu_seqlens_strides, slots_strides, out_strides,
+        dt_bias_strides, initial_states_strides, cu_seqlens_strides, slots_strides,
+        accepted_strides, writes_strides, out_strides,
         final_states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
@@ -132,18 +134,25 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
             D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
 
     # stage setup.load
+    final_row, m_final = sequence, m_state  # of the final state
     state = tl.zeros((S.BLOCK_P, S.BLOCK_N), tl.float32)
     if initial_states_ptr is not None:
-        slot = sequence
+        slot, m_read = sequence, m_state
         if slots_ptr is not None:
-            slot = tl.load(slots_ptr + ptr_offset((sequence,), slots_strides))
+            slot = slot_to_read(sequence, slots_ptr, slots_strides, accepted_ptr, accepted_strides)
             if S.IN_PLACE:
-                sequence = slot
+                m_read = tl.where(slot >= 0, m_state, False)
         index = (slot, i_h, o_p[:, None], o_n[None, :])
         initial = tl.load(
-            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0
+            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_read, other=0.0
         )
         state = initial.to(tl.float32)
+        if S.IN_PLACE and slots_ptr is not None:
+            final_row = slot
+            if writes_ptr is not None:
+                writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
+                final_row = tl.load(writes_ptr)
+            m_final = tl.where((final_row >= 0) & (length > 0), m_state, False)
 
     # stage recurrence
     for t in range(0, length):
@@ -164,12 +173,17 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         if S.EVERY_STATE:
             row = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
             tl.store(final_states_ptr + ptr_offset(row, final_states_strides), state, mask=m_state)
+        if len(writes_strides) == 2:
+            new = tl.load(writes_ptr + step * writes_strides[1])
+            at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
+            kept = state.to(final_states_ptr.dtype.element_ty)
+            tl.store(final_states_ptr + at, kept, mask=tl.where(new >= 0, m_state, False))
 
     # stage setup.store
-    if not S.EVERY_STATE:
-        index = (sequence, i_h, o_p[:, None], o_n[None, :])
+    if not S.EVERY_STATE and len(writes_strides) != 2:
+        index = (final_row, i_h, o_p[:, None], o_n[None, :])
         final = final_states_ptr + ptr_offset(index, final_states_strides)
-        tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
+        tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_final)
 
 
 def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
@@ -197,6 +211,8 @@ def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor
         inputs.initial_states,
         inputs.cu_seqlens,
         inputs.state_indices,
+        inputs.accepted,
+        inputs.write_indices,
         *new,
     )
 
@@ -209,7 +225,7 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     short l.
 
     in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is
-        returned; of a pool, the slots in state_indices, which must differ.
+        returned; of a pool, slots as in `kernels/inputs.py`.
 
     Raises ValueError if in_place has no initial_states to write to, expanded ones, or
     inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require a
@@ -372,7 +388,14 @@ def _register(
 
 _ONE = "one launch, position by position"
 _register(
-    "recurrent", ssd_recurrent, 1, _ONE, keeps=lambda inputs: inputs.state_every == 1, pools=True
+    "recurrent",
+    ssd_recurrent,
+    1,
+    _ONE,
+    keeps=lambda inputs: inputs.state_every == 1,
+    pools=True,
+    in_place=lambda inputs, _: ssd_recurrent(inputs, in_place=True),
+    batch_invariant=True,
 )
 _register("unfused_step", _run_step, 2, "the state in one launch, the output in another")
 _register(

@@ -1,0 +1,339 @@
+"""Each law of a pool finds the kernel that breaks it and names the place; good kernels keep all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof import kernels, operators
+from ssdprof.core.base import BETWEEN_CALLS, EXACT_FP32
+from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.measure import pools, probes
+from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.probes import Prober
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.implementations import own_implementation
+from ssdprof.operators.operator import Output
+from ssdprof.operators.serving import gathered
+
+SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
+Kernel = Callable[[Any], Output]
+ON_A_GPU = {"a replayed CUDA graph", "beside another stream"}
+
+
+def step(operator: str = "gdn", **tokens: Any) -> Any:
+    """One token of two sequences."""
+    record = operators.get(operator)
+    shape = record.generated.parse(SHAPES[operator])
+    assert shape is not None
+    given = Tokens(**({"sequences": 2, "seqlen": 1} | tokens))
+    cell = Cell(shape=shape, dtype="bf16", layout="views", tokens=given)
+    return record.generated.draw(cell, torch.device("cpu"))
+
+
+def good(inputs: Any) -> Output:
+    """The oracle, on gathered states."""
+    reference = kernels.get(inputs.operator, "reference")
+    return gathered(reference, inputs, kernels.Precision())
+
+
+def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
+    """Where the law does not hold; empty if it does."""
+    kernel = partial(kernel)
+    kernel.in_place = True  # type: ignore[attr-defined]
+    one = replace(own_implementation(operators.get(operator), "mine:kernel", kernel), **more)
+    assert one.in_place is not None
+    try:
+        pools.LAWS[law](pools.Room(one, one.in_place, step(operator), EXACT_FP32))
+    except pools.Broken as error:
+        return str(error)
+    return ""
+
+
+def reads(inputs: Any) -> list[int]:
+    slots = inputs.state_indices
+    if inputs.accepted is not None:
+        slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
+    return [int(slot) for slot in slots]
+
+
+# --- wrong kernels
+
+
+def clamping_padding(inputs: Any) -> Output:
+    return good(replace(inputs, state_indices=inputs.state_indices.clamp(min=0)))
+
+
+def adding_padding_times_zero(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    slots = reads(inputs)
+    if -1 in slots:
+        pool[max(slots)] += 0 * inputs.v[slots.index(-1)].sum()
+    return out, pool
+
+
+def writing_behind_the_last_of_an_odd_number(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    if inputs.sequences % 2:
+        pool[reads(inputs)[-1] + 1] *= 0.5
+    return out, pool
+
+
+def writing_between_slots(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    stride = (pool.stride(0), 1)
+    pool.as_strided((len(pool), pool[0].numel() + 1), stride)[3, -1] = 0
+    return out, pool
+
+
+def clearing_slots_without_tokens(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    lengths = inputs.cu_seqlens.diff()
+    for slot, length in zip(reads(inputs), lengths, strict=True):
+        if not length:
+            pool[slot] = 0
+    return out, pool
+
+
+def beginning_with_what_the_slot_holds(inputs: Any) -> Output:
+    slots = inputs.state_indices
+    return good(replace(inputs, state_indices=torch.where(slots < 0, inputs.write_indices, slots)))
+
+
+def updating_its_source(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    pool[reads(inputs)[0]] = pool[inputs.write_indices[0]]
+    return out, pool
+
+
+def one_accepted_too_many(inputs: Any) -> Output:
+    most = inputs.state_indices.shape[1]
+    return good(replace(inputs, accepted=(inputs.accepted + 1).clamp(max=most)))
+
+
+def keeping_the_last_state_alone(inputs: Any) -> Output:
+    if inputs.write_indices.ndim == 2:
+        table = inputs.write_indices.clone()
+        table[:, :-1] = -1
+        inputs = replace(inputs, write_indices=table)
+    return good(inputs)
+
+
+def a_step_reads_the_first_column(inputs: Any) -> Output:
+    if inputs.length == 1:
+        inputs = replace(inputs, accepted=torch.ones_like(inputs.accepted))
+    return good(inputs)
+
+
+def one_row_is_special(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    return (out * 1.25 if inputs.sequences == 1 else out), pool
+
+
+def hardly_invariant(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    if inputs.sequences == 1:
+        pool[reads(inputs)] *= 1 + 2.0**-22
+    return out, pool
+
+
+def int64_as_two_words(inputs: Any) -> Output:
+    slots = inputs.state_indices
+    if slots.dtype == torch.int64:
+        slots = slots.view(torch.int32)[: len(slots)]
+    return good(replace(inputs, state_indices=slots))
+
+
+def without_strides_of_indices(inputs: Any) -> Output:
+    slots = inputs.state_indices.as_strided(inputs.state_indices.shape, (1,))
+    return good(replace(inputs, state_indices=slots))
+
+
+def updating_a_copy(inputs: Any) -> Output:
+    out, _ = good(replace(inputs, initial_state=inputs.initial_state.contiguous()))
+    return out, inputs.initial_state
+
+
+def returning_a_copy(inputs: Any) -> Output:
+    out, pool = good(inputs)
+    return out, pool.clone()
+
+
+def rounding_after_each_token(inputs: Any) -> Output:
+    outs = []
+    names = operators.get(inputs.operator).binding.positional(inputs)
+    for token in range(inputs.length):
+        cut = {name: one[:, token : token + 1] for name, one in names.items()}
+        outs.append(good(replace(inputs, **cut))[0])
+    return torch.cat(outs, 1), inputs.initial_state
+
+
+def offsets_in_32_bits(inputs: Any) -> Output:
+    pool = inputs.initial_state
+    near = [slot for slot in range(len(pool)) if slot * pool.stride(0) < 2**31]
+    kept = pool[len(near) :].clone()
+    out, _ = good(inputs)
+    pool[len(near) :] = kept
+    return out, pool
+
+
+def changing_the_tokens(inputs: Any) -> Output:
+    output = good(inputs)
+    inputs.v[0] += 1
+    return output
+
+
+class WrongInItsFortiethCall:
+    calls = 0
+
+    def __call__(self, inputs: Any) -> Output:
+        self.calls += 1
+        out, pool = good(inputs)
+        if self.calls == 40:
+            pool[max(reads(inputs))] *= 1.5
+        return out, pool
+
+
+def raising(inputs: Any) -> Output:
+    raise IndexError("slot -1")
+
+
+@pytest.mark.parametrize(
+    ("law", "kernel", "place"),
+    [
+        ("other slots keep their bits", writing_behind_the_last_of_an_odd_number,
+         "call 1: it changes slot 8, head 0, beside one that is written, which no row writes"),
+        ("other slots keep their bits", writing_between_slots, "the memory behind slot 3"),
+        ("other slots keep their bits", returning_a_copy, "another tensor than the pool"),
+        ("other slots keep their bits", changing_the_tokens, "call 1: it changes v"),
+        ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
+        ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
+        ("padded rows touch nothing", adding_padding_times_zero, "call 1, row 6, slot 12, head 0"),
+        ("sequences without tokens", clearing_slots_without_tokens,
+         "call 1: it changes slot 0, head 0, the first slot"),
+        ("new sequences begin with zeros", beginning_with_what_the_slot_holds, "call 1, row 0"),
+        ("a shared prefix", updating_its_source, "call 1: it changes slot 3"),
+        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 0"),
+        ("drafted tokens", keeping_the_last_state_alone, "call 2, row 0, token 0"),
+        ("drafted tokens", a_step_reads_the_first_column, "call 3, row 0, token 0"),
+        ("order and number of rows", one_row_is_special, "call 3, row 0, token 0"),
+        ("indices of any form", int64_as_two_words, "call 1"),
+        ("indices of any form", without_strides_of_indices, "call 2"),
+        ("layouts of the pool", updating_a_copy, "call 1, row 1, slot 0"),
+        ("states are rounded once", rounding_after_each_token, "call 2, row 0, slot 9, head 0"),
+        ("slots beyond 2^31 elements", offsets_in_32_bits, "call 1, row 0, slot 2"),
+        ("64 mixed calls", WrongInItsFortiethCall(), "call 40, row 1, head 1"),
+    ],
+)  # fmt: skip
+def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> None:
+    assert place in tried(law, kernel)
+
+
+def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
+    law = "order and number of rows"
+    assert tried(law, hardly_invariant) == ""
+    assert "batch invariance is declared" in tried(law, hardly_invariant, batch_invariant=True)
+    assert tried(law, good, batch_invariant=True) == ""
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.parametrize("law", [law for law in pools.LAWS if law not in ON_A_GPU])
+def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
+    assert tried(law, good, operator) == ""
+
+
+@pytest.mark.parametrize("name", ["recurrent", "fused"])
+@pytest.mark.parametrize("operator", SHAPES)
+def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
+    one = kernels.get(operator, name)
+    found = {p.name: p for p in pools.try_laws(one, step(operator), EXACT_FP32, quick=True)}
+    held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
+    slow = {f"{pools.CALLS} mixed calls"}
+    assert held == {BETWEEN_CALLS + law for law in pools.LAWS.keys() - ON_A_GPU - slow}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["recurrent", "fused"])
+@pytest.mark.parametrize("operator", SHAPES)
+def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str) -> None:
+    one, inputs = kernels.get(operator, name), step(operator)
+    moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
+    found = pools.try_laws(one, replace(inputs, **moved), EXACT_FP32, quick=False)
+    assert {probe.name: probe.detail for probe in found if probe.holds != "yes"} == {}
+
+
+# --- when
+
+
+def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
+    def steps_alone(inputs: Any) -> Output:
+        if inputs.length > 1:
+            raise UnsupportedError("one token")
+        return good(inputs)
+
+    steps_alone.in_place = True  # type: ignore[attr-defined]
+    one = own_implementation(operators.get("gdn"), "mine:kernel", steps_alone)
+    probes = {
+        probe.name.removeprefix(BETWEEN_CALLS): (probe.holds, probe.detail)
+        for probe in pools.try_laws(one, step(), EXACT_FP32, quick=True)
+    }
+    assert probes["a shared prefix"] == ("yes", "in 1 of its calls: one token")
+    assert probes["drafted tokens"] == ("not applicable", "one token")
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "tested"),
+    [
+        ("recurrent", {}, True),
+        ("recurrent", {"seqlen": 3, "state_every": 1}, True),
+        ("fused", {}, True),
+        ("unfused_step", {}, False),
+        ("recurrent", {"seqlen": 3}, False),
+        ("fused", {"seqlen": 40}, False),
+    ],
+)
+def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool) -> None:
+    assert pools.applies(kernels.get("gdn", name), step(**inputs)) == tested
+
+
+def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    law = "new sequences begin with zeros"
+    monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
+    monkeypatch.setattr(probes._Laws, "tests", {probes.LOUD_PAST: str})
+    monkeypatch.setattr(IsolatedFirstCall, "prepare", lambda *_: None)
+
+    def kernel(inputs: Any) -> Output:
+        return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
+
+    kernel.in_place = True  # type: ignore[attr-defined]
+    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
+    prober, several = Prober(IsolatedFirstCall()), (step(), step(), step(sequences=3))
+    found = [prober.probe(one, inputs, EXACT_FP32) for inputs in several]
+    between = [
+        [probe.holds for probe in of_call if probe.name == BETWEEN_CALLS + law] for of_call in found
+    ]
+    assert between == [["no"], [], []]
+
+
+def test_a_call_without_a_pool_runs_on_copies() -> None:
+    """A kernel that works in place gives the final states, and those after each token."""
+
+    def kernel(inputs: Any) -> Output:
+        return good(inputs)
+
+    kernel.in_place = True  # type: ignore[attr-defined]
+    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
+    for inputs in (step(), step(seqlen=3, state_every=1), step(seqlen=9, shortest=2)):
+        before = inputs.initial_state.clone()
+        for ours, expected in zip(
+            one.run(inputs, kernels.Precision()),
+            kernels.get("gdn", "reference").run(inputs, kernels.Precision()),
+            strict=True,
+        ):
+            assert torch.equal(ours, expected)
+        assert torch.equal(inputs.initial_state, before)
