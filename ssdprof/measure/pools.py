@@ -319,8 +319,9 @@ class Room:
                 if slot >= 0:
                     states[len(slots)] = call.pool.states[slot].float()
                 slots.append(f"{place}, slot {slot}")
-        self.compare(plain, (packed, states), call.pool.states.dtype, (tokens, slots))
-        return packed, states
+        output = Output(packed, states)
+        self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
+        return output
 
     def run(self, call: PoolCall, run: PoolRun | None = None) -> torch.Tensor:
         """out of the call, after a look at what it must not change."""
@@ -466,7 +467,8 @@ class Chain:
                 places += [f"call {number}, row {place}, token {token}" for token in range(count)]
             parts.append({name: torch.cat([one[name] for one in pieces]) for name in pieces[0]})
         plain = self.room.alone(parts, [history.initial for history in histories])
-        output = torch.cat(outs)[None], torch.stack([history.final for history in histories])
+        states = torch.stack([history.final for history in histories])
+        output = Output(torch.cat(outs)[None], states)
         last = [
             f"call {history.taken[-1][-1]}, row {history.taken[-1][1]}" for history in histories
         ]

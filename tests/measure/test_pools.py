@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.core.base import BETWEEN_CALLS, EXACT_FP32
+from ssdprof.core.base import BETWEEN_CALLS
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
@@ -49,7 +50,7 @@ def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
     one = replace(own_implementation(operators.get(operator), "mine:kernel", kernel), **more)
     assert one.in_place is not None
     try:
-        pools.LAWS[law](pools.Room(one, one.in_place, step(operator), EXACT_FP32))
+        pools.LAWS[law](pools.Room(one, one.in_place, step(operator), Precision()))
     except pools.Broken as error:
         return str(error)
     return ""
@@ -251,7 +252,7 @@ def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
 @pytest.mark.parametrize("operator", SHAPES)
 def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
     one = kernels.get(operator, name)
-    found = {p.name: p for p in pools.try_laws(one, step(operator), EXACT_FP32, quick=True)}
+    found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
     held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
     slow = {f"{pools.CALLS} mixed calls"}
     assert held == {BETWEEN_CALLS + law for law in pools.LAWS.keys() - ON_A_GPU - slow}
@@ -263,7 +264,7 @@ def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
 def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str) -> None:
     one, inputs = kernels.get(operator, name), step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
-    found = pools.try_laws(one, replace(inputs, **moved), EXACT_FP32, quick=False)
+    found = pools.try_laws(one, replace(inputs, **moved), Precision(), quick=False)
     assert {probe.name: probe.detail for probe in found if probe.holds != "yes"} == {}
 
 
@@ -280,7 +281,7 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
     one = own_implementation(operators.get("gdn"), "mine:kernel", steps_alone)
     probes = {
         probe.name.removeprefix(BETWEEN_CALLS): (probe.holds, probe.detail)
-        for probe in pools.try_laws(one, step(), EXACT_FP32, quick=True)
+        for probe in pools.try_laws(one, step(), Precision(), quick=True)
     }
     assert probes["a shared prefix"] == ("yes", "in 1 of its calls: one token")
     assert probes["drafted tokens"] == ("not applicable", "one token")
@@ -313,7 +314,7 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     kernel.in_place = True  # type: ignore[attr-defined]
     one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
     prober, several = Prober(IsolatedFirstCall()), (step(), step(), step(sequences=3))
-    found = [prober.probe(one, inputs, EXACT_FP32) for inputs in several]
+    found = [prober.probe(one, inputs, Precision()) for inputs in several]
     between = [
         [probe.holds for probe in of_call if probe.name == BETWEEN_CALLS + law] for of_call in found
     ]
