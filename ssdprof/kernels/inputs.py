@@ -171,8 +171,8 @@ class Inputs:
 
     def _check_devices(self) -> None:
         for name, tensor in self.tensors.items():
-            if tensor.device != self.device:
-                raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {self.device}")
+            if tensor.device != (first := self._first.device):
+                raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {first}")
 
     @property
     def _arguments(self) -> dict[str, Any]:
