@@ -42,7 +42,6 @@ from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import load
 from ssdprof.jobs.subject import Subject, find
-from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Watcher
 
 MODEL = "granite-4.0-h-small"
@@ -115,7 +114,7 @@ def measure(subject: Subject, captures: Captures) -> Row:
 
     def on_layer(layer: CapturedLayer) -> None:
         nonlocal compared
-        found = {name: tensor.cpu() for name, tensor in tensors(layer.inputs).items()}
+        found = {name: tensor.cpu() for name, tensor in layer.inputs.tensors.items()}
         if fills:
             captures.append(found)
             return

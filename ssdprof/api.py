@@ -38,6 +38,7 @@ from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.compare import replaying
 from ssdprof.jobs.export import exported, format_of
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
 from ssdprof.operators.operator import Operator
@@ -241,7 +242,7 @@ _signed(bench, options.BenchOptions)
 
 
 def compare(
-    inputs: Any,
+    inputs: Inputs,
     implementations: Sequence[str | Kernel],
     *,
     baseline: str = "unfused",
@@ -308,7 +309,7 @@ def compare(
     return Results(writer.report)
 
 
-def _implementation(operator: Operator[Any], resolve: Resolve, one: str | Kernel) -> Implementation:
+def _implementation(operator: Operator, resolve: Resolve, one: str | Kernel) -> Implementation:
     if isinstance(one, str):
         return required(resolve(operator.name, one))
     return own_implementation(operator, getattr(one, "__name__", type(one).__name__), one)

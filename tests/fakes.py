@@ -28,7 +28,6 @@ from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaTimer
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.tensors import form, tensors
 
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
@@ -195,9 +194,9 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
             return oracle_output(inputs)
         numbers = (
             one.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            for one in tensors(inputs).values()
+            for one in inputs.tensors.values()
         )
-        key = (precision, form(inputs), *numbers)
+        key = (precision, inputs.form, *numbers)
         if key not in known:
             known[key] = plain.run(inputs, precision)
         return tuple(one.clone() for one in known[key])

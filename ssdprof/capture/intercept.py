@@ -20,6 +20,7 @@ import torch
 from ssdprof import operators
 from ssdprof.checkpoint.meta import Mixer
 from ssdprof.errors import BadInputError
+from ssdprof.kernels.inputs import Inputs
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 
@@ -27,7 +28,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 @dataclass(frozen=True)
 class OperatorCall:
     mixer: Mixer
-    inputs: Any  # views of the model's own tensors
+    inputs: Inputs  # views of the model's own tensors
     wants_final_state: bool
     remark: str  # a sentence for the report if the inputs differ from the call
     original: Callable[[], Any]

@@ -31,7 +31,7 @@ from ssdprof.core.words import size_words
 from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.operators import tensors
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Output
 
 
@@ -48,7 +48,7 @@ class CapturedLayer:
     """
 
     layer: LayerRef
-    inputs: Any
+    inputs: Inputs
     model_strides: dict[str, tuple[int, ...]]
     remark: str = ""
     call: CallRef | None = None
@@ -233,14 +233,14 @@ def conv_width(mixer: nn.Module) -> int:
 # --- layout
 
 
-def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
+def strides(inputs: Inputs) -> dict[str, tuple[int, ...]]:
     """Strides of each tensor, in elements."""
-    return {name: tensor.stride() for name, tensor in tensors.tensors(inputs).items()}
+    return {name: tensor.stride() for name, tensor in inputs.tensors.items()}
 
 
-def token_major(inputs: Any, device: torch.device | None = None) -> Any:
+def token_major(inputs: Inputs, device: torch.device | None = None) -> Inputs:
     """A copy of `inputs` in token-major layout, on its own device or on another."""
-    tensor = next(iter(tensors.tensors(inputs).values()))
+    tensor = next(iter(inputs.tensors.values()))
     buffer = PromptBuffer(inputs, tensor.shape[1], device or tensor.device)
     buffer.write(inputs, 0)
     return buffer.inputs(device or tensor.device)
@@ -258,10 +258,10 @@ class PromptBuffer:
     """
 
     def __init__(
-        self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False
+        self, first: Inputs, seqlen: int, device: torch.device, *, on_disk: bool = False
     ) -> None:
         binding = operators.get(first.operator).binding
-        given = tensors.tensors(first)
+        given = first.tensors
         if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
             raise BadInputError(
                 "The model packs sequences (cu_seqlens), which cannot be captured in segments.",
@@ -289,32 +289,24 @@ class PromptBuffer:
         }
         # Only values: a reference to `first` would keep the model's own tensors alive.
         self._kind: type[Any] = type(first)
-        self._scalars = {
-            field.name: getattr(first, field.name)
-            for field in fields(first)
-            if field.name not in given
-        }
+        self._scalars = first.scalars
 
-    def write(self, piece: Any, start: int) -> int:
+    def write(self, piece: Inputs, start: int) -> int:
         """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
-        given = tensors.tensors(piece)
+        given = piece.tensors
         length = next(iter(given.values())).shape[1]
         for name, target in {**self._views(self._buffer), **self._per_position}.items():
             target[:, start : start + length].copy_(given[name].detach())
         return length
 
-    def inputs(self, device: torch.device) -> Any:
+    def inputs(self, device: torch.device) -> Inputs:
         """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
         moved = {
             name: tensor.to(device)
             for name, tensor in {**self._per_position, **self._static}.items()
         }
-        arguments: dict[str, Any] = {
-            **self._scalars,
-            **moved,
-            **self._views(self._buffer.to(device)),
-        }
-        return self._kind(**arguments)
+        whole: Inputs = self._kind(**self._scalars, **moved, **self._views(self._buffer.to(device)))
+        return whole
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         views, offset = {}, 0
@@ -346,7 +338,7 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         )
 
 
-def packed(inputs: Any, lengths: Sequence[int]) -> Any:
+def packed(inputs: Inputs, lengths: Sequence[int]) -> Inputs:
     """`inputs`, (1, l, ...), as packed sequences of these lengths.
 
     BadInputError if the operator's inputs cannot be packed.

@@ -24,7 +24,6 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.subject import Serving, split_prompt
-from ssdprof.operators import tensors
 
 # Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the
 # unfused one's states of every chunk.
@@ -104,7 +103,7 @@ def predict_memory(
 
     def compute(call: OperatorCall) -> Result:
         """Compute each form of call once, because a long one takes seconds even without values."""
-        form = tensors.form(call.inputs)
+        form = call.inputs.form
         if form in taken:
             counted.peak = max(counted.peak, counted.now + taken[form])
             return _outputs(call)
@@ -117,7 +116,7 @@ def predict_memory(
     def handler(call: OperatorCall) -> Result:
         nonlocal replaying
         if on_the_way and call.mixer.layer_index in wanted:
-            copies = tensors.tensors(token_major(call.inputs)).values()
+            copies = token_major(call.inputs).tensors.values()
             size = sum(tensor.nbytes for tensor in copies)
             del copies  # like a captured layer that was passed on
             replaying = max(replaying, counted.now + (1 + REPLAY_PER_CAPTURE) * size)

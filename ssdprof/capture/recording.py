@@ -34,6 +34,7 @@ from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 from ssdprof.files import parse_json, regular
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
@@ -201,7 +202,7 @@ def _passes(
     )
 
 
-def _checked(inputs: Any, output: Output | None) -> tuple[Any, Output | None]:
+def _checked(inputs: Inputs, output: Output | None) -> tuple[Any, Output | None]:
     """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
     rise.
     """

@@ -46,7 +46,7 @@ from ssdprof.core.subject import (
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import LOCK, check_writable, locked, put, uninterrupted
 from ssdprof.kernels.oracle import sequences
-from ssdprof.operators.tensors import dtype_named, scalars, stored_dtype_name, tensors
+from ssdprof.operators.tensors import dtype_named, stored_dtype_name
 
 _SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
 
@@ -161,7 +161,7 @@ class CaptureWriter:
         manifest already.
         """
         served = dict(zip(_SERVED, captured.served or (), strict=False))
-        given = tensors(captured.inputs) | served
+        given = captured.inputs.tensors | served
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
         seqlen = next(iter(stored.values())).shape[1]
         records = {
@@ -177,7 +177,7 @@ class CaptureWriter:
         file = f"{stem}{'_again' * (f'{stem}.safetensors' in self.kept)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
-        others = scalars(captured.inputs)
+        others = captured.inputs.scalars
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -284,7 +284,7 @@ def read_layer(
         operator = operators.get(capture.layer.operator)
         served = tuple(found.pop(name) for name in _SERVED if name in capture.served)
         inputs = operator.inputs(**found, **capture.scalars)
-        if next(iter(tensors(inputs).values())).shape[1] != capture.seqlen:
+        if next(iter(inputs.tensors.values())).shape[1] != capture.seqlen:
             raise ValueError(f"it does not have {capture.seqlen:,} tokens")
         if (bounds := found.get("cu_seqlens")) is not None:
             # kernels do not check the values, and would read out of bounds

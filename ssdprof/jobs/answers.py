@@ -36,7 +36,6 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
-from ssdprof.operators import tensors
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
 from ssdprof.operators.tensors import dtype_name, requested_precisions
 from ssdprof.progress import Watcher
@@ -337,9 +336,7 @@ def with_moved_bits(compute: Compute) -> Compute:
     def run(call: OperatorCall) -> Result:
         views = operators.get(call.mixer.operator).binding.views
         changed = {
-            name: moved(tensor)
-            for name, tensor in tensors.tensors(call.inputs).items()
-            if name in views
+            name: moved(tensor) for name, tensor in call.inputs.tensors.items() if name in views
         }
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 

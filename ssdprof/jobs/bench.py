@@ -61,7 +61,7 @@ NEEDS_GPU = (
 
 
 def bench(
-    request: BenchOptions, operator: Operator[Any], watcher: Watcher, ranks: Ranks | None = None
+    request: BenchOptions, operator: Operator, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
     """Measure every cell.  Returns the report's folder and the report.
 
@@ -186,7 +186,7 @@ def resolved(
 
 
 def compared(
-    request: BenchOptions, operator: Operator[Any], cell: Cell
+    request: BenchOptions, operator: Operator, cell: Cell
 ) -> list[tuple[Implementation, Precision]]:
     """Other libraries, then the others, each at its own precisions or at the wanted ones.
 
@@ -219,7 +219,7 @@ def compared(
 
 
 def sizes(
-    request: BenchOptions, operator: Operator[Any], implementation: Implementation
+    request: BenchOptions, operator: Operator, implementation: Implementation
 ) -> Sequence[int | None]:
     """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its
     own.
@@ -240,7 +240,7 @@ def sampling_seconds(left: float, cells_left: int) -> float:
 
 def measured(
     request: BenchOptions,
-    operator: Operator[Any],
+    operator: Operator,
     cell: Cell,
     device: torch.device,
     comparer: Comparer,
@@ -277,11 +277,7 @@ def measured(
 
 
 def _entries(
-    request: BenchOptions,
-    operator: Operator[Any],
-    cell: Cell,
-    device: torch.device,
-    checked: int | None,
+    request: BenchOptions, operator: Operator, cell: Cell, device: torch.device, checked: int | None
 ) -> list[Entry]:
     """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
     instead; None: its own.

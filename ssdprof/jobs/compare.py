@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
-from ssdprof import operators
+from ssdprof import kernels, operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
 from ssdprof.core.base import MEMORIES, DType, Probe, grouped
@@ -34,6 +34,7 @@ from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import sequences
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
@@ -55,7 +56,6 @@ from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
-from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output, drafted
 from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
@@ -383,11 +383,11 @@ class Comparer:
             )
 
 
-def _poison(output: Output, inputs: Any) -> None:
+def _poison(output: Output, inputs: Inputs) -> None:
     """Fill an output with NaN, unless it lies in memory of the inputs: what a later run leaves
     there is its own.
     """
-    given = {tensor.untyped_storage().data_ptr() for tensor in tensors.tensors(inputs).values()}
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs.tensors.values()}
     for tensor in output:
         if tensor.untyped_storage().data_ptr() not in given:
             tensor.fill_(math.nan)
@@ -400,7 +400,7 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
     """
     own: dict[int, torch.Tensor] = {}
     for call in calls:
-        given = tensors.tensors(call.inputs)
+        given = call.inputs.tensors
         linear = [given[name] for name in call.inputs.LINEAR if name in given]
         own |= {
             tensor.data_ptr(): tensor
@@ -443,7 +443,7 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
 
 def _has_fp16(call: Call) -> bool:
     """Whether doubled numbers might overflow."""
-    given = (*tensors.tensors(call.inputs).values(), *call.implementation.copies(call.inputs))
+    given = (*call.inputs.tensors.values(), *call.implementation.copies(call.inputs))
     return torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in given))
 
 
@@ -628,7 +628,7 @@ def replaying(
 
 
 def entries_of(
-    inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], prober: Prober
+    inputs: Inputs, common: Mapping[str, Any], pairs: Sequence[Pair], prober: Prober
 ) -> list[Entry]:
     """An entry for each pair; those with one baseline are timed together.
 
@@ -666,13 +666,13 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]
         name="served",
         kind="served",
         version=by,
-        run=lambda *_: (out.clone(), final_states.clone()),
+        run=lambda *_: kernels.Output(out.clone(), final_states.clone()),
         plan=lambda *_: Plan(variant="served", launches=0, reason=by),
     )
     return one, Precision(state_dtype=final_states.dtype)
 
 
-def first_rank(inputs: Any, ranks: int) -> Any:
+def first_rank(inputs: Inputs, ranks: int) -> Inputs:
     """The first rank's share of an operator's inputs, in the layout of the rank's own
     projection.
     """
@@ -681,7 +681,7 @@ def first_rank(inputs: Any, ranks: int) -> Any:
     return token_major(operators.get(inputs.operator).first_rank(inputs, ranks))
 
 
-def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
+def cast_inputs(inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
     """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the
     layout of such a model.
 
@@ -700,7 +700,7 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
     return token_major(replace(inputs, **changed)), remark
 
 
-def forgetting(inputs: Any) -> tuple[int, ...]:
+def forgetting(inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
@@ -717,7 +717,7 @@ def forgetting(inputs: Any) -> tuple[int, ...]:
     return tuple(after - before for before, after in itertools.pairwise(within))
 
 
-def zeros(inputs: Any) -> list[str]:
+def zeros(inputs: Inputs) -> list[str]:
     """The activations that are 0 everywhere."""
     return [
         name

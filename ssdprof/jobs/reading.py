@@ -241,7 +241,7 @@ def _shape(known: InputGenerator[Any], name: str) -> Shape:
     return found
 
 
-def parse_ways(operator: Operator[Any], words: str) -> tuple[str, ...]:
+def parse_ways(operator: Operator, words: str) -> tuple[str, ...]:
     """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises
     BadInputError.
     """

@@ -32,13 +32,14 @@ from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.bench import drawn_of
 from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import Call, first_line
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell
-from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.operators.tuning import Config
 from ssdprof.progress import Watcher
@@ -54,7 +55,7 @@ DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 # the name of this configuration; another one is named by its difference from it
 COMMITTED = "committed"
 
-Run = Callable[[Any, Config], Output]
+Run = Callable[[Inputs, Config], Output]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,9 @@ class Problem:
     configuration on each.
     """
 
-    operator: Operator[Any]
+    operator: Operator
     calls: TunedCalls
-    inputs: tuple[Any, ...]
+    inputs: tuple[Inputs, ...]
     cases: tuple[Case, ...]
     precision: Precision
     committed: Config
@@ -75,9 +76,8 @@ class Problem:
     def __str__(self) -> str:
         return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
 
-    def run(self, inputs: Any, config: Config) -> Output:
-        output: Output = self.operator.tunable.run(inputs, self.precision, config)
-        return output
+    def run(self, inputs: Inputs, config: Config) -> Output:
+        return self.operator.tunable.run(inputs, self.precision, config)
 
 
 def difference(config: Config, committed: Config) -> str:
@@ -94,11 +94,11 @@ def difference(config: Config, committed: Config) -> str:
 
 # what a case says of inputs of these sizes, and what creates them
 Place = Callable[[Dims], LayerCall | Drawn]
-Source = tuple[Place, Callable[[], Any]]
+Source = tuple[Place, Callable[[], Inputs]]
 Sources = Sequence[Sequence[Source]]
 
 
-def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> Sources:
+def drawn(operator: Operator, cells: Sequence[Cell], device: torch.device) -> Sources:
     """Random inputs of any shape, as in `ssdprof bench`."""
     return [
         [
@@ -110,7 +110,7 @@ def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) 
 
 
 def captured(
-    operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device
+    operator: Operator, where: str, seqlens: Sequence[int] | None, device: torch.device
 ) -> Sources:
     """The operator's middle layer in a folder of captures, or in a run with stored captures, at
     each length.
@@ -152,10 +152,10 @@ def captured(
 
 
 def problems(
-    operator: Operator[Any], sources: Sequence[Source], intermediates: Intermediates
+    operator: Operator, sources: Sequence[Source], intermediates: Intermediates
 ) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
-    waiting: dict[str, list[tuple[Place, Any]]] = {}
+    waiting: dict[str, list[tuple[Place, Inputs]]] = {}
     for place, create in sources:
         inputs = create()
         kernel = operator.tunable.kernel(inputs)
@@ -169,8 +169,8 @@ def problems(
 
 
 def _problem(
-    operator: Operator[Any],
-    loaded: Sequence[tuple[Place, Any]],
+    operator: Operator,
+    loaded: Sequence[tuple[Place, Inputs]],
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
@@ -217,7 +217,7 @@ def gpu_to_tune() -> torch.device:
 
 
 def tune(
-    operator: Operator[Any],
+    operator: Operator,
     sources: Sources,
     intermediates: Sequence[Intermediates],
     device: torch.device,
@@ -270,7 +270,7 @@ def tune(
 
 
 def planned(
-    operator: Operator[Any], sources: Sources, intermediates: Sequence[Intermediates]
+    operator: Operator, sources: Sources, intermediates: Sequence[Intermediates]
 ) -> PlannedSearches:
     """The first candidates of the searches that `tune` would run.  Later candidates start from the
     best one.
@@ -373,7 +373,7 @@ def search(
                     keep(entry_of(config, place, longest).case.changed(**fields))
         return right
 
-    def compared(configs: Sequence[Config], inputs: Any) -> list[Case]:
+    def compared(configs: Sequence[Config], inputs: Inputs) -> list[Case]:
         """Each configuration's case on these inputs, verified and not timed."""
         entries = [entry_of(config, problem.cases[-1], inputs) for config in configs]
         return list(replace(comparer, timer=None).compare(entries, str(problem)))
@@ -405,7 +405,7 @@ def search(
             case = case.changed(samples=(*known.samples, *case.samples))
         every[case.name] = case
 
-    def entry_of(config: Config, place: Case, inputs: Any) -> Entry:
+    def entry_of(config: Config, place: Case, inputs: Inputs) -> Entry:
         """place: the case of the committed configuration there."""
         change, kernel = difference(config, committed), str(problem.calls["kernel"])
         settings = ", ".join(f"{name} {value}" for name, value in tuning.settings(config).items())

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.gdn.recurrent import gdn_recurrent as gdn_recurrent
     from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
     from ssdprof.kernels.gdn.unfused.pipeline import gdn_unfused as gdn_unfused
+    from ssdprof.kernels.inputs import Output as Output
     from ssdprof.kernels.kda.inputs import KDAInputs as KDAInputs
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
 
 _HOME = {
-    "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Precision": "precision",
-    "SSDInputs": "ssd.inputs", "SSDOutput": "ssd.inputs", "UnsupportedError": "registry",
+    "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Output": "inputs",
+    "Precision": "precision", "SSDInputs": "ssd.inputs", "SSDOutput": "ssd.inputs",
+    "UnsupportedError": "registry",
     "gdn_fused": "gdn.fused", "gdn_recurrent": "gdn.recurrent", "gdn_reference": "gdn.reference",
     "gdn_unfused": "gdn.unfused.pipeline", "KDAInputs": "kda.inputs", "ssd_fused": "ssd.fused",
     "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",

@@ -29,6 +29,7 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
@@ -53,7 +54,7 @@ def library_kernel(
     """A library's kernel.  unsupported: why it does not take inputs; "" if it does."""
     told = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
 
-    def checked(then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision) -> Any:
+    def checked(then: Callable[[Any, Precision], Any], inputs: Inputs, precision: Precision) -> Any:
         if reason := unsupported(inputs, precision):
             raise UnsupportedError(f"{name}: {reason}")
         return then(inputs, precision)

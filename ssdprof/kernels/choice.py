@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.inputs import Output, PreparedLaunch
+from ssdprof.kernels.inputs import Inputs, Output, PreparedLaunch
 from ssdprof.kernels.launch import kept
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan, when_overridden
 from ssdprof.kernels.tensors import contiguous_copy, contiguous_view, is_scattered, overlaps
+
+I = TypeVar("I", bound=Inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class FusedCall:
     state_v_first: of GDN: V precedes K in the memory of final states
     """
 
-    inputs: Any
+    inputs: Any  # the operator's own `Inputs`
     precision: Precision
     batch_invariant: bool = False
     state_v_first: bool = False
@@ -105,7 +107,7 @@ class Fused:
 
     def run(
         self,
-        inputs: Any,
+        inputs: Inputs,
         precision: Precision = Precision(),  # noqa: B008
         *,
         batch_invariant: bool = False,
@@ -130,7 +132,7 @@ class Fused:
 
     def prepare(
         self,
-        inputs: Any,
+        inputs: Inputs,
         precision: Precision,
         batch_invariant: bool = False,
         state_v_first: bool = False,
@@ -151,7 +153,7 @@ class Fused:
 
     def plan(
         self,
-        inputs: Any,
+        inputs: Inputs,
         precision: Precision = Precision(),  # noqa: B008
         *,
         batch_invariant: bool = False,
@@ -175,5 +177,5 @@ class Fused:
         )
 
 
-def _replaced(inputs: Any, names: Sequence[str], by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _replaced(inputs: I, names: Sequence[str], by: Callable[[torch.Tensor], torch.Tensor]) -> I:
     return inputs.unchecked(**vars(inputs) | {name: by(getattr(inputs, name)) for name in names})

@@ -5,7 +5,7 @@ call.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -39,12 +39,11 @@ PreparedLaunch = Callable[[Any], Output]
 
 
 class Inputs:
-    """The base of an operator's inputs, a frozen dataclass.
+    """The base of an operator's inputs, a frozen dataclass of tensors and scalars.
 
     operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
     LINEAR: tensors that, multiplied together by a number, multiply the output by it: values, of the
         output's shape, then initial states, if there are any
-    states_shape: the shape of initial states
     state_every: positions; 1: after each one.  The states after so many of every sequence, and at
         its end, are wanted; 0: only those at the end.  Above 1 sequences are not packed.  An
         implementation that does not keep them (`Implementation.keeps`) refuses; a report calls it
@@ -55,11 +54,11 @@ class Inputs:
         it copies of the rows, in its time
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     operator: ClassVar[str]
     FIRST: ClassVar[str]
     LINEAR: ClassVar[tuple[str, ...]]
     cu_seqlens: torch.Tensor | None
-    states_shape: Any
     state_every: int = 0
     state_indices: torch.Tensor | None = None
 
@@ -101,7 +100,7 @@ class Inputs:
     def after(self, states: torch.Tensor | None) -> Self:
         """The inputs with these initial states, one for each sequence."""
         rows = {} if self.state_indices is None else {"state_indices": None}
-        return replace(self, **{self.LINEAR[1]: states}, **rows)  # type: ignore[type-var]
+        return replace(self, **{self.LINEAR[1]: states}, **rows)
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """same_dtype: as FIRST"""
@@ -143,12 +142,35 @@ class Inputs:
             raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
 
     def _check_devices(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor) and value.device != self._first.device:
-                raise ValueError(
-                    f"{field.name} is on {value.device}, {self.FIRST} on {self._first.device}"
-                )
+        for name, tensor in self.tensors.items():
+            if tensor.device != (first := self._first.device):
+                raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {first}")
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """Without those that are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are given, by argument name."""
+        given = self._arguments.items()
+        return {name: value for name, value in given if isinstance(value, torch.Tensor)}
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The arguments that are not tensors, without those that are None."""
+        given = self._arguments.items()
+        return {name: value for name, value in given if not isinstance(value, torch.Tensor)}
+
+    @property
+    def form(self) -> Hashable:
+        """All properties of the inputs except the values of their tensors."""
+        of_tensors = (
+            (name, one.shape, one.stride(), one.dtype) for name, one in self.tensors.items()
+        )
+        return (type(self), *of_tensors, *self.scalars.items())
 
     @property
     def device(self) -> torch.device:
@@ -170,8 +192,20 @@ class Inputs:
         sequence.
         """
         if not self.state_every:
-            return tuple(self.states_shape)
+            return self.states_shape
         return (self._first.shape[0] * -(-self.length // self.state_every), *self.states_shape[1:])
+
+    @property
+    def states_shape(self) -> tuple[int, ...]:
+        """The shape of initial states."""
+        raise NotImplementedError
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for inputs that differ only in the values of their tensors, and in addresses by a
+        multiple of 16 bytes.
+        """
+        raise NotImplementedError
 
     @property
     def power_of_two_chunk(self) -> int:

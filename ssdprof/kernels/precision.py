@@ -40,7 +40,10 @@ class Precision:
     def named(cls, name: str) -> Precision:
         """The precision that a report names "relaxed, bf16 states"."""
         intermediates, states = name.removesuffix(" states").split(", ")
-        return cls(intermediates=intermediates, state_dtype=_STATE_DTYPES[states])  # type: ignore[arg-type]
+        return cls(
+            intermediates=intermediates,  # type: ignore[arg-type]
+            state_dtype=_STATE_DTYPES[states],
+        )
 
     def __str__(self) -> str:
         """ "relaxed, bf16 states": its name in reports."""

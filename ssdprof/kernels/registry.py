@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
 
 if TYPE_CHECKING:
+    from ssdprof.kernels.inputs import Inputs, Output
     from ssdprof.kernels.precision import Precision
 
 
@@ -53,7 +54,7 @@ class Implementation:
 
     operator: str
     name: str
-    run: Callable[[Any, Precision], Any]
+    run: Callable[[Any, Precision], Output]
     plan: Callable[[Any, Precision], Plan]
     kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: str = ""
@@ -77,8 +78,11 @@ class Implementation:
 
 
 def _checked(
-    one: Implementation, run: Callable[[Any, Precision], Any], inputs: Any, precision: Precision
-) -> Any:
+    one: Implementation,
+    run: Callable[[Any, Precision], Output],
+    inputs: Inputs,
+    precision: Precision,
+) -> Output:
     if getattr(inputs, "state_every", 0) and not one.keeps(inputs):
         raise UnsupportedError(
             f"{one.name}: it does not keep the state every {inputs.state_every} positions"
@@ -93,7 +97,7 @@ def _checked(
 def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implementation:
     """A library that cannot be imported here."""
 
-    def refuse(_inputs: Any, _precision: Precision) -> Any:
+    def refuse(_inputs: Inputs, _precision: Precision) -> NoReturn:
         raise UnsupportedError(absent)
 
     return Implementation(

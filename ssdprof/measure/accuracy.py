@@ -30,6 +30,7 @@ import torch
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
@@ -71,7 +72,7 @@ class Candidate:
 
 
 def compare(
-    inputs: Any,
+    inputs: Inputs,
     candidates: Mapping[K, Candidate],
     *,
     on_progress: Callable[[int], None] = lambda _: None,
@@ -150,7 +151,7 @@ def compare(
     return comparisons
 
 
-def assert_passes(output: Output, inputs: Any, precision: Precision) -> None:
+def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
     """For tests of kernels: AssertionError with the reason unless the output passes."""
     found = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
     if why := "; ".join(one.reason for one in found if one.reason):
@@ -303,7 +304,7 @@ def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return fits.flatten(1).all(1)
 
 
-def check_output(output: Output, inputs: Any) -> None:
+def check_output(output: Output, inputs: Inputs) -> None:
     """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for
     these inputs.
     """
@@ -322,7 +323,7 @@ def check_output(output: Output, inputs: Any) -> None:
             )
 
 
-def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> int:
+def block_length(oracle: OracleSpec[Any], inputs: Inputs, device: torch.device) -> int:
     """Positions per block: whole chunks, at most `_LONGEST_BLOCK`, within the working memory."""
     chunk = oracle.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
@@ -330,7 +331,7 @@ def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> 
     return length
 
 
-def _drawn_together(operator: Operator[Any], inputs: Any, block: int, count: int) -> int:
+def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) -> int:
     """The number of draws that are evaluated at once, a divisor of `count`: on a GPU as many as fit
     into the memory of a block, since small operations take the time of their launches.  A rounded
     form takes a third of it at most.
@@ -514,7 +515,7 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 # --- outputs
 
 
-def oracle_output(inputs: Any) -> Output:
+def oracle_output(inputs: Inputs) -> Output:
     """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed
     in blocks.
     """

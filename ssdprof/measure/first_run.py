@@ -26,6 +26,7 @@ from ssdprof.core.base import Fault, Status
 from ssdprof.core.case import FirstCall, Launch
 from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
@@ -51,7 +52,7 @@ class Call:
     """
 
     implementation: Implementation
-    inputs: Any
+    inputs: Inputs
     precision: Precision
     label: str
     precheck: Callable[[], tuple[Status, str]] = lambda: ("ran", "")

@@ -36,11 +36,12 @@ from ssdprof.core.base import Status
 from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.measure.first_run import Call, type_and_message
-from ssdprof.operators import implementations, tensors
+from ssdprof.operators import implementations
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
@@ -103,10 +104,10 @@ class GuardedInputs:
     inputs: the copy.  Tensors that share memory share it in the copy.
     """
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self._blocks: list[tuple[_Block, tuple[int, ...]]] = []  # with its bytes
         copies: dict[str, torch.Tensor] = {}
-        for block, of_block in _copied(tensors.tensors(inputs)):
+        for block, of_block in _copied(inputs.tensors):
             self._blocks.append((block, block.bits()))
             copies |= of_block
         self.inputs = replace(inputs, **copies)
@@ -114,7 +115,7 @@ class GuardedInputs:
 
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
-        now = tensors.tensors(self.inputs)
+        now = self.inputs.tensors
         changed = [
             name for name, before in self._elements.items() if fingerprint(now[name]) != before
         ]
@@ -238,20 +239,20 @@ class IsolatedFirstCall:
         self._limit_s = limit_s
         self._verdicts: dict[Hashable, Verdict] = {}
 
-    def verdict(self, implementation: Implementation, inputs: Any, precision: Precision) -> Verdict:
+    def verdict(
+        self, implementation: Implementation, inputs: Inputs, precision: Precision
+    ) -> Verdict:
         """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
-        return self._verdicts[implementation.version, precision, tensors.form(inputs)]
+        return self._verdicts[implementation.version, precision, inputs.form]
 
     def prepare(
-        self, implementation: Implementation, several: Sequence[Any], precision: Precision
+        self, implementation: Implementation, several: Sequence[Inputs], precision: Precision
     ) -> None:
         """Make the first calls on inputs of several forms in one process, or in more if a call ends
         it.
         """
-        keys = {
-            (implementation.version, precision, tensors.form(inputs)): inputs for inputs in several
-        }
+        keys = {(implementation.version, precision, inputs.form): inputs for inputs in several}
         waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
         while waiting:
             if ":" in implementation.version:
@@ -273,7 +274,7 @@ class IsolatedFirstCall:
 
 
 def _tried(
-    implementation: Implementation, several: Sequence[Any], precision: Precision, limit_s: float
+    implementation: Implementation, several: Sequence[Inputs], precision: Precision, limit_s: float
 ) -> list[Verdict]:
     """The verdicts of the first calls, up to the one that ended the process; at least one."""
     inputs = several[0]
@@ -284,7 +285,7 @@ def _tried(
             "name": implementation.name,
             "source": implementation.version,
             "precision": str(precision),
-            "arguments": [tensors.tensors(one) | tensors.scalars(one) for one in several],
+            "arguments": [one.tensors | one.scalars for one in several],
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
@@ -369,7 +370,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def judged(implementation: Implementation, inputs: Any, precision: Precision) -> Verdict:
+def judged(implementation: Implementation, inputs: Inputs, precision: Precision) -> Verdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(

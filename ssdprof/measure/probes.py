@@ -23,12 +23,12 @@ from ssdprof import operators
 from ssdprof.core.base import REPEATS, Holds, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
-from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span, unit_roundoff
 
@@ -81,7 +81,7 @@ class Prober:
     def probe(
         self,
         implementation: Implementation,
-        inputs: Any,
+        inputs: Inputs,
         precision: Precision,
         interpreted: bool = False,
     ) -> tuple[Probe, ...]:
@@ -97,10 +97,7 @@ class Prober:
             return ()
         self.probed(implementation, inputs)
         every, given = self._thorough or implementation.kind != "bundled", inputs
-        if (
-            every
-            or sum(tensor.nbytes for tensor in tensors.tensors(inputs).values()) > MOST_WHOLE_BYTES
-        ):
+        if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
             longest = LONGEST[inputs.device.type]
             spans = [
                 replace(one, stop=min(one.stop, one.start + longest))
@@ -120,12 +117,12 @@ class Prober:
             self._isolated.prepare(implementation, list(laws.forms()), precision)
         return tuple(laws.tested(name) for name in laws.tests if every or name in OF_THE_SAME_FORM)
 
-    def probed(self, implementation: Implementation, inputs: Any) -> None:
+    def probed(self, implementation: Implementation, inputs: Inputs) -> None:
         """Take this call as probed."""
         self._done.add(self._key(implementation, inputs))
         self._latest[implementation.name] = weakref.ref(inputs)
 
-    def _key(self, implementation: Implementation, inputs: Any) -> Hashable:
+    def _key(self, implementation: Implementation, inputs: Inputs) -> Hashable:
         dims = operators.get(inputs.operator).judged.dims(inputs)
         kind = (
             dims.operator,
@@ -145,7 +142,7 @@ class _Laws:
     """
 
     implementation: Implementation
-    inputs: Any
+    inputs: Inputs
     precision: Precision
     isolated: IsolatedFirstCall
 
@@ -196,7 +193,7 @@ class _Laws:
 
     # --- calls
 
-    def _run(self, inputs: Any) -> Output:
+    def _run(self, inputs: Inputs) -> Output:
         """Raises _NotApplicable with the reason if there is no output."""
         one = self.implementation
         call = Call(implementation=one, inputs=inputs, precision=self.precision, label=one.name)
@@ -214,7 +211,7 @@ class _Laws:
     def _base(self) -> Output:
         return self._run(self.inputs)
 
-    def _judged(self, inputs: Any, output: Output) -> str:
+    def _judged(self, inputs: Inputs, output: Output) -> str:
         """The reason why the output does not pass; empty if it does."""
         cuts, (out, _) = self.implementation.cuts_operands, output
         candidate = Candidate(output=output, precision=self.precision, cuts=cuts)
@@ -321,14 +318,10 @@ class _Laws:
         return ""
 
     def _unchanged(self) -> str:
-        before = {
-            name: fingerprint(tensor) for name, tensor in tensors.tensors(self.inputs).items()
-        }
+        before = {name: fingerprint(tensor) for name, tensor in self.inputs.tensors.items()}
         self._run(self.inputs)
         changed = [
-            name
-            for name, now in tensors.tensors(self.inputs).items()
-            if fingerprint(now) != before[name]
+            name for name, now in self.inputs.tensors.items() if fingerprint(now) != before[name]
         ]
         return f"it changes its inputs: {', '.join(changed)}" if changed else ""
 
@@ -383,9 +376,7 @@ class _Laws:
 
     def _doubling(self) -> str:
         linear = {
-            name: one
-            for name, one in tensors.tensors(self.inputs).items()
-            if name in self.inputs.LINEAR
+            name: one for name, one in self.inputs.tensors.items() if name in self.inputs.LINEAR
         }
         inputs = replace(self.inputs, **{name: one * 2 for name, one in linear.items()})
         words = _different([one * 2 for one in self._base], doubled := self._run(inputs))
@@ -468,23 +459,24 @@ class _Laws:
 # --- inputs of any operator
 
 
-def _packed(inputs: Any) -> bool:
+def _packed(inputs: Inputs) -> bool:
     return getattr(inputs, "cu_seqlens", None) is not None
 
 
-def _spans(inputs: Any) -> list[Span]:
+def _spans(inputs: Inputs) -> list[Span]:
     """The positions of every sequence."""
     batch, length = inputs.values.shape[:2]
     rows = [(row, 0, length) for row in range(batch)]
-    if _packed(inputs):
-        rows = [(0, start, stop) for start, stop in pairwise(inputs.cu_seqlens.tolist())]
+    bounds = getattr(inputs, "cu_seqlens", None)
+    if bounds is not None:
+        rows = [(0, start, stop) for start, stop in pairwise(bounds.tolist())]
     return [
         Span(sequence=i, batch=row, start=start, stop=stop)
         for i, (row, start, stop) in enumerate(rows)
     ]
 
 
-def _rows(inputs: Any, span: Span) -> slice:
+def _rows(inputs: Inputs, span: Span) -> slice:
     """The rows of a sequence in the final states."""
     every, length = inputs.state_every, inputs.values.shape[1]
     if not every:
@@ -493,11 +485,11 @@ def _rows(inputs: Any, span: Span) -> slice:
     return slice(first + span.start // every, first - -span.stop // every)
 
 
-def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
+def _joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
     """These spans with the initial states of their sequences: as a pack, or as rows, which have
     equal lengths.
     """
-    binding, given = operators.get(inputs.operator).binding, tensors.tensors(inputs)
+    binding, given = operators.get(inputs.operator).binding, inputs.tensors
     joined: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[one.batch, one.start : one.stop] for one in spans]
@@ -512,7 +504,7 @@ def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
     return replace(inputs, **joined)
 
 
-def _louder(inputs: Any, spans: Sequence[Span], factor: float) -> Any:
+def _louder(inputs: Inputs, spans: Sequence[Span], factor: float) -> Inputs:
     """With inputs reversed in time and values times a factor in these spans."""
     binding = operators.get(inputs.operator).binding
     changed = {name: tensor.clone() for name, tensor in binding.positional(inputs).items()}

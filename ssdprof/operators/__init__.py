@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ssdprof.errors import BadInputError
 from ssdprof.operators import gdn, kda, ssd
 from ssdprof.operators.operator import Operator
 
-_OPERATORS: dict[str, Operator[Any]] = {
+_OPERATORS: dict[str, Operator] = {
     one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)
 }
 
 
-def register(operator: Operator[Any]) -> Operator[Any]:
+def register(operator: Operator) -> Operator:
     """Add an operator from outside the package.  ValueError if the name is taken."""
     if operator.name in _OPERATORS:
         raise ValueError(f"an operator {operator.name!r} is registered already")
@@ -26,7 +24,7 @@ def names() -> tuple[str, ...]:
     return tuple(_OPERATORS)
 
 
-def get(name: str) -> Operator[Any]:
+def get(name: str) -> Operator:
     """BadInputError for an unknown name."""
     if name not in _OPERATORS:
         raise BadInputError(
@@ -35,6 +33,6 @@ def get(name: str) -> Operator[Any]:
     return _OPERATORS[name]
 
 
-def records() -> tuple[Operator[Any], ...]:
+def records() -> tuple[Operator, ...]:
     """All operators."""
     return tuple(_OPERATORS.values())

@@ -253,7 +253,9 @@ def rounded_chunks(
     return in_positions(out, inputs, span)
 
 
-def operands(inputs: Any, low: rounding.Rounded, span: rounding.Span) -> tuple[torch.Tensor, ...]:
+def operands(
+    inputs: kernels.GDNInputs, low: rounding.Rounded, span: rounding.Span
+) -> tuple[torch.Tensor, ...]:
     """In chunks (c, h, CHUNK, ...): q and k of value heads as operands, normalised if the call asks
     for it; v and beta (..., 1) in fp32.
     """
@@ -276,7 +278,7 @@ def operands(inputs: Any, low: rounding.Rounded, span: rounding.Span) -> tuple[t
     return q, k, chunked(v), chunked(beta)[..., None]
 
 
-def in_positions(out: torch.Tensor, inputs: Any, span: rounding.Span) -> torch.Tensor:
+def in_positions(out: torch.Tensor, inputs: kernels.GDNInputs, span: rounding.Span) -> torch.Tensor:
     """(c, h, CHUNK, V), before the scale, -> the output of the span."""
     out = out * inputs.scale_or_default
     return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
@@ -620,7 +622,7 @@ def refusal(sizes: Mapping[str, int], ranks: int) -> str:
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
 
 
-OPERATOR: Operator[Any] = Operator(
+OPERATOR: Operator = Operator(
     name="gdn",
     title="GDN",
     layers="Gated-DeltaNet",

@@ -11,12 +11,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal
+
+from typing_extensions import TypeVar
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.late import torch
 from ssdprof.operators.tensors import dtype_name, dtype_named
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.inputs import Inputs
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
@@ -28,7 +33,7 @@ POOL = {
 }
 # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
 STEPS = (1e-3, 1e-1)
-I = TypeVar("I")
+I = TypeVar("I", bound="Inputs", default=Any)
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views", "transposed"]
 

@@ -20,7 +20,7 @@ from functools import reduce
 from importlib import import_module, metadata
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import DType
@@ -29,8 +29,11 @@ from ssdprof.kernels import registry
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Library
 from ssdprof.operators.late import torch
-from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import exact_fp32
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.inputs import Inputs
 
 GROUP = "ssdprof.implementations"
 Kind = Literal["bundled", "library", "own"]
@@ -90,7 +93,7 @@ def _two_checkouts(name: str) -> BadInputError:
     )
 
 
-def known(operator: Operator[Any]) -> tuple[str, ...]:
+def known(operator: Operator) -> tuple[str, ...]:
     """Every name that can be resolved for the operator, except module:function."""
     return tuple(
         dict.fromkeys(
@@ -99,7 +102,7 @@ def known(operator: Operator[Any]) -> tuple[str, ...]:
     )
 
 
-def knows(operator: Operator[Any], word: str) -> bool:
+def knows(operator: Operator, word: str) -> bool:
     """Whether `resolve` knows the name, available or not.  Any MODULE:FUNCTION is known."""
     return ":" in word or word.partition("=")[0] in known(operator)
 
@@ -122,7 +125,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
         )
 
 
-def kind_of(operator: Operator[Any], word: str) -> Kind:
+def kind_of(operator: Operator, word: str) -> Kind:
     """The kind of implementation of a known name, without importing anything."""
     name = word.partition("=")[0]
     if name in operator.generated.libraries:
@@ -130,7 +133,7 @@ def kind_of(operator: Operator[Any], word: str) -> Kind:
     return "bundled" if name in kernels.names(operator.name) else "own"
 
 
-def resolve(operator: Operator[Any], word: str) -> Implementation:
+def resolve(operator: Operator, word: str) -> Implementation:
     """Resolve `word` among the implementations of the operator.  Bundled ones and libraries come
     first.
 
@@ -187,7 +190,7 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
         return registry.unavailable(operator, name, absent=why, hint=source.hint)
 
 
-def _own(operator: Operator[Any], name: str, reference: str) -> Implementation:
+def _own(operator: Operator, name: str, reference: str) -> Implementation:
     try:
         function = load(reference)
     except BadInputError as error:
@@ -278,7 +281,7 @@ def source_files(several: Iterable[Implementation]) -> list[Path]:
 
 
 def own_implementation(
-    operator: Operator[Any], name: str, function: Callable[..., Any]
+    operator: Operator, name: str, function: Callable[..., Any]
 ) -> Implementation:
     """The function as an implementation of the operator, at every precision if it has a parameter
     of that name.
@@ -295,7 +298,7 @@ def own_implementation(
         )
     has_precision = "precision" in _parameters(function)
 
-    def run(inputs: Any, precision: kernels.Precision) -> Output:
+    def run(inputs: Inputs, precision: kernels.Precision) -> kernels.Output:
         index = inputs.device.index  # Triton launches on the current GPU; -1 is none
         try:
             with torch.cuda.device(-1 if index is None else index):
@@ -318,7 +321,7 @@ def own_implementation(
         for what, tensor in zip(("out", "final_states"), output, strict=True):
             if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
                 raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
-        return output[0], output[1]
+        return kernels.Output(*output)
 
     return registry.Implementation(
         operator=operator.name,

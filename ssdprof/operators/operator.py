@@ -19,22 +19,24 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+
+from typing_extensions import TypeVar
 
 from ssdprof import kernels
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
-from ssdprof.operators import tensors
 from ssdprof.operators.generate import InputGenerator
 from ssdprof.operators.late import precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
+    from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.oracle import Block
     from ssdprof.operators.tuning import Tuning
 
-I = TypeVar("I")
+I = TypeVar("I", bound="Inputs", default=Any)
 Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
 
 
@@ -147,7 +149,7 @@ class CallBinding(Generic[I]):
 
     def positional(self, inputs: I) -> dict[str, torch.Tensor]:
         """The tensors (b, l, ...)."""
-        given = tensors.tensors(inputs)
+        given = inputs.tensors
         return {name: given[name] for name in (*self.views, *self.per_position) if name in given}
 
     def activations(self, inputs: I) -> dict[str, torch.Tensor]:
@@ -187,20 +189,20 @@ class OracleSpec(Generic[I]):
     words: Callable[[dict[str, int]], str]
     flops: Callable[[Mapping[str, int], int], int]
 
-    def forms(self, inputs: Any) -> Output:
+    def forms(self, inputs: Inputs) -> Output:
         """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 
-    def rounded(self, inputs: Any, precision: kernels.Precision) -> rounding.Rounded:
+    def rounded(self, inputs: Inputs, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""
         return rounding.Rounded(inputs, precision, self.chunks)
 
     def dims(self, inputs: I) -> Dims:
         """The sizes of a call."""
-        first, sizes = next(iter(tensors.tensors(inputs).values())), self.sizes(inputs)
+        first, sizes = next(iter(inputs.tensors.values())), self.sizes(inputs)
         return Dims(
-            operator=inputs.operator,  # type: ignore[attr-defined]
+            operator=inputs.operator,
             batch=first.shape[0],
             seqlen=first.shape[1],
             chunk_size=getattr(inputs, "chunk_size", None),
@@ -209,11 +211,11 @@ class OracleSpec(Generic[I]):
             words=self.words(sizes),
         )
 
-    def cost(self, inputs: Any) -> tuple[Dims, dict[str, int]]:
+    def cost(self, inputs: I) -> tuple[Dims, dict[str, int]]:
         """The sizes of a call, and its least work: every input read once, out and the fp32 final
         states written once, and `flops`.
         """
-        given = tensors.tensors(inputs)
+        given = inputs.tensors
         if "state_indices" in given:  # of a pool, a slot for each sequence is read
             given[inputs.LINEAR[1]] = given[inputs.LINEAR[1]][: inputs.sequences]
         read = sum(tensor.nbytes for tensor in given.values())
@@ -270,7 +272,7 @@ class Operator(Generic[I]):
             )
         return self.load_tuning()
 
-    def first_rank(self, inputs: Any, ranks: int) -> Any:
+    def first_rank(self, inputs: I, ranks: int) -> I:
         """What the first of several tensor-parallel ranks computes, as views: the first heads with
         their groups.
 
@@ -289,13 +291,13 @@ class Operator(Generic[I]):
             **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()},
         )
 
-    def repeated(self, inputs: Any, span: rounding.Span, count: int) -> tuple[Any, rounding.Span]:
+    def repeated(self, inputs: I, span: rounding.Span, count: int) -> tuple[I, rounding.Span]:
         """The inputs of a span with each head `count` times, all heads and then all again; and
         where the span is in them.  The given ones for 1.
         """
         if count == 1:
             return inputs, span
-        given = tensors.tensors(inputs)
+        given = inputs.tensors
         for name, one in self.binding.positional(inputs).items():
             given[name] = one[span.batch : span.batch + 1, span.start : span.stop]
         if inputs.initial is not None:
@@ -316,14 +318,14 @@ def from_call(kind: type[I], **given: Any) -> I:
     """The inputs from a call's arguments.  Those of a mixer's forward that are no fields have no
     effect on the operator, and are dropped.
     """
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    names = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in given.items() if name in names})
 
 
 # --- states that are kept on the way
 
 
-def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
+def pieces(inputs: I, given: Mapping[str, torch.Tensor]) -> list[I]:
     """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
     states of the whole.
 
@@ -342,7 +344,7 @@ def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def in_pieces(
-    one: registry.Implementation, several: Sequence[Any], precision: kernels.Precision
+    one: registry.Implementation, several: Sequence[Inputs], precision: kernels.Precision
 ) -> Output:
     """The calls, each with the states that the one before left, and their outputs joined; the first
     with copies of the initial states unless it reads a pool.
@@ -358,7 +360,7 @@ def in_pieces(
     return torch.cat(outs, 1), torch.stack(states, 1).flatten(0, 1)
 
 
-def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
+def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
     """The last `count` positions of every sequence of a batch, after the states of those before,
     with the state after each.
     """
@@ -372,7 +374,7 @@ def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
 # --- our kernels in a model
 
 
-def computed(inputs: Any, chunked: Callable[..., Output]) -> Output:
+def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
     """By the first of our kernels that supports the inputs, with exact intermediates and fp32
     states; without a GPU by the chunked form in fp32.  Raises BadInputError with the reason of each
     refusal.

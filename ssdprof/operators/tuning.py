@@ -7,16 +7,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import create_model
 
-from ssdprof import operators
+from ssdprof import kernels, operators
 from ssdprof.core.base import Intermediates, Record
 from ssdprof.core.tuned import TunedCalls, TunedConfig, Value
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, key_of_calls, use_overrides
+from ssdprof.operators.operator import I
 from ssdprof.operators.tensors import dtype_name, dtype_named
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.inputs import Inputs
 
 CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 CALL_CHUNK = 64
@@ -43,7 +47,7 @@ def varied(
         dict(zip(values, options, strict=True)) for options in product(*values.values())
     ]
 
-    def axis(config: Config, inputs: Any) -> Iterator[Config]:
+    def axis(config: Config, inputs: Inputs) -> Iterator[Config]:
         for fields in combinations:
             one = replace(config, **fields)
             if fits(one, inputs):
@@ -77,13 +81,13 @@ class Tuning:
     key: Callable[[Any, Precision, str], CallKey]
     committed: Callable[[Any, str], Config]
     axes: Callable[[Config], Sequence[Axis]]
-    run: Callable[[Any, Precision, Config], Any]
+    run: Callable[[Any, Precision, Config], kernels.Output]
     for_short: Callable[[Config, Any], Config]
     shares_find: Callable[[str], bool] = lambda _: False
     also_judged: Callable[[Config, Any], Sequence[Any]] = lambda _config, _inputs: ()
     check: Callable[[Config], None] = lambda _: None
 
-    def short(self, inputs: Any) -> Any:
+    def short(self, inputs: I) -> I:
         """The beginning of each sequence, on which a candidate is verified first, with the same
         compiled kernels: whole chunks if theirs are.
         """
@@ -94,7 +98,7 @@ class Tuning:
             inputs, **{name: None if one is None else one[:, :short] for name, one in given.items()}
         )
 
-    def calls(self, inputs: Any, intermediates: Intermediates, kernel: str) -> TunedCalls:
+    def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
         """The stored form of `key`, of any GPU."""
         key = dict(self.key(inputs, Precision(intermediates=intermediates), kernel))
         for name in ("gpu", "exact"):  # exact: in `intermediates`

@@ -35,6 +35,7 @@ from ssdprof.capture import store
 from ssdprof.core.stalls import Launched
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, counted_launches, recorded_launches
@@ -89,7 +90,7 @@ def refusal_of(error: Exception) -> dict[str, Any]:
     return {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
 
 
-def call_at(implementation: Implementation, inputs: Any, wanted: Precision) -> Call:
+def call_at(implementation: Implementation, inputs: Inputs, wanted: Precision) -> Call:
     """The call at the requested precision, or at the most similar one of an implementation that
     lacks it.
 

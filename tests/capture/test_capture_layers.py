@@ -25,7 +25,6 @@ from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.operators.tensors import tensors
 
 LENGTH = 90
 
@@ -39,7 +38,7 @@ def capture(
 
 def assert_close(one: Any, other: Any) -> None:
     assert type(one) is type(other)
-    ones, others = tensors(one), tensors(other)
+    ones, others = one.tensors, other.tensors
     assert ones.keys() == others.keys()
     for name, tensor in ones.items():
         assert tensor.dtype == others[name].dtype
@@ -64,7 +63,7 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
     )
     for one, other in zip(whole, joined, strict=True):
         assert_close(one.inputs, other.inputs)
-        assert not ({"initial_states", "initial_state"} & tensors(other.inputs).keys())
+        assert not ({"initial_states", "initial_state"} & other.inputs.tensors.keys())
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
@@ -81,15 +80,15 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
         model(ids, use_cache=False)
     # before any rounding by ssdprof
     first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]
-    given = tensors(passed[0])
-    assert tensors(first.inputs).keys() == given.keys()
-    for argument, tensor in tensors(first.inputs).items():
+    given = passed[0].tensors
+    assert first.inputs.tensors.keys() == given.keys()
+    for argument, tensor in first.inputs.tensors.items():
         assert tensor.dtype == given[argument].dtype
         assert torch.equal(tensor, given[argument])
         assert first.model_strides[argument] == given[argument].stride()
         assert tensor.stride(-1) == 1
     views = ("q", "k", "v") if isinstance(first.inputs, GDNInputs) else ("x", "B", "C")
-    pieces = [tensors(first.inputs)[argument] for argument in views]
+    pieces = [first.inputs.tensors[argument] for argument in views]
     conv_dim = sum(piece.shape[2] * piece.shape[3] for piece in pieces)
     assert {piece.stride(1) for piece in pieces} == {conv_dim}
     assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
@@ -100,7 +99,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
         assert first.model_strides["x"][1] == 1
         assert first.inputs.D is not None
         assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
-    assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())
+    assert not any(tensor.requires_grad for tensor in first.inputs.tensors.values())
 
 
 def test_only_wanted_layers_in_the_models_order() -> None:
@@ -118,7 +117,7 @@ def test_one_layer_at_a_time(segment_length: int) -> None:
     def on_layer(captured: CapturedLayer) -> None:
         gc.collect()
         assert [reference() for reference in alive] == [None] * len(alive)
-        alive.append(weakref.ref(tensors(captured.inputs)["dt"]))
+        alive.append(weakref.ref(captured.inputs.tensors["dt"]))
 
     capture("mamba2", segment_length=segment_length, on_layer=on_layer)
     assert len(alive) == 3
@@ -127,7 +126,7 @@ def test_one_layer_at_a_time(segment_length: int) -> None:
 def test_collecting_keeps_none_of_the_models_tensors() -> None:
     captured = capture("mamba2")[0][0]
     inputs = token_major(captured.inputs)
-    reference = weakref.ref(inputs.x)  # type: ignore[union-attr]
+    reference = weakref.ref(inputs.values)
     buffer = PromptBuffer(inputs, LENGTH, torch.device("cpu"))
     buffer.write(inputs, 0)
     del inputs
@@ -157,8 +156,8 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
     assert calls == 3 * 3
     for one, other in zip(together, on_disk, strict=True):
         assert all(
-            torch.equal(tensor, tensors(other.inputs)[name])
-            for name, tensor in tensors(one.inputs).items()
+            torch.equal(tensor, other.inputs.tensors[name])
+            for name, tensor in one.inputs.tensors.items()
         )
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
@@ -212,6 +211,7 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(
     assert buffer.write(first, 0) == length
     buffer.write(last, seqlen - length)
     found = buffer.inputs(torch.device("cpu"))
+    assert isinstance(found, SSDInputs)
     assert found.x.shape == (1, seqlen, heads, dim)
     assert seqlen * (heads * dim + 2 * 128) > 2**31
     assert found.C.stride(1) * (seqlen - 1) > 2**31
@@ -308,8 +308,8 @@ def test_segments_on_a_gpu(name: str) -> None:
     whole, _ = capture(name, model=model, segment_length=LENGTH)
     joined, _ = capture(name, model=model, segment_length=40)
     for one, other in zip(whole, joined, strict=True):
-        for argument, tensor in tensors(one.inputs).items():
-            other_tensor = tensors(other.inputs)[argument]
+        for argument, tensor in one.inputs.tensors.items():
+            other_tensor = other.inputs.tensors[argument]
             assert tensor.device == other_tensor.device == model.device
             error = (tensor.float() - other_tensor.float()).square().mean().sqrt()
             assert error < 0.05 * tensor.float().square().mean().sqrt()

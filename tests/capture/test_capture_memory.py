@@ -12,7 +12,6 @@ from ssdprof.capture.layers import capture_bytes_per_token
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.environment import machine
 from ssdprof.environment.machine import free_memory, host_memory
-from ssdprof.operators.tensors import tensors
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -20,7 +19,7 @@ def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
     model = tiny_models.shared(name).base_model
     found, _ = capture(name, tiny_models.prompt(50), model=model)
     sizes = [
-        sum(t.numel() * t.element_size() for t in tensors(one.inputs).values() if t.ndim > 2) // 50
+        sum(t.numel() * t.element_size() for t in one.inputs.tensors.values() if t.ndim > 2) // 50
         for one in found
     ]
     assert sizes == [capture_bytes_per_token(site) for site in find_mixers(model)]

@@ -27,7 +27,6 @@ from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, l
 from ssdprof.core.subject import Prompt, Serving, scalars_hash
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.operators.tensors import tensors
 
 LENGTH = 50
 
@@ -100,8 +99,8 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
         assert (again.layer, again.remark) == (layer.layer, layer.remark)
         assert again.model_strides == layer.model_strides
         assert type(again.inputs) is type(layer.inputs)
-        for argument, tensor in tensors(layer.inputs).items():
-            other = tensors(again.inputs)[argument]
+        for argument, tensor in layer.inputs.tensors.items():
+            other = again.inputs.tensors[argument]
             assert (other.dtype, other.stride()) == (tensor.dtype, tensor.stride())
             assert torch.equal(other, tensor)
         if isinstance(layer.inputs, SSDInputs):
@@ -112,7 +111,7 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
                 == ((0.001 if name == "nemotron_h" else 0), math.inf)
             )
             assert again.inputs.dt_softplus
-        assert again.inputs.chunk_size == layer.inputs.chunk_size
+        assert again.inputs.scalars == layer.inputs.scalars
     assert {file.name for file in out.folder.iterdir()} == {
         ".lock",
         MANIFEST,
@@ -171,7 +170,7 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
     if (child := os.fork()) == 0:
         monkeypatch.setattr(Path, "replace", dies(Path.replace))
         monkeypatch.setattr(Path, "unlink", dies(Path.unlink))
-        other = replace(mamba2[0], inputs=replace(mamba2[0].inputs, x=mamba2[0].inputs.x + 1))
+        other = replace(mamba2[0], inputs=replace(mamba2[0].inputs, x=mamba2[0].inputs.values + 1))
         with writer(tmp_path, overwrite=True) as out:
             out.add(other)
             out.add(mamba2[1])

@@ -275,7 +275,7 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
         PromptBuffer(bound.inputs, BATCH * TOKENS + 1, torch.device("cpu"))
     whole = token_major(bound.inputs)
     assert torch.equal(whole.cu_seqlens, bounds)
-    assert torch.equal(whole.v, bound.inputs.v)
+    assert torch.equal(whole.values, bound.inputs.values)
 
 
 @pytest.mark.parametrize(
@@ -292,5 +292,5 @@ def test_limits_of_dt_that_the_config_does_not_state_are_remarked(
     mixer.config = SimpleNamespace(time_step_limit=list(stated))
     args, kwargs = ssd_call()
     bound = bind("ssd", mixer, tuple(args), kwargs | {"dt_limit": passed})
-    assert bound.inputs.dt_limit == passed
+    assert bound.inputs.scalars["dt_limit"] == passed
     assert (remark in bound.remark) if remark else not bound.remark

@@ -30,7 +30,6 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.operators.tensors import tensors
 from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -91,8 +90,8 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     for sequence, slot in enumerate(slots):
         assert torch.equal(layers[-1].served[1][sequence], pool[slot].mT)
     given = torch.load(call(dump, 3) / "inputs.pt", weights_only=True)
-    assert torch.equal(layers[0].inputs.g[0].exp(), given["kwarg_g"].log().exp())
-    assert not layers[0].inputs.use_qk_l2norm
+    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), given["kwarg_g"].log().exp())
+    assert not layers[0].inputs.scalars["use_qk_l2norm"]
     # stored and read again, bit for bit
     answer = passing("capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert "Left out: 2 calls of a warm-up." in answer.err
@@ -101,8 +100,8 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     for layer, stored in zip(layers, manifest.layers, strict=True):
         again = read_layer(Path("captures"), stored)
         assert all(
-            torch.equal(one, tensors(again.inputs)[name])
-            for name, one in tensors(layer.inputs).items()
+            torch.equal(one, again.inputs.tensors[name])
+            for name, one in layer.inputs.tensors.items()
         )
         assert again.served
         assert layer.served
@@ -167,14 +166,15 @@ def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Pa
 
     edit(call(dump, 3), renamed)
     layer = next(open_recording(dump, "flashinfer").layers())
-    assert (layer.inputs.scale, layer.inputs.use_qk_l2norm) == (0.5, True)
+    given = layer.inputs.scalars
+    assert (given["scale"], given["use_qk_l2norm"]) == (0.5, True)
 
 
 @pytest.mark.parametrize("numbers", [(0.0, -math.inf), (1.0, 0.0)])
 def test_decays_become_logarithms(dump: Path, numbers: tuple[float, float]) -> None:
     repack(call(dump, 3) / "inputs.pt", lambda found: found["kwarg_g"].fill_(numbers[0]))
     layer = next(open_recording(dump, "flashinfer").layers())
-    assert set(layer.inputs.g.flatten().tolist()) == {numbers[1]}
+    assert set(layer.inputs.tensors["g"].flatten().tolist()) == {numbers[1]}
 
 
 def test_calls_of_other_functions_in_graphs_and_without_outputs_are_told(dump: Path) -> None:

@@ -16,7 +16,6 @@ from ssdprof.capture.layers import packed
 from ssdprof.core.subject import Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.operators.tensors import tensors
 
 LENGTH = 50
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
@@ -46,7 +45,7 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
         own = [chunk for chunk in chunks if chunk.layer == one.layer]
         assert [chunk.call.number for chunk in own if chunk.call] == [1, 2, 3, 4]
         assert {chunk.call.count for chunk in own if chunk.call} == {4}
-        assert [next(iter(tensors(chunk.inputs).values())).shape[1] for chunk in own] == [
+        assert [next(iter(chunk.inputs.tensors.values())).shape[1] for chunk in own] == [
             16,
             16,
             16,
@@ -90,11 +89,11 @@ def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
         assert "went through the model one by one" in one.remark
         binding = operators.get(one.inputs.operator).binding
         for argument in (*binding.views, *binding.per_position):
-            if argument in tensors(one.inputs):
+            if argument in one.inputs.tensors:
                 together = torch.cat(
-                    [tensors(layers[number].inputs)[argument] for layers in alone], 1
+                    [layers[number].inputs.tensors[argument] for layers in alone], 1
                 )
-                assert torch.equal(tensors(one.inputs)[argument], together)
+                assert torch.equal(one.inputs.tensors[argument], together)
         outs = torch.cat([oracle(layers[number].inputs)[0] for layers in alone], 1)
         assert_close(oracle(one.inputs)[0], outs)
 
@@ -140,10 +139,10 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
             captured.call,
             captured.remark,
         )
-        assert tensors(read.inputs).keys() == tensors(captured.inputs).keys()
-        for argument, tensor in tensors(captured.inputs).items():
-            assert torch.equal(tensors(read.inputs)[argument], tensor)
-            assert tensors(read.inputs)[argument].dtype == tensor.dtype
+        assert read.inputs.tensors.keys() == captured.inputs.tensors.keys()
+        for argument, tensor in captured.inputs.tensors.items():
+            assert torch.equal(read.inputs.tensors[argument], tensor)
+            assert read.inputs.tensors[argument].dtype == tensor.dtype
 
 
 @pytest.mark.parametrize("bounds", [[0, 30, 20, LENGTH], [0, 20, LENGTH + 1], [1, LENGTH]])

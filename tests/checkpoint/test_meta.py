@@ -27,7 +27,6 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.subject import LayerRef, Serving
 from ssdprof.errors import BadInputError
-from ssdprof.operators.tensors import tensors
 
 # --- mixers
 
@@ -82,7 +81,7 @@ def captured(
     found: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     def keep(layer: CapturedLayer) -> None:
-        found.append((f"{layer.layer.index} {layer.call}", tensors(layer.inputs)))
+        found.append((f"{layer.layer.index} {layer.call}", layer.inputs.tensors))
 
     capture_layers(
         model.base_model,

@@ -13,31 +13,32 @@ from ssdprof.capture.layers import token_major
 from ssdprof.core.base import states_of
 from ssdprof.core.pairs import compare
 from ssdprof.jobs.compare import cast_inputs
-from ssdprof.operators.tensors import tensors
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.store.reports import load
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def dtypes(inputs: object) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in tensors(inputs).items()}
+def dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in inputs.tensors.items()}
 
 
 def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None:
     inputs = SSDCase(dtype=BF16, gate=True, initial_states=True).inputs()
-    inputs = token_major(replace(inputs, dt=inputs.dt.to(BF16)))
+    inputs = token_major(replace(inputs, dt=inputs.tensors["dt"].to(BF16)))
     found, remark = cast_inputs(inputs, "fp16")
     before, after = dtypes(inputs), dtypes(found)
     assert {name for name in after if after[name] != before[name]} == {"x", "B", "C", "z", "dt"}
     assert {after[name] for name in ("x", "B", "C", "z", "dt")} == {FP16}
-    for name, tensor in tensors(found).items():
-        assert tensor.stride() == tensors(inputs)[name].stride(), name
-        assert torch.equal(tensor, tensors(inputs)[name].to(tensor.dtype)), name
+    for name, tensor in found.tensors.items():
+        assert tensor.stride() == inputs.tensors[name].stride(), name
+        assert torch.equal(tensor, inputs.tensors[name].to(tensor.dtype)), name
     assert remark == ""
     assert cast_inputs(inputs, None) == (inputs, "")
-    assert dtypes(cast_inputs(replace(inputs, dt=inputs.dt.float()), "fp16")[0])["dt"] == FP32, (
-        "the model's own"
-    )
+    assert (
+        dtypes(cast_inputs(replace(inputs, dt=inputs.tensors["dt"].float()), "fp16")[0])["dt"]
+        == FP32
+    ), "the model's own"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -57,7 +58,7 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     assert (
         remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
     )
-    assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
+    assert found.values[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
 FAST = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")

@@ -29,7 +29,6 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import timing
 from ssdprof.measure.accuracy import fingerprint
-from ssdprof.operators import tensors
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.store import reports
 
@@ -89,13 +88,13 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
     cheat: Any, timer: FakeTimer, why: str
 ) -> None:
     (entry,) = entries("cheat", 1.0)
-    before = fingerprint(*tensors.tensors(entry.call.inputs).values())
+    before = fingerprint(*entry.call.inputs.tensors.values())
     cheats(entry, cheat(entry))
     (case,) = compared([entry], timer=timer).values()
     assert (case.result, case.samples) == ("inaccurate", ())
     assert case.why.startswith("after it was timed: ")
     assert why in case.why
-    assert fingerprint(*tensors.tensors(entry.call.inputs).values()) == before
+    assert fingerprint(*entry.call.inputs.tensors.values()) == before
 
 
 def test_what_a_thread_computes_after_the_call_is_no_output() -> None:

@@ -34,7 +34,6 @@ from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
 from ssdprof.jobs.subject import Subject, find
-from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Watcher
 
 GB = 10**9
@@ -353,7 +352,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
         memory(monkeypatch, [], int(share * subject.weight_bytes) + beside(granite))
         loaded = load(subject, Watcher())
         found.append([])
-        loaded.run(lambda layer: found[-1].append(tensors(layer.inputs)))
+        loaded.run(lambda layer: found[-1].append(layer.inputs.tensors))
         assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
     assert len(found[0]) == len(found[1]) == 5
     for whole, streamed in zip(*found, strict=True):
@@ -698,7 +697,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
 
 
 def on_host(inputs: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu() for name, tensor in tensors(inputs).items()}
+    return {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
 
 
 @pytest.mark.parametrize(

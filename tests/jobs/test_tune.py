@@ -300,7 +300,7 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 ) -> None:
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
-    assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
+    assert [inputs.values.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32
@@ -322,9 +322,9 @@ def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(
     captures = str(store_captures(tmp_path / "captures", of, prompt(20), prompt(40)))
     (problem,) = made(captured(OPERATOR, captures, None, CPU))
     assert str(problem) == "layer 1, 20 tokens; layer 1, 40 tokens, exact"
-    torch.testing.assert_close(problem.inputs[1].x, ssd_inputs(40).x)
+    torch.testing.assert_close(problem.inputs[1].values, ssd_inputs(40).x)
     (problem,) = made(captured(OPERATOR, captures, (40, 80), CPU))
-    assert [inputs.x.shape[1] for inputs in problem.inputs] == [40]
+    assert [inputs.length for inputs in problem.inputs] == [40]
     with pytest.raises(BadInputError, match="no Mamba-2 layer of these lengths") as refused:
         captured(OPERATOR, captures, (80,), CPU)
     assert "20, 40" in refused.value.hint

@@ -12,7 +12,6 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import GUARD, GuardedAllocations, GuardedInputs, unwritten
-from ssdprof.operators import tensors
 
 
 def ssd() -> SSDInputs:
@@ -50,7 +49,7 @@ def beside(tensor: torch.Tensor, elements: int) -> torch.Tensor:
 def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
     given = make()
     guarded = GuardedInputs(given)
-    for name, tensor in tensors.tensors(given).items():
+    for name, tensor in given.tensors.items():
         copy = getattr(guarded.inputs, name)
         assert (copy.shape, copy.stride(), copy.dtype) == (
             tensor.shape,
@@ -60,7 +59,7 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
         assert copy.data_ptr() % 64 == tensor.data_ptr() % 64
         assert torch.equal(copy, tensor)
         assert copy.data_ptr() != tensor.data_ptr()
-    assert tensors.scalars(guarded.inputs) == tensors.scalars(given)
+    assert guarded.inputs.scalars == given.scalars
     for one, other in zip(oracle_output(guarded.inputs), oracle_output(given), strict=True):
         assert torch.equal(one, other)
     assert guarded.out_of_bounds() == ""
@@ -79,7 +78,7 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
 )
 def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -> None:
     guarded = GuardedInputs(ssd())
-    beside(guarded.inputs.dt, elements).view(torch.int32).fill_(bits)
+    beside(guarded.inputs.tensors["dt"], elements).view(torch.int32).fill_(bits)
     assert guarded.out_of_bounds() == f"it writes out of bounds, {where} its inputs dt"
 
 

@@ -6,8 +6,6 @@ default, dtypes are those of the unfused Triton kernels of flash-linear-attentio
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ssdprof.kernels.chunks import Chunks
@@ -86,7 +84,7 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     return GDNOutput(out, final_states)
 
 
-def normalised(inputs: Any, precision: Precision) -> Any:
+def normalised(inputs: GDNInputs, precision: Precision) -> GDNInputs:
     """The inputs with q and k as they enter products."""
     if not inputs.use_qk_l2norm:
         return inputs
