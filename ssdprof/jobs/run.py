@@ -206,10 +206,11 @@ def refuse_sharding(
     """BadInputError for a layer of these sizes whose heads a server could not divide among
     `ranks`.
     """
-    refusal = operators.get(layer.operator).refusal
+    operator = operators.get(layer.operator)
+    refusal = operator.refusal
     fitting: list[int] = []
     if refusal is None:
-        why = f"{operators.get(layer.operator).layers} layers cannot be divided here"
+        why = f"{operator.layers} layers cannot be divided here"
     elif why := refusal(sizes, ranks):
         fitting = [
             number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)

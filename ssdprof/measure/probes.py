@@ -29,7 +29,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import Span, unit_roundoff
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
@@ -105,7 +105,9 @@ class Prober:
                 if one.length
             ]
             given = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
-        laws = _Laws(implementation, given, precision, self._isolated)
+        laws = _Laws(
+            operators.get(inputs.operator), implementation, given, precision, self._isolated
+        )
         if interpreted and not self._thorough:
             why = "Triton's interpreter runs it; --thorough tests it"
             return tuple(
@@ -141,6 +143,7 @@ class _Laws:
     positions.
     """
 
+    operator: Operator
     implementation: Implementation
     inputs: Inputs
     precision: Precision
@@ -185,10 +188,7 @@ class _Laws:
             yield self._several
         with suppress(_NotApplicable):
             yield from self._halves
-        for kind in (
-            *operators.get(self.inputs.operator).generated.edges(self.inputs),
-            self._finer(),
-        ):
+        for kind in (*self.operator.generated.edges(self.inputs), self._finer()):
             yield from islice(kind, 1)
 
     # --- calls
@@ -196,7 +196,13 @@ class _Laws:
     def _run(self, inputs: Inputs) -> Output:
         """Raises _NotApplicable with the reason if there is no output."""
         one = self.implementation
-        call = Call(implementation=one, inputs=inputs, precision=self.precision, label=one.name)
+        call = Call(
+            operator=self.operator,
+            implementation=one,
+            inputs=inputs,
+            precision=self.precision,
+            label=one.name,
+        )
         if one.kind == "own":
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
@@ -289,7 +295,7 @@ class _Laws:
         """With the model's activations in fp32, or, if that is refused or declared to be cut to
         tf32, in fp16.
         """
-        given = operators.get(self.inputs.operator).binding.activations(self.inputs)
+        given = self.operator.binding.activations(self.inputs)
         own = next(iter(given.values())).dtype
         finer = [] if self.implementation.cuts_operands else [torch.float32]
         for dtype in [] if own == torch.float32 else [*finer, torch.float16]:
@@ -301,7 +307,7 @@ class _Laws:
 
     def _edges(self) -> str:
         refused: list[_NotApplicable] = []
-        kinds = list(operators.get(self.inputs.operator).generated.edges(self.inputs))
+        kinds = list(self.operator.generated.edges(self.inputs))
         # is called here, not in a process of its own, and may not return
         if self.implementation.kind == "library":
             del kinds[1:]
