@@ -158,7 +158,12 @@ def entries(
             chunk_size=size,
         )
         bound = Call(
-            implementation=implementation, inputs=own, precision=precision, label=label, **call
+            operator=SSD,
+            implementation=implementation,
+            inputs=own,
+            precision=precision,
+            label=label,
+            **call,
         )
         made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
     return made

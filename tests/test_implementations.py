@@ -316,7 +316,7 @@ def test_every_law_has_a_consequence_for_a_user() -> None:
     inputs = operators.get("ssd").generated.draw(CELL, torch.device("cpu"))
     one, isolated = registry.get("ssd", "reference"), IsolatedFirstCall()
     for given in (inputs, replace(inputs, state_every=1)):
-        laws = _Laws(one, given, Precision(), isolated, given, ()).tests
+        laws = _Laws(operators.get("ssd"), one, given, Precision(), isolated, given, ()).tests
         assert set(laws) - {REPEATS} <= set(CONSEQUENCES)
 
 

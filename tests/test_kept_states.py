@@ -196,7 +196,13 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
 
         several.append(replace(reference, name=name, run=run, pools=True))
     for one in several:
-        call = Call(implementation=one, inputs=inputs, precision=Precision(), label=one.name)
+        call = Call(
+            operator=operators.get(inputs.operator),
+            implementation=one,
+            inputs=inputs,
+            precision=Precision(),
+            label=one.name,
+        )
         output, fields = call.first_run()
         assert output is not None, fields
         judged = compare(inputs, {"": Candidate(output=output, precision=Precision(), cuts=False)})[

@@ -21,6 +21,7 @@ from ssdprof import operators
 from ssdprof.checkpoint.meta import Mixer
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.operators.operator import Operator
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 
@@ -28,6 +29,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 @dataclass(frozen=True)
 class OperatorCall:
     mixer: Mixer
+    operator: Operator
     inputs: Inputs  # views of the model's own tensors
     wants_final_state: bool
     remark: str  # a sentence for the report if the inputs differ from the call
@@ -35,8 +37,7 @@ class OperatorCall:
 
     def replacement(self) -> Result:
         """The operator, computed by ssdprof and not by transformers."""
-        result: Result = operators.get(self.mixer.operator).binding.replacement(self.inputs)
-        return result
+        return self.operator.binding.replacement(self.inputs)
 
     def run_original(self) -> Result:
         """The result of the model's own function."""
@@ -82,7 +83,7 @@ def intercept(
         out, final_state = handler(call)
         if call.wants_final_state:
             return out, final_state
-        return (out, None) if operators.get(mixer.operator).binding.always_a_pair else out
+        return (out, None) if call.operator.binding.always_a_pair else out
 
     def call_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replaces `original`, the function that computes one token with a cached state."""
@@ -130,7 +131,8 @@ def bind(
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the
     argument.
     """
-    binding, caller = operators.get(mixer.operator).binding, type(mixer.module).__name__
+    operator, caller = operators.get(mixer.operator), type(mixer.module).__name__
+    binding = operator.binding
     binder = binding.bind_step if step else binding.bind
     if binder is None:
         raise BadInputError(
@@ -143,7 +145,10 @@ def bind(
             )
     try:
         return OperatorCall(
-            mixer, *binder(mixer.module, *args, **kwargs), lambda: original(*args, **kwargs)
+            mixer,
+            operator,
+            *binder(mixer.module, *args, **kwargs),
+            lambda: original(*args, **kwargs),
         )
     except (ValueError, TypeError) as error:
         raise BadInputError(

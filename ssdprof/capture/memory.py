@@ -17,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION
 from ssdprof.capture.forward import attention, feeding
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
@@ -157,7 +156,7 @@ def predict_memory(
 def _outputs(call: OperatorCall) -> Result:
     """The outputs of the operator's kernels, without values."""
     device = call.inputs.device
-    forms = operators.get(call.inputs.operator).judged.forms(call.inputs)
+    forms = call.operator.judged.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
     return out, final_state
 

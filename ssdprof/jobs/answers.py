@@ -334,7 +334,7 @@ def with_moved_bits(compute: Compute) -> Compute:
         return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
 
     def run(call: OperatorCall) -> Result:
-        views = operators.get(call.mixer.operator).binding.views
+        views = call.operator.binding.views
         changed = {
             name: moved(tensor) for name, tensor in call.inputs.tensors.items() if name in views
         }

@@ -305,7 +305,13 @@ def _entries(
                 sized[size] if size else inputs,
                 f"{one.name} {precision}{f', chunk {size}' if size else ''}",
             )
-            call = Call(implementation=one, inputs=given, precision=precision, label=label)
+            call = Call(
+                operator=operator,
+                implementation=one,
+                inputs=given,
+                precision=precision,
+                label=label,
+            )
             entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))
     for entry in entries:
         entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)

@@ -56,7 +56,7 @@ from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators.domain import doubts
-from ssdprof.operators.operator import Output, drafted
+from ssdprof.operators.operator import Operator, Output, drafted
 from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
@@ -558,19 +558,17 @@ def replaying(
 
         def replay(captured: CapturedLayer) -> None:
             layer, call = captured.layer, captured.call
-            inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
+            operator = operators.get(layer.operator)
+            inputs = first_rank(operator, captured.inputs, wanted.tensor_parallel)
+            inputs, lost = cast_inputs(operator, inputs, cast_to)
             if wanted.verify:
-                call, binding = (
-                    drafted_call(*inputs.values.shape[1::-1]),
-                    operators.get(inputs.operator).binding,
-                )
-                inputs = token_major(drafted(inputs, binding, wanted.verify))
+                call = drafted_call(*inputs.values.shape[1::-1])
+                inputs = token_major(drafted(inputs, operator.binding, wanted.verify))
             where = f"{layer.name}, {call}" if call else layer.name
             writer.note(captured.remark)
             writer.note(lost and f"{where}: {lost}")
-            writer.doubt(layer.index, doubts(inputs))
-            judged = operators.get(inputs.operator).judged
-            dims, work = judged.cost(inputs)
+            writer.doubt(layer.index, doubts(operator, inputs))
+            dims, work = operator.judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
             if call is not None:
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
@@ -585,7 +583,7 @@ def replaying(
             if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
                 by = writer.report.model.model_type if writer.report.model else ""
                 compared.append((*served(captured, by), compared[0][1]))
-            entries = entries_of(inputs, common, compared, prober)
+            entries = entries_of(operator, inputs, common, compared, prober)
             if wanted.sampler:
                 for sampled in comparer.sample_again(entries, layer.name, writer.earlier):
                     writer.case(sampled)
@@ -598,7 +596,7 @@ def replaying(
                 for entry, known in zip(entries, earlier, strict=True):
                     if known and known.probes:
                         prober.probed(entry.call.implementation, inputs)
-                writer.remembers(layer.index, partial(forgetting, inputs))
+                writer.remembers(layer.index, partial(forgetting, operator, inputs))
                 advance(1)
                 return
             for case in comparer.compare(entries, layer.name):
@@ -614,7 +612,7 @@ def replaying(
                 watcher.say(
                     f"Wrote {wanted.trace}: {len(calls_of)} cases of {where}, one call of each."
                 )
-            writer.remembers(layer.index, partial(forgetting, inputs))
+            writer.remembers(layer.index, partial(forgetting, operator, inputs))
             del inputs
             if gpu:
                 writer.peaked(peak_bytes(gpu))
@@ -624,7 +622,11 @@ def replaying(
 
 
 def entries_of(
-    inputs: Inputs, common: Mapping[str, Any], pairs: Sequence[Pair], prober: Prober
+    operator: Operator,
+    inputs: Inputs,
+    common: Mapping[str, Any],
+    pairs: Sequence[Pair],
+    prober: Prober,
 ) -> list[Entry]:
     """An entry for each pair; those with one baseline are timed together.
 
@@ -644,7 +646,9 @@ def entries_of(
         )
         case = Case(**own, baseline=baseline if first else "", status="ran")
         label = f"{one.name} {precision}"
-        call = Call(implementation=one, inputs=inputs, precision=precision, label=label)
+        call = Call(
+            operator=operator, implementation=one, inputs=inputs, precision=precision, label=label
+        )
         entry = Entry(case=case, call=call, baseline=first, turns=group)
         if one.kind in prober.kinds:
             entry.probes = partial(prober.probe, one, inputs, precision)
@@ -669,16 +673,16 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]
     return one, Precision(state_dtype=final_states.dtype)
 
 
-def first_rank(inputs: Inputs, ranks: int) -> Inputs:
+def first_rank(operator: Operator, inputs: Inputs, ranks: int) -> Inputs:
     """The first rank's share of an operator's inputs, in the layout of the rank's own
     projection.
     """
     if ranks == 1:
         return inputs
-    return token_major(operators.get(inputs.operator).first_rank(inputs, ranks))
+    return token_major(operator.first_rank(inputs, ranks))
 
 
-def cast_inputs(inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
+def cast_inputs(operator: Operator, inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
     """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the
     layout of such a model.
 
@@ -688,7 +692,7 @@ def cast_inputs(inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
     """
     if to is None:
         return inputs, ""
-    given = operators.get(inputs.operator).binding.activations(inputs)
+    given = operator.binding.activations(inputs)
     changed = {name: tensor.to(dtype_named(to)) for name, tensor in given.items()}
     lost = [
         phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)
@@ -697,18 +701,19 @@ def cast_inputs(inputs: Inputs, to: DType | None) -> tuple[Inputs, str]:
     return token_major(replace(inputs, **changed)), remark
 
 
-def forgetting(inputs: Inputs) -> tuple[int, ...]:
+def forgetting(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
-    gate = operators.get(inputs.operator).judged.gate
     bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
     spans = [
         span
         for span in sequences(len(inputs.values), inputs.values.shape[1], bounds)
         if span.length
     ]
-    decays = torch.stack([gate(inputs, span).exponents[..., -1].sum(0) for span in spans]).sum(0)
+    decays = torch.stack(
+        [operator.judged.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
+    ).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
     return tuple(after - before for before, after in itertools.pairwise(within))

@@ -331,7 +331,11 @@ class _Length:
                         Precision.named(case.precision),
                     )
                     bound = Call(
-                        implementation=one, inputs=call.inputs, precision=precision, label=name
+                        operator=call.operator,
+                        implementation=one,
+                        inputs=call.inputs,
+                        precision=precision,
+                        label=name,
                     )
                     entries.append(Entry(case=case, call=bound))
                 verdicts = {entry.key: entry.case for entry in entries}

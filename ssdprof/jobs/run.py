@@ -214,10 +214,11 @@ def refuse_sharding(
     """BadInputError for a layer of these sizes whose heads a server could not divide among
     `ranks`.
     """
-    refusal = operators.get(layer.operator).refusal
+    operator = operators.get(layer.operator)
+    refusal = operator.refusal
     fitting: list[int] = []
     if refusal is None:
-        why = f"{operators.get(layer.operator).layers} layers cannot be divided here"
+        why = f"{operator.layers} layers cannot be divided here"
     elif why := refusal(sizes, ranks):
         fitting = [
             number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)
@@ -392,7 +393,7 @@ def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, 
         for captured in recording.layers(options.layers):
             if out is not None:
                 out.add(captured)
-            for text in doubts(captured.inputs):
+            for text in doubts(operators.get(captured.layer.operator), captured.inputs):
                 found[text] = None
             advance(1)
     for text in found:

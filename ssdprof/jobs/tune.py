@@ -420,7 +420,11 @@ def search(
         return Entry(
             case=place.changed(**names, variant=kernel, plan=settings),
             call=Call(
-                implementation=candidate, inputs=inputs, precision=problem.precision, label=label
+                operator=problem.operator,
+                implementation=candidate,
+                inputs=inputs,
+                precision=problem.precision,
+                label=label,
             ),
         )
 

@@ -372,6 +372,7 @@ def judged(implementation: Implementation, inputs: Inputs, precision: Precision)
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(
+        operator=operators.get(inputs.operator),
         implementation=implementation,
         inputs=guarded.inputs,
         precision=precision,

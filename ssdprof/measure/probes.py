@@ -33,7 +33,7 @@ from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.operators import generate
 from ssdprof.operators.generate import History
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import Span, unit_roundoff
 
 T = TypeVar("T", Inputs, History[Any])
@@ -133,7 +133,8 @@ class Prober:
         long_heads: Sequence[int] = LONG_HEADS if every else ()
         if interpreted:
             long_heads = long_heads[:1]
-        laws = _Laws(implementation, given, precision, self._isolated, inputs, long_heads)
+        operator = operators.get(inputs.operator)
+        laws = _Laws(operator, implementation, given, precision, self._isolated, inputs, long_heads)
         if self._only:
             names &= {self._only}
         elif new_kind and skipped:
@@ -172,6 +173,7 @@ class _Laws:
     positions.  whole: the call.  long_heads: numbers of heads of histories that are longer.
     """
 
+    operator: Operator
     implementation: Implementation
     inputs: Inputs
     precision: Precision
@@ -222,10 +224,7 @@ class _Laws:
             yield self._several
         with suppress(_NotApplicable):
             yield from self._halves
-        for kind in (
-            *operators.get(self.inputs.operator).generated.edges(self.inputs),
-            self._finer(),
-        ):
+        for kind in (*self.operator.generated.edges(self.inputs), self._finer()):
             yield from islice(kind, 1)
         yield from islice(self._with_states(), 1)
         for histories in self._histories():
@@ -236,7 +235,13 @@ class _Laws:
     def _run(self, inputs: Inputs) -> Output:
         """Raises _NotApplicable with the reason if there is no output."""
         one = self.implementation
-        call = Call(implementation=one, inputs=inputs, precision=self.precision, label=one.name)
+        call = Call(
+            operator=self.operator,
+            implementation=one,
+            inputs=inputs,
+            precision=self.precision,
+            label=one.name,
+        )
         if one.isolated:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
@@ -366,7 +371,7 @@ class _Laws:
         """With the model's activations in fp32, or, if that is refused or declared to be cut to
         tf32, in fp16.
         """
-        given = operators.get(self.inputs.operator).binding.activations(self.inputs)
+        given = self.operator.binding.activations(self.inputs)
         own = next(iter(given.values())).dtype
         finer = [] if self.implementation.cuts_operands else [torch.float32]
         for dtype in [] if own == torch.float32 else [*finer, torch.float16]:

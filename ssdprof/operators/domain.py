@@ -7,19 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdprof import operators
 from ssdprof.operators.late import torch
 
 if TYPE_CHECKING:
     from ssdprof.kernels.inputs import Inputs
+    from ssdprof.operators.operator import Operator
 
 MANY = 0.1  # of the positions: fewer may be a padding
 LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has about 1
 
 
-def doubts(inputs: Inputs) -> Iterator[str]:
+def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
     """A sentence on each input that makes results worthless however accurate they are."""
-    given = operators.get(inputs.operator).binding.positional(inputs)
+    given = operator.binding.positional(inputs)
     for name, values in given.items():
         if values.shape[1] > 1 and bool((values == values[:, :1]).all()):
             what = "the same" if values.any() else "0"

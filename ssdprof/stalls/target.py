@@ -41,6 +41,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, counted_launches, recorded_launches
 from ssdprof.measure.roofline import with_occupancy
 from ssdprof.operators.implementations import own_precisions, required, resolve
+from ssdprof.operators.operator import Operator
 from ssdprof.stalls import ncu
 from ssdprof.stalls.attribute import UNKNOWN, Sources
 from ssdprof.stalls.read import base_name
@@ -56,8 +57,9 @@ def main() -> None:
         use_file(job.tuned)
     try:
         inputs = load(job.folder, job.layer, job.seqlen, DEVICE)
-        implementation = required(resolve(operators.get(inputs.operator), job.implementation))
-        call = call_at(implementation, inputs, Precision.named(job.precision))
+        operator = operators.get(inputs.operator)
+        implementation = required(resolve(operator, job.implementation))
+        call = call_at(operator, implementation, inputs, Precision.named(job.precision))
         launched = warm_up(implementation, call)
     except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
         refusal = refusal_of(error)
@@ -90,22 +92,26 @@ def refusal_of(error: Exception) -> dict[str, Any]:
     return {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
 
 
-def call_at(implementation: Implementation, inputs: Inputs, wanted: Precision) -> Call:
+def call_at(
+    operator: Operator, implementation: Implementation, inputs: Inputs, wanted: Precision
+) -> Call:
     """The call at the requested precision, or at the most similar one of an implementation that
     lacks it.
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    found = own_precisions(
-        implementation, operators.get(inputs.operator).judged.dims(inputs).dtype, (wanted,)
-    )
+    found = own_precisions(implementation, operator.judged.dims(inputs).dtype, (wanted,))
 
     def likeness(one: Precision) -> tuple[bool, bool]:
         return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
 
     precision = max(found, key=likeness)
     return Call(
-        implementation=implementation, inputs=inputs, precision=precision, label=implementation.name
+        operator=operator,
+        implementation=implementation,
+        inputs=inputs,
+        precision=precision,
+        label=implementation.name,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from cases import task_of
 from fakes import inputs
 
+from ssdprof import operators
 from ssdprof.capture.intercept import OperatorCall
 from ssdprof.core.case import Answers
 from ssdprof.core.conditions import broken, parse_gate
@@ -92,7 +93,12 @@ def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
     seen: list[SSDInputs] = []
     mixer: Any = SimpleNamespace(operator="ssd")
     call = OperatorCall(
-        mixer=mixer, inputs=given, wants_final_state=True, remark="", original=lambda: None
+        mixer=mixer,
+        operator=operators.get("ssd"),
+        inputs=given,
+        wants_final_state=True,
+        remark="",
+        original=lambda: None,
     )
     noise(lambda call: seen.append(call.inputs))(call)
     return seen[0]

@@ -9,6 +9,7 @@ import torch
 from command_line import passing
 from kernels.kernel_cases import GDNCase, SSDCase
 
+from ssdprof import operators
 from ssdprof.capture.layers import token_major
 from ssdprof.core.base import states_of
 from ssdprof.core.pairs import compare
@@ -26,7 +27,7 @@ def dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
 def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None:
     inputs = SSDCase(dtype=BF16, gate=True, initial_states=True).inputs()
     inputs = token_major(replace(inputs, dt=inputs.tensors["dt"].to(BF16)))
-    found, remark = cast_inputs(inputs, "fp16")
+    found, remark = cast_inputs(operators.get(inputs.operator), inputs, "fp16")
     before, after = dtypes(inputs), dtypes(found)
     assert {name for name in after if after[name] != before[name]} == {"x", "B", "C", "z", "dt"}
     assert {after[name] for name in ("x", "B", "C", "z", "dt")} == {FP16}
@@ -34,9 +35,13 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
         assert tensor.stride() == inputs.tensors[name].stride(), name
         assert torch.equal(tensor, inputs.tensors[name].to(tensor.dtype)), name
     assert remark == ""
-    assert cast_inputs(inputs, None) == (inputs, "")
+    assert cast_inputs(operators.get(inputs.operator), inputs, None) == (inputs, "")
     assert (
-        dtypes(cast_inputs(replace(inputs, dt=inputs.tensors["dt"].float()), "fp16")[0])["dt"]
+        dtypes(
+            cast_inputs(
+                operators.get("ssd"), replace(inputs, dt=inputs.tensors["dt"].float()), "fp16"
+            )[0]
+        )["dt"]
         == FP32
     ), "the model's own"
 
@@ -45,7 +50,7 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
 def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype: torch.dtype) -> None:
     inputs = GDNCase(dtype=dtype).inputs()
     inputs = replace(inputs, beta=inputs.beta.to(dtype), g=inputs.g.float())
-    after = dtypes(cast_inputs(inputs, "fp16")[0])
+    after = dtypes(cast_inputs(operators.get(inputs.operator), inputs, "fp16")[0])
     assert {name for name, dtype in after.items() if dtype == FP16} == {"q", "k", "v", "beta"}
     assert after["g"] == FP32
 
@@ -54,7 +59,7 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     inputs = SSDCase(dtype=BF16).inputs()
     x = inputs.x.clone()
     x[0, :2, 0, 0], x[0, 2, 0, 0] = 1e5, 1e-9
-    found, remark = cast_inputs(replace(inputs, x=x), "fp16")
+    found, remark = cast_inputs(operators.get("ssd"), replace(inputs, x=x), "fp16")
     assert (
         remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
     )

@@ -17,7 +17,7 @@ from captured import store
 from cases import layer, prompt
 from fakes import QUICK, FakeTimer, inputs, noting
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
 from ssdprof.core.conditions import Outcome
 from ssdprof.core.report import Report
@@ -255,4 +255,4 @@ def test_heads_are_counted_by_how_long_they_remember() -> None:
     rates = rates.clamp(max=0)
     ssd = SSDInputs(x=v, dt=torch.ones(1, 40, len(rates)), A=rates, B=q[:, :, :1], C=k[:, :, :1])
     for given in (gdn, packed, ssd):
-        assert forgetting(given) == (3, 1, 1, 3)
+        assert forgetting(operators.get(given.operator), given) == (3, 1, 1, 3)

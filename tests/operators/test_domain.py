@@ -14,15 +14,22 @@ from capture.exact import capture
 from command_line import Answer
 from safetensors.torch import save_file
 
+from ssdprof import operators
 from ssdprof.core.subject import Serving
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.operators.domain import doubts
+from ssdprof.operators import domain
 from ssdprof.store import reports
 
 LENGTH = 40
+
+
+def doubts(inputs: Any) -> list[str]:
+    return list(domain.doubts(operators.get(inputs.operator), inputs))
+
+
 Tensors = dict[str, torch.Tensor]
 
 

@@ -15,7 +15,7 @@ import triton
 from captured import layer, store, store_layers
 from kernels.kernel_cases import SSDCase
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import Launched
 from ssdprof.core.subject import Serving
@@ -379,9 +379,14 @@ def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most
     library = replace(
         kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both
     )
-    assert target.call_at(library, inputs, Precision()).precision.state_dtype == torch.float32
+    assert (
+        target.call_at(
+            operators.get(inputs.operator), library, inputs, Precision()
+        ).precision.state_dtype
+        == torch.float32
+    )
     fixed = replace(library, precisions=lambda dtype: (Precision.named(f"exact, {dtype} states"),))
-    call = target.call_at(fixed, inputs, Precision())
+    call = target.call_at(operators.get(inputs.operator), fixed, inputs, Precision())
     assert call.precision.state_dtype == torch.bfloat16
     found = target.warm_up(fixed, call)
     assert (found.implementation, found.precision) == ("them", "exact, bf16 states")
