@@ -12,16 +12,16 @@ import ways
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
     "lambdas in the package": 377,
-    "strings times a condition": 15,
-    "ternaries in ternaries": 22,
-    "comprehensions with two loops": 103,
-    "loops over one thing": 3,
-    "vague names (one, found, own, ...)": 736,
+    "strings times a condition": 13,
+    "ternaries in ternaries": 16,
+    "comprehensions with two loops": 100,
+    "loops over one thing": 2,
+    "vague names (one, found, own, ...)": 711,
     "undocumented functions over 12 lines": 157,
     "functions over 60 lines": 52,
     "longest function": 214,
-    "Any in the package": 627,
-    "homonyms (classes and aliases)": 19,
+    "Any in the package": 625,
+    "homonyms (classes and aliases)": 18,
 }
 
 

@@ -23,8 +23,8 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Watcher
 from ssdprof.report import html
 from ssdprof.report import stalls as stall_report
-from ssdprof.report.document import candidates, compose, of_tuning
-from ssdprof.report.terminal import SplitTable, render
+from ssdprof.report.document import compose, of_tuning
+from ssdprof.report.terminal import render
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 from ssdprof.store import tuned
@@ -64,13 +64,6 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
     wanted: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
     )
-    if options.dry_run:
-        searches = tune_job.planned(operator, sources, wanted)
-        if options.json:
-            terminal.print_json(searches)
-        elif table := candidates(searches):
-            terminal.out().print(SplitTable(table, rest="--json"))
-        return
     watcher = output.TerminalWatcher()
 
     found: list[bool] = []
@@ -92,7 +85,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
     write(report)
     if any(found) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
-        watcher.say(f"{sum(found)} of {len(found)} searches found a faster configuration: {file}")
+        watcher.say(f"What was found is kept in {file}.")
     if options.json:
         print(dump(report))
     else:

@@ -330,7 +330,6 @@ SCHEMAS = {
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.report:ListedRun[]"),
     "stalls-v4": ("stalls", "ssdprof.core.stalls:StallReport"),
-    "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearches"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),
     "doctor": ("doctor", "ssdprof.environment.toolchain:Check[]"),

@@ -11,9 +11,6 @@ from ssdprof.core.subject import Environment
 Value = int | float | bool | Text
 # operator, kernel and intermediates of calls, and their sizes by the operator's names
 TunedCalls = dict[Text, Value]
-# What `tune --dry-run` prints: search -> its first candidates, as the changes in the committed
-# configuration.
-PlannedSearches = dict[Text, tuple[Text, ...]]
 
 
 class TunedConfig(Record):

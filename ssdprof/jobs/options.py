@@ -756,7 +756,6 @@ class TuneOptions:
         None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path
     )
     force: Force = False
-    dry_run: bool = flag("--dry-run", "List the candidates, and stop.")
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
     json: Json = False
     command: tuple[str, ...] = derived(())

@@ -26,7 +26,7 @@ from ssdprof.core.case import Case, Drawn, LayerCall
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims
-from ssdprof.core.tuned import PlannedSearches, TunedCalls, TunedConfig
+from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -267,24 +267,6 @@ def tune(
             )
     writer.update(complete=True)
     return writer.report
-
-
-def planned(
-    operator: Operator, sources: Sources, intermediates: Sequence[Intermediates]
-) -> PlannedSearches:
-    """The first candidates of the searches that `tune` would run.  Later candidates start from the
-    best one.
-    """
-    found: PlannedSearches = {}
-    for group, wanted in product(sources, intermediates):
-        for problem in problems(operator, group, wanted):
-            axes = operator.tunable.axes(problem.committed)
-            options = (
-                option for axis in axes for option in axis(problem.committed, problem.inputs[-1])
-            )
-            changes = (difference(option, problem.committed) for option in options)
-            found[str(problem)] = tuple(change for change in changes if change)
-    return found
 
 
 # --- one search

@@ -8,7 +8,6 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped, intermediates_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.core.tuned import PlannedSearches
 from ssdprof.report import calls, model
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import groups, tokens_of
@@ -104,16 +103,6 @@ def of_tuning(report: Report) -> Document:
     found = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
     return Document(
         title=f"ssdprof tune: {report.subject}", version=report.ssdprof_version, sections=(found,)
-    )
-
-
-def candidates(searches: PlannedSearches) -> Table | None:
-    """The table of a dry run."""
-    rows = ((search, "; ".join(found) or "none") for search, found in searches.items())
-    return facts(
-        "Candidates, by what they change in the committed configuration",
-        ("search", "candidates"),
-        rows,
     )
 
 

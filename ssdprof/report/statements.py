@@ -105,7 +105,7 @@ def shortcomings(found: Outcome) -> list[str]:
         )
     for name, failed in grouped(found.failed, lambda case: case.implementation).items():
         laws = dict.fromkeys(law.name for case in failed for law in case.broken_laws)
-        if faults := dict.fromkeys(CONSEQUENCES[law] for law in laws):
+        if faults := dict.fromkeys(_consequence(law) for law in laws):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if found.refused:
         why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in found.refused))
@@ -115,6 +115,13 @@ def shortcomings(found: Outcome) -> list[str]:
         cases = [": ".join(filter(None, (one.case, one.found))) for one in broken]
         lines.append(f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}.")
     return lines
+
+
+def _consequence(law: str) -> str:
+    """What a broken law means for a user."""
+    if law.startswith(BETWEEN_CALLS):
+        return f"states between calls are wrong ({law.removeprefix(BETWEEN_CALLS)})"
+    return CONSEQUENCES[law]
 
 
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -815,19 +814,16 @@ def test_from_words_to_kernels_that_take_the_find(
     assert all(case.samples for case in report.cases)
     (note,) = report.remarks
     assert f"{'; '.join(places)}, exact: found num_warps 8" in note
-    assert "1 of 1 searches found a faster configuration" in answer.err
+    assert "What was found is kept in " in answer.err
     assert "1 configuration tuned on this GPU" in used()[0]
     assert "tuned on this GPU" in plan().reason
     assert plan().config["num_warps"] == 8
 
 
 @needs_interpreter
-@pytest.mark.usefixtures("pretended_gpu")
-def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
+@pytest.mark.usefixtures("pretended_gpu", "cache")
+def test_a_person_sees_what_was_tried_and_found() -> None:
     words = ("tune", "ssd", "--shape", "2x16x16x1", "--seq", "40")
-    planned = passing(*words, "--dry-run", "--json").out
-    assert any("num_warps 8" in found for found in json.loads(planned).values())
-    assert not cache.exists(), "a dry run stores nothing"
     shown = passing(*words).shown
     for part in (
         "2x16x16x1, bf16, 1 x 40, exact: portable kernel",

@@ -13,7 +13,7 @@ import torch
 import triton
 from compile_target import on_meta
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
-from subjects import GDN_ON_HOPPER, GDN_ONE
+from subjects import GDN_ON_HOPPER
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
@@ -331,17 +331,6 @@ GDN_HOPPER = each(
         ),
     },
 )
-ONE = replace(GDN_ONE, segment=8)
-GDN_ONE_LAUNCH = each(
-    gdn_hopper,
-    {
-        "programs that stay": (
-            HOPPER.but(batch=3, initial_states=True),
-            replace(ONE, persistent_programs=2),
-        ),
-        "packed": (PACK.but(initial_states=False), ONE),
-    },
-)
 
 DELTA = QWEN.but(batch=2, seqlen=1)
 DELTAS = {"bf16": DELTA, "fp32": DELTA.but(dtype=FP32), "K 256": DELTA.but(key_dim=256)}
@@ -470,7 +459,6 @@ TABLES = (
     "GDN_UNFUSED",
     "GDN_PORTABLE",
     "GDN_HOPPER",
-    "GDN_ONE_LAUNCH",
     "GDN_SMALL",
     "KDA_UNFUSED",
     "KDA_PORTABLE",

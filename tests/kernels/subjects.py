@@ -57,10 +57,6 @@ GDN_CUT = GDNHopperConfig(segment=2)
 GDN_PARTS = GDNHopperConfig(
     segment=2, transition_parts=2, longest_first_pass=1, transition_programs=3
 )
-# the registers with which `choose` makes one launch
-GDN_ONE = GDNHopperConfig(
-    segment=16, fused_inverse=True, key_ring=3, state_registers=176, other_registers=64
-)
 SSD_ON_HOPPER = dict(headdim=64, dstate=128, dtype=BF16)
 GDN_ON_HOPPER = dict(
     values_per_key=2, key_dim=128, value_dim=128, dtype=BF16, gate=0.1, l2norm=False
@@ -273,7 +269,6 @@ SUBJECTS = {
     "gdn hopper": gdn_on_hopper(gdn_hopper_by(None)),
     "gdn first passes": gdn_on_hopper(gdn_hopper_by(GDN_CUT)),
     "gdn leading": gdn_on_hopper(gdn_hopper_by(replace(GDN_CUT, first_segment_extra=True))),
-    "gdn one launch": gdn_on_hopper(gdn_hopper_by(GDN_ONE)),
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
     "kda reference": Subject(
         "kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}

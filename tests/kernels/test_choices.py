@@ -145,7 +145,7 @@ FROZEN = {
     ("ssd", "portable"): "7cea9281dbb30a6d", ("ssd", "hopper"): "fbd67449c6741f37",
     ("ssd", "recurrent"): "d534f25ac8ca1043", ("ssd", "unfused_step"): "9a81421c82281b7c",
     ("gdn", "unfused"): "45efeb3d529ef775", ("gdn", "fused"): "3a35555bd5e2a4a5",
-    ("gdn", "portable"): "e117534437ff36b4", ("gdn", "hopper"): "f6805e48d0e65dd8",
+    ("gdn", "portable"): "e117534437ff36b4", ("gdn", "hopper"): "f7691f8876805251",
     ("gdn", "recurrent"): "f7e73c3e6e3553c5", ("gdn", "unfused_step"): "33f7b9b9b9ad5b47",
 }  # fmt: skip
 

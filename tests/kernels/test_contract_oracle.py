@@ -18,7 +18,6 @@ from kernel_cases import BF16, DTYPES, EXACT, FP16, FP32, PRECISIONS, RELAXED, G
 from subjects import (
     GDN_CUT,
     GDN_ON_HOPPER,
-    GDN_ONE,
     GDN_PARTS,
     OLMO,
     SSD_EVERY,
@@ -111,7 +110,8 @@ CUTS = {
     "long ones first": Cut(long_count=2, long_segment=3, segment=1),
     "none waits": Cut(long_count=1, long_segment=3, segment=2, recompute=True),
 }  # fmt: skip
-ONE, LEADING = replace(GDN_ONE, segment=8), GDNHopperConfig(segment=2, first_segment_extra=True)
+WHOLE_SEQUENCES = GDNHopperConfig(segment=8)
+LEADING = GDNHopperConfig(segment=2, first_segment_extra=True)
 FOUR, WHOLE = GDNHopperConfig(segment=4), replace(GDN_CUT, truncation_log2=WHOLE_PAST)
 SLOW = dict(initial_states=True, gate=1e-4)
 # sizes and configurations, in the emulator and, with more heads, on a GPU
@@ -123,11 +123,10 @@ GDN_EMULATED: list[tuple[dict[str, Any], GDNHopperConfig]] = [
     (dict(seqlen=150, values_per_key=3, l2norm=True), FOUR),
     (dict(seqlen=200, values_per_key=4), FOUR),
     (dict(batch=3, seqlen=150), GDNHopperConfig(segment=3, persistent_programs=4)),
-    (dict(seqlen=400), replace(FOUR, truncation_log2=WHOLE_PAST, key_ring=3)),
-    (dict(seqlen=400, initial_states=True, values_per_key=1), ONE),
-    (dict(batch=3, seqlen=150), replace(ONE, persistent_programs=4)),
-    (dict(batch=2, seqlen=330, largest_beta=2.0), ONE),
-    (dict(lengths=PACK, initial_states=True), ONE),
+    (dict(seqlen=400), replace(FOUR, truncation_log2=WHOLE_PAST)),
+    (dict(seqlen=400, initial_states=True, values_per_key=1), WHOLE_SEQUENCES),
+    (dict(batch=2, seqlen=330, largest_beta=2.0), WHOLE_SEQUENCES),
+    (dict(lengths=PACK, initial_states=True), WHOLE_SEQUENCES),
     (dict(batch=2, seqlen=700, gate=0.05, initial_states=True), replace(LEADING, segment=3)),
     (dict(seqlen=400, gate=0.0), LEADING),
     (dict(seqlen=330), replace(LEADING, segment=1)),

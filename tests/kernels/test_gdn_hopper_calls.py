@@ -33,7 +33,6 @@ SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
 SLICES = SMALL.but(**OLMO)
 PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1)
 TWO_LAUNCHES = GDNHopperConfig(segment=2)
-ONE_LAUNCH = GDNHopperConfig(segment=8, fused_inverse=True)
 # the inputs, the configuration, the launches, and the ordered torch operations of a call with a
 # known signature
 CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
@@ -50,7 +49,6 @@ CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
         2,
         ["empty", *OUTPUTS],
     ),
-    "one launch": (SMALL, ONE_LAUNCH, 1, OUTPUTS),
     "slow heads": (SMALL.but(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
     "slices": (SLICES, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "slices, initial state": (
@@ -59,7 +57,6 @@ CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
         2,
         [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
     ),
-    "slices, one launch": (SLICES, ONE_LAUNCH, 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "one slice": (SLICES.but(value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
 }
 

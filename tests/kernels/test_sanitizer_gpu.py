@@ -52,7 +52,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("ssd tiny", "ssd unfused"), EVERY),
     **{f"ssd hopper, {name}": EVERY for name in ("short", "uneven", "shared", "alone")},
     **dict.fromkeys(("gdn cut", "gdn unfused", "gdn recurrent"), tuple(GDN_CASES)),
-    **dict.fromkeys(("gdn first passes", "gdn parts", "gdn one launch"), LIKE_128),
+    **dict.fromkeys(("gdn first passes", "gdn parts"), LIKE_128),
     "gdn slices": ("olmo",),
     "gdn leading": ("batch", "ragged"),  # packed sequences exclude a longer first segment
 }

@@ -16,7 +16,7 @@ For a head that forgets slowly, earlier launches compute the state that enters a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import add, aggregate, chunks, segment_at, segments
+from ssdprof.kernels._gluon import add, aggregate, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 
 BLOCK = gl.constexpr(256)  # bounds that one iteration reads
@@ -26,8 +26,6 @@ FIRST_PASS_16THS = gl.constexpr(9)
 STAGES = {
     "segments": "ticket",
     "segment_at": "ticket",
-    "chunks": "ticket",
-    "chunk_at": "ticket",
     "sequence_at": "ticket",
     "packed_slot": "ticket",
     "segment_of": "ticket",
@@ -62,12 +60,7 @@ class GDNSegment:
     # row, among the states of slow heads, of the state that enters or that it computes; -1: none
     row: gl.tensor
 
-    segments, segment_at, chunks = segments, segment_at, chunks
-
-    @gluon.jit
-    def chunk_at(self, n):
-        """The segment of the program's n-th chunk, and the chunk's index in its sequence."""
-        return self, self.first + n
+    segments, segment_at = segments, segment_at
 
 
 @aggregate
@@ -96,15 +89,6 @@ class Persistent:
         return GDNSegment(
             sequence, head, zero, zero, self.nchunks, k >= 0, zero - 1
         ), k * self.nchunks
-
-    @gluon.jit
-    def chunks(self):
-        return self.segments() * self.nchunks
-
-    @gluon.jit
-    def chunk_at(self, n):
-        segment, before = self.segment_at(n // self.nchunks)
-        return segment, n - before
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ import torch
 
 from ssdprof.kernels.device import INTERPRETED, capability
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
-from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
+from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div, cut
@@ -35,6 +35,7 @@ LEAST_PART = 8  # chunks
 LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # bounds of longest_first_pass, in chunks
 SHORT_SEGMENTS_FIRST_PASS = 64  # the same for segments that are not longer
 NEVER = 1 << 30
+PACKED = "packed: a program for each sequence and head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,6 @@ class GDNHopperConfig:
         after more than least_first_pass chunks have parts (`parts.py`); 0: first passes may have
         any length
     transition_programs: number of programs that compute those parts
-    fused_inverse: the main launch also inverts the chunks, for segments that are whole sequences
-    key_ring, ring: slots of the rings of k and of vectors, and of the other rings
-    state_registers, other_registers: registers per thread of the role `states`, and of gates, loads
-    and stores
     """
 
     segment: int
@@ -66,11 +63,6 @@ class GDNHopperConfig:
     longest_first_pass: int = 0
     least_first_pass: int = NEVER
     transition_programs: int = 132
-    fused_inverse: bool = False
-    key_ring: int = 2
-    ring: int = 2
-    state_registers: int = 192
-    other_registers: int = 24
     reason: str = ""
 
     @classmethod
@@ -83,15 +75,15 @@ class GDNHopperConfig:
         """
         nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
-            return _of_whole_sequences(cls(segment=nchunks), inputs)
+            return cls(segment=nchunks, reason=PACKED)
         sequences = 1 if batch_invariant else inputs.sequences
         pairs = sequences * heads
         found = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
         if found.shares:
+            if inputs.cu_seqlens is not None:
+                return cls(segment=nchunks, reason=PACKED)
             reason = f"whole sequences for {sm_count} programs"
-            return _of_whole_sequences(
-                cls(segment=nchunks, persistent_programs=sm_count, reason=reason), inputs
-            )
+            return cls(segment=nchunks, persistent_programs=sm_count, reason=reason)
         programs = pairs * found.count(nchunks)
         reason = (
             f"least estimated time: {programs} programs of {found.segment} chunks on {sm_count} SMs"
@@ -118,21 +110,6 @@ def _estimated_time(one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
     of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
     time = ceil_div(programs, sm_count) * of_program
     return time if programs <= sm_count else time / WORTH_WAVES
-
-
-def _of_whole_sequences(config: GDNHopperConfig, inputs: GDNInputs) -> GDNHopperConfig:
-    """One launch, unless the call normalises keys.  It is 3 % faster on an H200; other register
-    counts are slower.
-    """
-    if inputs.cu_seqlens is not None:
-        config = replace(
-            config, persistent_programs=0, reason="packed: a program for each sequence and head"
-        )
-    if inputs.use_qk_l2norm:
-        return config
-    one_launch = dict(fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
-    reason = config.reason + ", one launch"
-    return replace(config, **one_launch, reason=reason)  # type: ignore[arg-type]
 
 
 def _with_parts(
@@ -175,16 +152,6 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     """
     segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
-
-
-def shared_bytes(key_ring: int, ring: int) -> int:
-    """Shared memory of one program of the second kernel, without its barriers."""
-    wide, square = 2 * CHUNK.value * DIM.value, 2 * CHUNK.value * CHUNK.value
-    return int(
-        key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value)
-        + ring * (2 * wide + 2 * square)
-        + wide
-    )
 
 
 def slot_count(inputs: GDNInputs) -> int:

@@ -24,21 +24,15 @@ from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels._gluon import aggregate, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Persistent, segment_of
-from ssdprof.kernels.gdn.hopper.inverse import Inversion, begin_inversion, inverses
 from ssdprof.kernels.gdn.hopper.parts import Parts, part_gates, part_loads, part_states, parts_of
 from ssdprof.kernels.gdn.hopper.rings import Rings, allocate, begin_barriers
-from ssdprof.kernels.gdn.hopper.role_copies import copies, loads, stores
-from ssdprof.kernels.gdn.hopper.role_gates import gates, gates_of_inputs
-from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
+from ssdprof.kernels.gdn.hopper.role_copies import loads, stores
+from ssdprof.kernels.gdn.hopper.role_gates import gates
+from ssdprof.kernels.gdn.hopper.role_scores import scores
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.hopper.ring import CHUNK
 
-STAGES = {
-    "_hopper_kernel": "setup",
-    "_parts_kernel": "setup",
-    "run_roles": "setup",
-    "as_tensors": "setup",
-}
+STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup"}
 
 
 @aggregate
@@ -50,67 +44,19 @@ class GDNEnv:
     initial_ptr: gl.tensor | gl.constexpr
     entering_ptr: gl.tensor | gl.constexpr
     to: gl.tuple  # pointers to final states; or to N and M of parts
-    inversion: Inversion | gl.constexpr  # None after a launch of `prep_kernel.py`, as `gates`
-    decays_ptr: gl.tensor | gl.constexpr
+    decays_ptr: gl.tensor
     norms_ptr: gl.tensor | gl.constexpr
-    scale: gl.tensor | gl.constexpr  # None without such a launch: then it is in `gates`
-    # of q, k, v, the inverse if there is one, out; of k, v and the inverse for parts
-    descs: gl.tuple
-    gates: gl.tuple | gl.constexpr  # pointers to g and beta, their strides, scale
+    scale: gl.tensor
+    descs: gl.tuple  # of q, k, v, the inverse, out; of k, v and the inverse for parts
     S: gl.constexpr  # compile-time arguments
-
-
-@gluon.jit
-def run_roles(env):
-    """Run the roles until each has done its part of the program's work.
-
-    The roles that invert need work without first passes.
-    """
-    # 512 registers for four groups of 128 threads, of which both lanes of `states` have one each
-    STATES: gl.constexpr = env.S.STATE_REGISTERS
-    OTHERS: gl.constexpr = env.S.OTHER_REGISTERS
-    SCORES: gl.constexpr = 512 - 2 * STATES - OTHERS
-    if env.inversion is None:
-        gl.warp_specialize(
-            [
-                (states, (env, 0)),
-                (states, (env, 1)),
-                (scores, (env,)),
-                (gates, (env,)),
-                (loads, (env,)),
-                (stores, (env,)),
-            ],
-            [4, 4, 2, 1, 1],
-            [STATES, SCORES, OTHERS, OTHERS, OTHERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (states, (env, 0)),
-                (states, (env, 1)),
-                (scores_and_lower, (env,)),
-                (inverses, (env,)),
-                (copies, (env,)),
-                (gates_of_inputs, (env,)),
-            ],
-            [4, 4, 2, 1, 1],
-            [STATES, SCORES, OTHERS, OTHERS, OTHERS],
-        )
-
-
-@gluon.jit
-def as_tensors(strides):
-    """Three strides as tensors; one of them may be a compile-time 1."""
-    return gl.to_tensor(strides[0]), gl.to_tensor(strides[1]), gl.to_tensor(strides[2])
 
 
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, strides, scale, truncation_log2, seqlen,
+    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen,
     sequences, slots, K, S: gl.constexpr,
 ):  # fmt: skip
-    """strides: of g, beta, cu_seqlens."""
     (
         initial_ptr,
         cu_seqlens_ptr,
@@ -120,10 +66,12 @@ def _hopper_kernel(
         decays_ptr,
         bounds_ptr,
         norms_ptr,
-        g_ptr,
-        beta_ptr,
     ) = tensors
-    rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
+    # 512 registers for four groups of 128 threads, of which both lanes of `states` have one each
+    STATES: gl.constexpr = S.STATE_REGISTERS
+    OTHERS: gl.constexpr = S.OTHER_REGISTERS
+    SCORES: gl.constexpr = 512 - 2 * STATES - OTHERS
+    rings = allocate(k_desc.dtype, S.DEPTH)
     begin_barriers(rings, True)
     exists = True
     if S.PERSISTENT:
@@ -141,7 +89,7 @@ def _hopper_kernel(
             seqlen,
             sequences,
             cu_seqlens_ptr,
-            strides[2][0],
+            cu_strides[0],
             bounds_ptr,
             slots,
             K,
@@ -150,43 +98,31 @@ def _hopper_kernel(
             S,
         )
     role_barrier()
-    if not exists:
-        pass
-    elif A_desc is None:
-        inversion = begin_inversion(rings.inverses.DEPTH)
-        role_barrier()
-        inputs = (g_ptr, beta_ptr, as_tensors(strides[0]), as_tensors(strides[1]), scale)
-        env = GDNEnv(
-            rings,
-            work,
-            initial_ptr,
-            None,
-            (final_ptr,),
-            inversion,
-            None,
-            None,
-            None,
-            (q_desc, k_desc, v_desc, out_desc),
-            inputs,
-            S,
-        )
-        run_roles(env)
-    else:
+    if exists:
         env = GDNEnv(
             rings,
             work,
             initial_ptr,
             entering_ptr,
             (final_ptr,),
-            None,
             decays_ptr,
             norms_ptr,
             scale,
             (q_desc, k_desc, v_desc, A_desc, out_desc),
-            None,
             S,
         )
-        run_roles(env)
+        gl.warp_specialize(
+            [
+                (states, (env, 0)),
+                (states, (env, 1)),
+                (scores, (env,)),
+                (gates, (env,)),
+                (loads, (env,)),
+                (stores, (env,)),
+            ],
+            [4, 4, 2, 1, 1],
+            [STATES, SCORES, OTHERS, OTHERS, OTHERS],
+        )
 
 
 @gluon.jit(do_not_specialize=["rows", "limit", "least", "seqlen", "sequences", "slots", "K"])
@@ -200,7 +136,7 @@ def _parts_kernel(
     cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
         tensors
     )
-    rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
+    rings = allocate(k_desc.dtype, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
         gl.program_id(0),
@@ -229,12 +165,10 @@ def _parts_kernel(
             None,
             None,
             (parts_ptr, moves_ptr),
-            None,
             decays_ptr,
             norms_ptr,
             scale,
             (k_desc, v_desc, A_desc),
-            None,
             S,
         )
         gl.warp_specialize(

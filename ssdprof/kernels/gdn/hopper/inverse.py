@@ -9,23 +9,17 @@ is computed by rows of blocks, transposed, with fp16 operands and fp32 sums:
 
 fp16 has three more bits of precision than bf16, and entries of A are at most 2 for unit keys and
 beta up to 2.  Powers of L, which may be large, are never formed.
-
-In calls without a launch of `prep_kernel.py`, the role `inverses` computes A = (I + L)^-1 as that
-kernel stores it, while `role_scores.py` computes L of the next chunk.  `Inversion` is the shared
-memory of these two roles, `rings.py` that of all roles.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 
-from ssdprof.kernels._gluon import aggregate, place_in, role_barrier
-from ssdprof.kernels.gdn.hopper.rings import BETA
-from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, begin_ring
+from ssdprof.kernels._gluon import aggregate, role_barrier
+from ssdprof.kernels.hopper.ring import CHUNK
 
 BLOCK = gl.constexpr(16)
 BLOCKS = gl.constexpr(4)  # blocks per chunk
-HALF = gl.constexpr(32)  # columns of the inverse per step of the role: 16 for each of two warps
 # Layout (block row, row, block column, column) of a 64 x 64 product of four warps
 in_blocks = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -47,10 +41,7 @@ STAGES = {
     "block_row": "solve_tril",
     "invert_blocks": "solve_tril",
     "side_by_side": "solve_tril",
-    "begin_inversion": "setup",
-    "inverses": "solve_tril",
 }
-WAITS = {"lowers": "waiting.inverse", "inverses": "ahead"}
 
 
 @gluon.constexpr_function
@@ -193,62 +184,3 @@ def side_by_side(head: gl.constexpr, HEADS: gl.constexpr, blocks):
     first = gl.join(blocks[head], blocks[HEADS + head])
     second = gl.join(blocks[2 * HEADS + head], blocks[3 * HEADS + head])
     return gl.join(first, second).permute((0, 3, 2, 1)).reshape([first.shape[0], CHUNK])
-
-
-# --- the role
-
-
-@aggregate
-class Inversion:
-    """Shared memory for the inversion."""
-
-    lowers: Ring  # (i, j) fp16: L
-    # (slots of lowers, 1, j * BLOCKS + block, i) fp32: L_ii, transposed
-    diagonals: gl.shared_memory_descriptor
-    inverted: gl.shared_memory_descriptor  # (block * BLOCK + j, i) fp16: D_i, transposed
-
-    @gluon.jit
-    def diagonal(self, n):
-        return self.diagonals.index(place_in(n, self.lowers.DEPTH))
-
-
-@gluon.jit
-def begin_inversion(DEPTH: gl.constexpr):
-    """Allocate that memory and initialise its barriers."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    plain_3d: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    inversion = Inversion(
-        allocate_ring(gl.float16, DEPTH, CHUNK),
-        gl.allocate_shared_memory(gl.float32, [DEPTH, 1, CHUNK, BLOCK], plain_3d),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], plain),
-    )
-    begin_ring(inversion.lowers, 1, 1)  # full: scores; empty: inverses
-    return inversion
-
-
-@gluon.jit
-def inverses(env):
-    """Compute A_ij beta_j (j, i) of each chunk."""
-    rings, inversion = env.rings, env.inversion
-    dtype: gl.constexpr = rings.keys.tiles.dtype
-    layout: gl.constexpr = narrow(gl.num_warps())
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    for n in range(env.work.chunks()):
-        inversion.lowers.wait_full(n)
-        invert_blocks(inversion.diagonal(n), inversion.inverted, 1)
-        rings.inverses.wait_empty(n)
-        for half in gl.static_range(2):
-            betas = rings.vector(n, BETA).slice(HALF * half, HALF).load(gl.SliceLayout(1, layout))
-            rows, scaled = (), ()
-            for _ in gl.static_range(2 * half):  # above the diagonal
-                scaled += (gl.full([HALF, BLOCK], 0.0, dtype, layout),)
-            for i in gl.static_range(2 * half, BLOCKS):
-                row = block_row(
-                    i, 0, 1, rows, inversion.lowers.tile(n), inversion.inverted, 2 * half, HALF
-                )
-                rows += (gl.convert_layout(row.to(gl.float16), left),)
-                scaled += ((row * betas[:, None]).to(dtype),)
-            rings.inverses.tile(n).slice(HALF * half, HALF).store(side_by_side(0, 1, scaled))
-        mbarrier.arrive(inversion.lowers.empty_at(n), count=1)
-        fence_async_shared()
-        mbarrier.arrive(rings.inverses.full_at(n), count=1)

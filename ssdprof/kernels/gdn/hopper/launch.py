@@ -21,8 +21,9 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import Described, Part, places, row_stride, rows, steps, tiles
 
 AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
-PARTS_RING = 3  # slots of the rings of `parts.py`
-PARTS_REGISTERS = 240  # of a role of two matrices
+RING, PARTS_RING = 2, 3  # slots of the rings, and of those of `parts.py`
+# registers per thread of the role `states`, of a role of two matrices, and of gates, loads, stores
+STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
 # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
 WIDE = 16
 
@@ -45,15 +46,13 @@ def workspace(
     """
     single, chunk, dim = torch.float32, CHUNK.value, DIM.value
     slots, heads, count = slot_count(inputs), inputs.v.shape[2], config.transition_parts
-    first, slow = not config.fused_inverse, row_count(inputs, config.segment) if count else 0
+    slow = row_count(inputs, config.segment) if count else 0
     return places(
         {
-            "inverse": (inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
-            "decays": (single, slots, heads, chunk) if first else None,
-            "bounds": (single, heads, slots) if first else None,
-            "norms": (single, slots, inputs.q.shape[2], 2, chunk)
-            if first and inputs.use_qk_l2norm
-            else None,
+            "inverse": (inputs.q.dtype, slots, heads, chunk, chunk),
+            "decays": (single, slots, heads, chunk),
+            "bounds": (single, heads, slots),
+            "norms": (single, slots, inputs.q.shape[2], 2, chunk) if inputs.use_qk_l2norm else None,
             "backs": (torch.int32, slow) if slow else None,
             "parts": (single, slow, count, dim, dim) if slow else None,
             "moves": (torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
@@ -64,8 +63,6 @@ def workspace(
 
 
 def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
-    if config.fused_inverse:
-        return 1
     return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
@@ -101,9 +98,8 @@ def launches(
     """Two halves of a call, which keep no tensors; the current device must be that of the inputs in
     both.
 
-    begin: allocates the workspace, and launches the kernel that inverts the chunks, unless the last
-        launch inverts them.  finish: launches the others; its arguments: what `begin` returned,
-        inputs, out, final states.
+    begin: allocates the workspace, and launches the kernel that inverts the chunks.  finish:
+        launches the others; its arguments: what `begin` returned, inputs, out, final states.
     padded: final states are written to the workspace with K = V = 128.
     """
     seqlen, key_heads = inputs.q.shape[1:3]
@@ -148,35 +144,25 @@ def launches(
         PERSISTENT=config.persistent_programs > 0,
         FIRST_SEGMENT_EXTRA=config.first_segment_extra,
         STATE_STRIDES=(*initial, *final),
-        KEY_DEPTH=config.key_ring,
-        DEPTH=config.ring,
-        STATE_REGISTERS=config.state_registers,
-        OTHER_REGISTERS=config.other_registers,
+        DEPTH=RING,
+        STATE_REGISTERS=STATE_REGISTERS,
+        OTHER_REGISTERS=OTHER_REGISTERS,
         num_warps=4,
     )
-    scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
-    main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
-    enter = _entering(inputs, config, (cu_strides, *scalars), options)
+    scalars = (cu_strides, inputs.scale_or_default, config.truncation_log2, *sizes, config.segment)
+    main = Launcher(_hopper_kernel, scalars, options)
+    enter = _entering(inputs, config, scalars, options)
 
     def begin(inputs: GDNInputs) -> Begun:
-        memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device) if nbytes else None
+        memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
         parts = {
             name: None if place is None else Part(memory, *place) for name, place in own.items()
         }
-        q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), None
-        if parts["inverse"] is not None:
-            inverse = inverse_rows(parts["inverse"])
-            gates = parts["decays"], parts["bounds"], parts["norms"]
-            prep(
-                slots * heads // at_once,
-                k,
-                q,
-                inverse,
-                inputs.g,
-                inputs.beta,
-                inputs.cu_seqlens,
-                *gates,
-            )
+        assert parts["inverse"] is not None
+        q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), inverse_rows(parts["inverse"])
+        gates = parts["decays"], parts["bounds"], parts["norms"]
+        programs_of_prep = slots * heads // at_once
+        prep(programs_of_prep, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
         return parts, (q, k, inverse)
 
     def finish(
@@ -186,7 +172,6 @@ def launches(
         v, gates = v_tiles(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
         if enter is not None:
             enter(parts, k, v, inverse, inputs, gates)
-        g, beta = (inputs.g, inputs.beta) if config.fused_inverse else (None, None)
         main(
             programs,
             q,
@@ -200,8 +185,6 @@ def launches(
             parts["backs"],
             final_states,
             *gates,
-            g,
-            beta,
         )
 
     return begin, finish
@@ -223,7 +206,6 @@ def _entering(
         ROWS=max(LEAST_ROWS, next_power_of_2(count)),
         PARTS=config.transition_parts,
         MOST=next_power_of_2(ceil_div(tasks, programs)),
-        KEY_DEPTH=PARTS_RING,
         DEPTH=PARTS_RING,
         STATE_REGISTERS=PARTS_REGISTERS,
     )

@@ -26,8 +26,7 @@ ROW = gl.constexpr(2)  # G_i + log2(scale / a_i)
 COLUMN = gl.constexpr(3)  # G_i
 TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
 DECAY = gl.constexpr(5)  # 2^G_end, repeated 64 times
-BETA = gl.constexpr(6)  # beta_i, only if this kernel inverts the chunks
-VECTORS = gl.constexpr(7)
+VECTORS = gl.constexpr(6)
 
 STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
@@ -45,7 +44,7 @@ class Rings:
     updates: Ring  # X (j, K)
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
-    vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
+    vectors: gl.shared_memory_descriptor  # (slots * VECTORS, CHUNK)
     # mbarriers: the role `states` of each lane waits for the other's products
     turns: gl.shared_memory_descriptor
 
@@ -55,18 +54,18 @@ class Rings:
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, KEY_DEPTH: gl.constexpr, DEPTH: gl.constexpr):
+def allocate(dtype: gl.constexpr, DEPTH: gl.constexpr):
     """Allocate all rings.  The barriers are not initialised yet."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Rings(
-        keys=allocate_ring(dtype, KEY_DEPTH, DIM),
+        keys=allocate_ring(dtype, DEPTH, DIM),
         values=allocate_ring(dtype, DEPTH, DIM),
         queries=allocate_ring(dtype, DEPTH, DIM),
         inverses=allocate_ring(dtype, DEPTH, CHUNK),
         updates=allocate_ring(dtype, DEPTH, DIM),
         weights=allocate_ring(dtype, DEPTH, CHUNK),
         outputs=allocate_ring(dtype, 1, DIM),
-        vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector),
+        vectors=gl.allocate_shared_memory(gl.float32, [DEPTH * VECTORS, CHUNK], vector),
         turns=barriers(2),
     )
 

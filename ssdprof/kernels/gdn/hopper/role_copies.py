@@ -1,12 +1,9 @@
-"""Roles `loads` and `stores`, of the tiles of each chunk through TMA, and `copies`, which does both
-with one warp.
+"""Roles `loads` and `stores`: they copy the tiles of each chunk through TMA.
 
-`copies` runs in calls where the role `inverses` inverts.  A chunk's output is ready when the ring
-slot of its keys becomes empty, and the next load waits for that slot.  Shared memory: `rings.py`.
+Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ssdprof.kernels._gluon import async_load, async_store
@@ -20,7 +17,6 @@ STAGES = {
     "loads": "loads",
     "store_chunk": "chunk_output",
     "stores": "chunk_output",
-    "copies": "loads",
 }
 WAITS = {
     "keys": "ahead",
@@ -52,34 +48,27 @@ def load_keys(env, segment, chunk, n, k_desc, A_desc):
 
 
 @gluon.jit
-def load_chunk(env, segment, j, n, m, AHEAD: gl.constexpr):
-    """Load k and the inverse of the segment's j-th chunk, and v and q of chunk j - AHEAD.
+def load_chunk(env, segment, j, n, m):
+    """Load k, the inverse, v and, in the second pass, q of the segment's j-th chunk.
 
-    j counts the chunks of both passes, and n is the index of the chunk in the program.  v and q
-    have AHEAD fewer ring slots than k.  They are loaded AHEAD chunks later, so that waiting for
-    their slots does not delay k.
+    j counts the chunks of both passes; n is the index of the chunk in the program, m that among the
+    chunks of the second pass.
     """
     q_desc, k_desc, v_desc, A_desc, _ = env.descs
     rings = env.rings
-    nchunks = segment.back + segment.nchunks
     chunk = segment.first - segment.back + j
-    if j < nchunks:
-        load_keys(env, segment, chunk, n, k_desc, A_desc)
-    if j >= AHEAD:
-        load_tile(rings.values, n - AHEAD, v_desc, segment.head, segment, chunk - AHEAD)
-    if j - AHEAD >= segment.back:
-        load_tile(
-            rings.queries, m - AHEAD, q_desc, segment.head // env.S.GROUP, segment, chunk - AHEAD
-        )
+    load_keys(env, segment, chunk, n, k_desc, A_desc)
+    load_tile(rings.values, n, v_desc, segment.head, segment, chunk)
+    if j >= segment.back:
+        load_tile(rings.queries, m, q_desc, segment.head // env.S.GROUP, segment, chunk)
 
 
 @gluon.jit
 def loads(env):
-    AHEAD: gl.constexpr = env.rings.keys.DEPTH - env.rings.queries.DEPTH
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        for j in range(segment.back + segment.nchunks + AHEAD):
-            load_chunk(env, segment, j, n + j, n + j - segment.back, AHEAD)
+        for j in range(segment.back + segment.nchunks):
+            load_chunk(env, segment, j, n + j, n + j - segment.back)
 
 
 @gluon.jit
@@ -102,25 +91,3 @@ def stores(env):
         segment, n = env.work.segment_at(k)
         for i in range(segment.nchunks):
             store_chunk(env, n + i, env.descs[4], segment, segment.first + i)
-
-
-@gluon.jit
-def copies(env):
-    """Copy the tiles of all chunks.  Requires that no segment has a first pass."""
-    q_desc, k_desc, v_desc, out_desc = env.descs
-    rings, work = env.rings, env.work
-    AHEAD: gl.constexpr = rings.keys.DEPTH - rings.queries.DEPTH
-    chunks = work.chunks()
-    for n in range(chunks + rings.keys.DEPTH):
-        if n < chunks:
-            segment, chunk = work.chunk_at(n)
-            load_tile(rings.keys, n, k_desc, segment.head // env.S.GROUP, segment, chunk)
-        behind = n - AHEAD
-        if (behind >= 0) & (behind < chunks):
-            segment, chunk = work.chunk_at(behind)
-            load_tile(rings.queries, behind, q_desc, segment.head // env.S.GROUP, segment, chunk)
-            load_tile(rings.values, behind, v_desc, segment.head, segment, chunk)
-        done = n - rings.keys.DEPTH
-        if done >= 0:
-            segment, chunk = work.chunk_at(done)
-            store_chunk(env, done, out_desc, segment, chunk)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels._gluon import add
-from ssdprof.kernels.gdn.hopper.rings import BETA, COLUMN, DECAY, FROM_STATE, ROW, TO_END, TO_OUTPUT
+from ssdprof.kernels.gdn.hopper.rings import COLUMN, DECAY, FROM_STATE, ROW, TO_END, TO_OUTPUT
 from ssdprof.kernels.hopper.ring import CHUNK
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -19,8 +19,6 @@ STAGES = {
     "store_decays": "gate_cumsum",
     "chunk_gates": "gate_cumsum",
     "gates": "gate_cumsum",
-    "load_gates": "gate_cumsum",
-    "gates_of_inputs": "gate_cumsum",
 }
 WAITS = {"keys": "ahead"}
 
@@ -90,47 +88,3 @@ def gates(env):
         segment, n = env.work.segment_at(k)
         for j in range(segment.back + segment.nchunks):
             chunk_gates(env, segment, j, n + j)
-
-
-@gluon.jit
-def load_gates(env, n, layout: gl.constexpr):
-    """g and beta of the program's n-th chunk; zeros if it does not exist, and beyond the sequence's
-    end.
-    """
-    g_ptr, beta_ptr, g_strides, beta_strides, _ = env.gates
-    work = env.work
-    segment, chunk = work.chunk_at(n)
-    o_i = gl.arange(0, CHUNK, layout)
-    t = chunk * CHUNK + o_i
-    inside = (t < segment.sequence.length) & (n < work.chunks())
-    sequence, head = segment.sequence, segment.head.to(gl.int64)
-    position = (sequence.begin + t).to(gl.int64)
-    batch = gl.where(env.S.PACKED, 0, sequence.index).to(gl.int64)
-    g_at = batch * g_strides[0] + head * g_strides[2] + position * g_strides[1]
-    beta_at = batch * beta_strides[0] + head * beta_strides[2] + position * beta_strides[1]
-    g = gl.load(g_ptr + g_at, mask=inside, other=0.0)
-    beta = gl.load(beta_ptr + beta_at, mask=inside, other=0.0)
-    return g.to(gl.float32), beta.to(gl.float32)
-
-
-@gluon.jit
-def gates_of_inputs(env):
-    """Compute the vectors of all chunks, and beta, from the gates themselves.  Loads are one chunk
-    ahead.
-
-    Used without a launch of `prep_kernel.py`, which sums the gates otherwise.
-    """
-    rings, work = env.rings, env.work
-    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    o_i = gl.arange(0, CHUNK, layout)
-    g, beta = load_gates(env, gl.to_tensor(0), layout)
-    for n in range(work.chunks()):
-        next_g, next_beta = load_gates(env, n + 1, layout)
-        G = sums(log2_decays(g), 0)
-        G_end = gl.sum(gl.where(o_i == CHUNK - 1, G, 0.0), 0)
-        rings.keys.wait_empty(n)
-        store_decays(rings, n, G, G_end, env.gates[4], layout)
-        rings.vector(n, FROM_STATE).store(gl.exp2(G))
-        rings.vector(n, BETA).store(beta)
-        mbarrier.arrive(rings.keys.full_at(n), count=1)
-        g, beta = next_g, next_beta

@@ -23,27 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels._gluon import masked, product_layout
-from ssdprof.kernels.gdn.hopper.inverse import diagonal_blocks, store_lower
-from ssdprof.kernels.gdn.hopper.rings import BETA, COLUMN, DIM, ROW, TO_END
+from ssdprof.kernels.gdn.hopper.rings import COLUMN, DIM, ROW, TO_END
 from ssdprof.kernels.hopper.ring import CHUNK
 
 UP = gl.constexpr(4.0)  # log2 of a factor of fp16 scores, which are about |k_j| then
 PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
 
-STAGES = {
-    "update_of": "state_factor",
-    "weights_of": "out_factor",
-    "scores": "out_factor",
-    "lower_of": "scaled_dot_kkt",
-    "scores_and_lower": "out_factor",
-}
+STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
     "keys": "waiting.chunk",
     "inverses": "waiting.inverse",
     "queries": "waiting.chunk",
     "updates": "ahead",
     "weights": "ahead",
-    "lowers": "ahead",
 }
 
 
@@ -101,49 +93,6 @@ def weights_of(rings, n, m, lower):
     W.store(masked((product * decay).to(W.dtype), lower))
     fence_async_shared()
     mbarrier.arrive(rings.weights.full_at(m), count=1)
-
-
-@gluon.jit
-def lower_of(rings, inversion, n):
-    """Compute L of the program's n-th chunk."""
-    layout: gl.constexpr = product_layout(CHUNK, 4)
-    rings.keys.wait_full(n)
-    k = rings.keys.tile(n)
-    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, layout)
-    begun = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    beta = rings.vector(n, BETA).load(gl.SliceLayout(1, layout))
-    product = warpgroup_mma_wait(0, deps=[begun])
-    inversion.lowers.wait_empty(n)
-    store_lower(
-        product, diagonal_blocks(product), beta, inversion.lowers.tile(n), inversion.diagonal(n)
-    )
-    mbarrier.arrive(inversion.lowers.full_at(n), count=1)
-
-
-@gluon.jit
-def scores_and_lower(env):
-    """Compute L one chunk ahead of X and W, because its inversion takes the time of a chunk.
-
-    Requires that no segment has a first pass.
-    """
-    rings = env.rings
-    layout: gl.constexpr = product_layout(CHUNK, 4)
-    o_i, o_j = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
-        gl.arange(0, CHUNK, gl.SliceLayout(0, layout)),
-    )
-    lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
-    chunks = env.work.chunks()
-    for ahead in range(chunks + 1):
-        if ahead < chunks:
-            lower_of(rings, env.inversion, ahead)
-        if ahead > 0:
-            n = ahead - 1
-            update_of(rings, n)
-            weights_of(rings, n, n, lower)
-            mbarrier.arrive(rings.inverses.empty_at(n), count=1)
-            mbarrier.arrive(rings.keys.empty_at(n), count=1)
-            mbarrier.arrive(rings.queries.empty_at(n), count=1)
 
 
 @gluon.jit
