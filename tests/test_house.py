@@ -11,16 +11,16 @@ import ways
 
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "lambdas in the package": 401,
+    "lambdas in the package": 399,
     "strings times a condition": 15,
-    "ternaries in ternaries": 22,
-    "comprehensions with two loops": 103,
+    "ternaries in ternaries": 21,
+    "comprehensions with two loops": 102,
     "loops over one thing": 3,
-    "vague names (one, found, own, ...)": 736,
+    "vague names (one, found, own, ...)": 734,
     "undocumented functions over 12 lines": 157,
     "functions over 60 lines": 52,
     "longest function": 214,
-    "Any in the package": 627,
+    "Any in the package": 506,
     "homonyms (classes and aliases)": 19,
 }
 
