@@ -93,8 +93,8 @@ def difference(config: Config, committed: Config) -> str:
 # --- the inputs: of each layer, whose inputs may share a find
 
 # what a case says of inputs of these sizes, and what creates them
-Place = Callable[[Dims], LayerCall | Drawn]
-Source = tuple[Place, Callable[[], Inputs]]
+TaskOf = Callable[[Dims], LayerCall | Drawn]
+Source = tuple[TaskOf, Callable[[], Inputs]]
 Sources = Sequence[Sequence[Source]]
 
 
@@ -155,7 +155,7 @@ def problems(
     operator: Operator, sources: Sequence[Source], intermediates: Intermediates
 ) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
-    waiting: dict[str, list[tuple[Place, Inputs]]] = {}
+    waiting: dict[str, list[tuple[TaskOf, Inputs]]] = {}
     for place, create in sources:
         inputs = create()
         kernel = operator.tunable.kernel(inputs)
@@ -170,7 +170,7 @@ def problems(
 
 def _problem(
     operator: Operator,
-    loaded: Sequence[tuple[Place, Inputs]],
+    loaded: Sequence[tuple[TaskOf, Inputs]],
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:

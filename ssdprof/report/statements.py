@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
+    BETWEEN_CALLS,
     LONGEST_SEQLEN,
     PRECISIONS,
     PrecisionName,

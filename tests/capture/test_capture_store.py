@@ -278,7 +278,7 @@ def test_a_changed_entry_of_the_manifest(
     [
         *(
             (json.dumps({"version": one, "checkpoint": 1}).encode(), f"has version {one}; this")
-            for one in (0, 4, None, "1")
+            for one in (0, 5, None, "1")
         ),
         (b"[]", "holds no JSON object"),
         (b"{", "is not valid JSON"),
