@@ -402,7 +402,7 @@ def of_shell(draw: random.Random, _file: Path) -> str:
     words = (sys.executable, "-m", "ssdprof", "run", "mamba2", "--prompt", "random", *RUN)
     done = subprocess.run(
         [*words, "--out", "out"], capture_output=True, text=True, errors="replace",
-        env=os.environ | chosen, timeout=HANGS_S, check=False,
+        env=os.environ | chosen, timeout=5 * HANGS_S, check=False,
     )  # fmt: skip
     shutil.rmtree("out", ignore_errors=True)
     python_refuses = done.returncode == 1 and "Fatal Python error" in done.stderr
