@@ -18,6 +18,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,9 +37,14 @@ import tiny_models
 import torch
 from checkpoint.conftest import save_tokenizer
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.model import open_model
+from ssdprof.checkpoint.weights import INDEX
 from ssdprof.cli import app
+from ssdprof.errors import SsdprofError
 from ssdprof.store.reports import dump
 
 HANGS_S = 60.0
@@ -326,6 +332,82 @@ def of_folder(_draw: random.Random, file: Path) -> str:
     return ""
 
 
+def of_copies(draw: random.Random, file: Path) -> str:
+    """Copies of other shards' tensors, with other values, in a shard; some are not in the index."""
+    index = file.parent / INDEX
+    places = json.loads(index.read_text())
+    shards = {path.name: load_file(path) for path in file.parent.glob("*.safetensors")}
+    expected = {key: one for tensors in shards.values() for key, one in tensors.items()}
+    others = sorted(expected.keys() - shards[file.name].keys())
+    for key in draw.sample(others, draw.randrange(1, len(others))):
+        shape = [draw.choice((1, 2)) * expected[key].shape[0], *expected[key].shape[1:]]
+        shards[file.name][key] = torch.full(shape, 7.0, dtype=expected[key].dtype)
+        if draw.random() < 0.1:
+            places["weight_map"].pop(key)
+    save_file(shards[file.name], file, {"format": "pt"})
+    whole = index.read_bytes()
+    index.write_text(json.dumps(places))
+    try:
+        model = load_model(fetch(open_model("mamba2")), device="cpu")
+    except SsdprofError:
+        return (
+            "" if len(places["weight_map"]) < len(expected) else "refused, and the index is whole"
+        )
+    finally:
+        index.write_bytes(whole)
+    found = {f"backbone.{name}": one for name, one in model.state_dict().items()}
+    wrong = [key for key, one in found.items() if not torch.equal(one, expected[key])]
+    return f"wrong values: {wrong}" if wrong else ""
+
+
+OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    "g": (torch.exp, torch.neg, torch.zeros_like, lambda g: g + 2),
+    "beta": (lambda beta: beta * 5, torch.neg, torch.ones_like, lambda beta: beta * 1e30),
+    "k": (lambda k: k * 1e3, lambda k: k * 1e18, torch.ones_like, torch.zeros_like),
+    "v": (torch.zeros_like, torch.ones_like),
+    "q": (torch.zeros_like, torch.ones_like),
+}
+
+
+def of_recording(draw: random.Random, file: Path) -> str:
+    """Inputs outside the operator's domain: each must be told."""
+    tensors = load_file(file)
+    for name in draw.sample(sorted(OUTSIDE), draw.choice((1, 1, 2, 5))):
+        tensors[name] = draw.choice(OUTSIDE[name])(tensors[name]).contiguous()
+    save_file(tensors, file)
+    folder = str(file.parent)
+    code, shown = invoked("capture", "--from", "safetensors", folder, "--out", "taken")
+    if code == 0:
+        code, shown = invoked("run", "taken", *RUN[4:], "--out", "out")
+    for name in ("out", "taken"):
+        shutil.rmtree(name, ignore_errors=True)
+    told = "Suspect the recording" in shown
+    return f"exit {code}, and nothing told" if code < 2 and not told else ""
+
+
+VARIABLES = (
+    "TORCH_LOGS", "PYTORCH_JIT", "TORCH_TRACE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "TMPDIR",
+    "PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONWARNINGS", "PYTHONHASHSEED", "PYTHONDEVMODE", "TERM",
+    "LC_ALL", "LANG", "TZ", "COLUMNS", "HOME", "FORCE_COLOR", "TRANSFORMERS_VERBOSITY", "HF_HOME",
+)  # fmt: skip
+SETTINGS_OF_A_SHELL = ("", "0", "1", "2", "nonsense", "-1", "C", "tr_TR.UTF-8", "/proc/none", "ä")
+
+
+def of_shell(draw: random.Random, _file: Path) -> str:
+    """Variables of torch, Python and the locale, in a process of its own."""
+    chosen = {name: draw.choice(SETTINGS_OF_A_SHELL) for name in draw.sample(VARIABLES, 2)}
+    words = (sys.executable, "-m", "ssdprof", "run", "mamba2", "--prompt", "random", *RUN)
+    done = subprocess.run(
+        [*words, "--out", "out"], capture_output=True, text=True, errors="replace",
+        env=os.environ | chosen, timeout=5 * HANGS_S, check=False,
+    )  # fmt: skip
+    shutil.rmtree("out", ignore_errors=True)
+    python_refuses = done.returncode == 1 and "Fatal Python error" in done.stderr
+    good = done.returncode in (0, 2, 3) or python_refuses
+    return "" if good else f"exit {done.returncode} with {chosen}: {done.stderr[-300:]}"
+
+
 # kind: what its files are given to, the files, and their damage
 Damage = Callable[[random.Random, bytes], bytes]
 JSON = (in_json, in_json, in_json, in_bytes)
@@ -341,6 +423,9 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
     "index": (of_folder, "mamba2/*.index.json", JSON),
     "pickle": (of_folder, "pickle/*.bin", (in_pickle, in_pickle, in_bytes)),
     "manifest": (of_folder, "captures/manifest.json", JSON),
+    "copies": (of_copies, "mamba2/*.safetensors", ()),
+    "recording": (of_recording, "recorded/*.safetensors", ()),
+    "shell": (of_shell, "prompt.txt", ()),
     "captured": (of_folder, "captures/*.safetensors", (in_header, in_bytes)),
 }
 
@@ -349,7 +434,7 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
 # file
 SEVERAL = {
     "sizes": [kind for kind, (*_, ways) in KINDS.items() if ways is JSON],
-    "special": list(KINDS),
+    "special": [kind for kind, (*_, ways) in KINDS.items() if ways],
 }
 
 
@@ -391,6 +476,17 @@ def prepare() -> None:
         for key, value in model.state_dict().items()
     }
     torch.save(state, "pickle/pytorch_model.bin")
+    recorded = Path("recorded")
+    recorded.mkdir()
+    (recorded / "recording.json").write_text('{"operator": "gdn"}')
+    draw = torch.Generator().manual_seed(0)
+    for number in range(2):
+        wide, narrow = (torch.randn(1, 9, 2, width, generator=draw) for width in (16, 8))
+        gates = torch.rand(2, 1, 9, 2, generator=draw)
+        keys = torch.nn.functional.normalize(wide, dim=-1)
+        tensors = {"q": keys.clone(), "k": keys, "v": narrow, "g": -gates[0], "beta": gates[1]}
+        tensors = {name: one.contiguous() for name, one in tensors.items()}
+        save_file(tensors, recorded / f"7_{number:06}.safetensors")
     assert invoked("capture", "mamba2", "--prompt", "random", *RUN[:4], "--out", "captures")[0] == 0
     for folder in ("mamba2", "whole", "pickle"):
         assert invoked("run", folder, "--prompt", "random", *RUN, "--dry-run")[0] == 0
@@ -405,11 +501,11 @@ def tried(kind: str, draw: random.Random) -> str:
     whole = file.read_bytes()
     if kind == "special":
         replaced(draw, file)
-    else:
+    elif ways or several:
         file.write_bytes((in_sizes if several else draw.choice(ways))(draw, whole))
     try:
         wrong = given(draw, file)
-    except Hang:
+    except (Hang, subprocess.TimeoutExpired):
         wrong = f"a hang of {HANGS_S:g} s: {file}"
     except Exception as error:
         wrong = "an internal error: " + "".join(traceback.format_exception(error, limit=-3))

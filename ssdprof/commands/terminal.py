@@ -17,6 +17,25 @@ from rich.text import Text
 
 from ssdprof.errors import BadInputError, MissingCapabilityError, harmless, masked
 
+
+class Unread(io.FileIO):
+    """A stream of progress and warnings, which are no data: what cannot be written, because its
+    reader has gone or its disk is full, is dropped.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def unread(number: int, *, close: bool) -> io.TextIOWrapper:
+    """A text stream on a file descriptor, by lines.  close: when it is closed."""
+    raw = io.BufferedWriter(Unread(number, "w", closefd=close))
+    return io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
+
+
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
 
@@ -58,10 +77,17 @@ def prepare() -> None:
     closed = sys.stdout is None
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lasts
+    elif sys.stderr is sys.__stderr__:
+        sys.stderr = unread(2, close=False)
     codecs.register_error("json-escape", _json_escape)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="json-escape")
+    if sys.flags.optimize > 1:
+        raise MissingCapabilityError(
+            "Python runs without docstrings, which transformers needs.",
+            "Unset PYTHONOPTIMIZE, or leave out -OO.",
+        )
     if closed:
         raise MissingCapabilityError(
             "Standard output is closed.", "Redirect it to a file or to /dev/null."
@@ -107,7 +133,7 @@ def only_data_on_stdout() -> Iterator[None]:
     with (
         os.fdopen(os.dup(1), "wb") as stdout,
         # a kernel may close it
-        os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace") as theirs,
+        unread(os.dup(2), close=True) as theirs,
         redirect_stdout(theirs),
     ):
         os.dup2(2, 1)

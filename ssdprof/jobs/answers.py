@@ -24,7 +24,7 @@ from ssdprof.core.base import DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
@@ -242,6 +242,7 @@ def _compare(
     with watcher.step("Running the reference"):
         reference, name, remark = choose_reference(request.reference, prompt, runs)
         exact = hidden_states(prompt, reference)
+        _check_finite(whole, exact)
         first = generated(reference, None)
     with watcher.step("Comparing answers", len(models), unit="cases") as advance:
         for case, compute, layers in models:
@@ -267,6 +268,24 @@ def _compare(
                 if device.type == "cuda":
                     writer.peaked(peak_bytes(device))
             advance(1)
+
+
+def _check_finite(whole: Any, hidden: torch.Tensor) -> None:
+    """BadInputError if the model's head gives NaN or infinity on the reference's own hidden states,
+    (batch, seqlen, width): then no implementation can be told from another.
+    """
+    length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
+    for start in range(0, hidden.shape[1], length):
+        block = hidden[:, start : start + length]
+        finite = logits(whole, block)[0].isfinite().all(-1)
+        if not bool(finite.all()):
+            part = "head, lm_head," if bool(block.isfinite().all()) else "layers"
+            raise BadInputError(
+                f"The model's {part} give NaN or infinity at position "
+                f"{start + int((~finite).int().argmax()):,} with the reference itself: it is "
+                "not the implementations.",
+                "Weights of the checkpoint hold NaN or infinity, or overflow; fetch it again.",
+            )
 
 
 # --- the reference, and noise

@@ -329,6 +329,26 @@ def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.Monke
     assert run(folder)[0].code == 0
 
 
+@pytest.mark.parametrize(
+    ("weight", "part"), [("lm_head.weight", "head, lm_head,"), ("layers.1.mlp.up", "layers")]
+)
+def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str, part: str) -> None:
+    folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
+
+    def broken(weights: Weights) -> Weights:
+        for key, one in weights.items():
+            if weight in key:
+                one[-1] = float("nan")
+        return weights
+
+    rewrite(folder, broken)
+    words = ("--prompt", "random", "--seq", "24", "--impl", "unfused", "--dtypes", "exact")
+    answer = ending(2, "answers", str(folder), *words)
+    said = f"The model's {part} give NaN or infinity at position 0 with the reference itself"
+    assert said in answer.err
+    assert "it is not the implementations" in answer.err
+
+
 def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,66 @@
+"""Environment variables, and streams whose reader has gone, of a command in its own process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = (
+    *("run", "demo", "--seq", "8", "--layers", "first:1", "--dtypes", "exact"),
+    *("--states", "fp32", "--impl", "unfused", "--out", "run"),
+)
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+
+def command(**variables: str) -> subprocess.Popen[str]:
+    pipes = {name: subprocess.PIPE for name in ("stdout", "stderr")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "ssdprof", *RUN],
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+        **pipes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
+        ("PYTORCH_JIT", "nonsense", "error: torch cannot be imported: Unknown setting"),
+        ("PYTHONOPTIMIZE", "2", "error: Python runs without docstrings"),
+    ],
+)
+def test_a_variable_that_no_library_understands_is_named(
+    variable: str, value: str, words: str
+) -> None:
+    with command(**{variable: value}) as process:
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 3
+    assert err.startswith(words)
+    assert variable in err.partition("hint: ")[2]
+    assert len(err) < 700
+
+
+def test_a_reader_of_progress_that_goes_away_costs_nothing() -> None:
+    """Progress is no data.  The reader goes before the first line, so that every line fails."""
+    with command() as process:
+        assert process.stderr
+        process.stderr.close()
+        assert process.stdout
+        out = process.stdout.read()
+        assert process.wait(timeout=100) == 0
+    assert "PASSED" in out
+    assert any(Path("run").iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_of_progress_costs_nothing() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ssdprof", *RUN], stdout=subprocess.PIPE, stderr=full, text=True
+        )
+    assert (done.returncode, "PASSED" in done.stdout) == (0, True)
