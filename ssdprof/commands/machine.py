@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ssdprof import operators
 from ssdprof.commands import terminal
 from ssdprof.environment import doctor as machine
 
@@ -12,7 +13,12 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 def doctor(*, as_json: bool) -> None:
-    checks = machine.doctor()
+    names: dict[str, list[str]] = {}
+    for operator in operators.records():
+        for name, library in operator.generated.libraries.items():
+            if library.package:
+                names.setdefault(library.package, []).append(name)
+    checks = (*machine.doctor(), machine.libraries(names))
     if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return

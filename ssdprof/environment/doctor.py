@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Literal
@@ -191,6 +191,20 @@ def _kernels() -> Check:
         return _check("kernels", "ok", f"compiled by {compiler} for the GPU")
     hint = unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU."
     return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)
+
+
+def libraries(names: Mapping[str, Sequence[str]]) -> Check:
+    """The packages of libraries that --impl knows, with these names, and the versions here."""
+    there, absent = [], []
+    for package, of_package in names.items():
+        known = ", ".join(dict.fromkeys(of_package))
+        # a repository's address ends with the package's name
+        if version := installed_version(package.rpartition("/")[2]):
+            there.append(f"{known} ({package} {version})")
+        else:
+            absent.append(f"{known} (pip install {package})")
+    missing = [f"not installed: {'; '.join(absent)}"] if absent else []
+    return _check("other libraries", "ok", "; ".join([*there, *missing]))
 
 
 def _ncu() -> Check:

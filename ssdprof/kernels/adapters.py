@@ -104,7 +104,6 @@ def model_function(model_type: str, name: str, package: str) -> Callable[..., An
 
     Every modeling file with a function of this name has the same one.  Raises ImportError.
     """
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")  # read when transformers is imported
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     function: Callable[..., Any] | None = getattr(module, name, None)
     original: Callable[..., Any] | None = function and inspect.unwrap(function)

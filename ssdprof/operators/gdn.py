@@ -28,11 +28,10 @@ from ssdprof.operators.operator import (
 from ssdprof.operators.tensors import dtype_named, exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.gdn import adapters, reference
-    from ssdprof.kernels.gdn import servers as server_kernels
+    from ssdprof.kernels.gdn import adapters, reference, servers
     from ssdprof.operators import gdn_tuning
 else:
-    adapters, reference, server_kernels = (
+    adapters, reference, servers = (
         lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference", "servers")
     )
     gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
@@ -548,22 +547,13 @@ def states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     return requested_precisions(dtype, "exact", (dtype,))
 
 
-def servers(operator: str) -> dict[str, Library]:
-    """The kernels that servers run for prompts."""
-    return {
-        "vllm": generate.installed(
-            "vllm",
-            lambda: packages.package_version("vllm"),
-            states_as_inputs,
-            lambda: server_kernels.load_vllm(operator),
-        ),
-        "sglang": generate.installed(
-            "sglang",
-            lambda: packages.package_version("sglang"),
-            states_as_inputs,
-            lambda: server_kernels.load_sglang(operator),
-        ),
-    }
+def sglang(operator: str) -> Library:
+    return generate.installed(
+        "sglang",
+        lambda: packages.package_version("sglang"),
+        states_as_inputs,
+        lambda: servers.load_sglang(operator),
+    )
 
 
 LIBRARIES = {
@@ -606,7 +596,13 @@ LIBRARIES = {
         ),
     )
 } | {
-    **servers("gdn"),
+    "sglang": sglang("gdn"),
+    "vllm": generate.installed(
+        "vllm",
+        lambda: packages.package_version("vllm"),
+        states_as_inputs,
+        lambda: servers.load_vllm(),
+    ),
     **generate.of_transformers(
         "fla",
         "flash-linear-attention",

@@ -115,12 +115,14 @@ class Library:
     load: (checkout, or None for an installed library) -> it, with its version, and its precisions
         at the library's defaults.  Raises ImportError.
     hint: for a failed import.
+    package: that pip installs; empty for a checkout.
     repository: of a library that exists only as a checkout; empty for an installed one.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
     load: Callable[[Path | None], Implementation]
     hint: str
+    package: str = ""
     repository: str = ""
     needs_gpu: bool = True
 
@@ -139,6 +141,7 @@ def installed(
     return Library(
         load=lambda _: replace(load(), version=version(), precisions=precisions),
         hint=f"pip install {package}, or leave it out.",
+        package=package,
         needs_gpu=needs_gpu,
     )
 

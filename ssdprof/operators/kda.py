@@ -375,7 +375,7 @@ LIBRARIES = {
         gdn.states_as_inputs,
         lambda: adapters.load_flash_kda(),
     ),
-    **gdn.servers("kda"),
+    "sglang": gdn.sglang("kda"),
     "cudnn": generate.installed(
         "nvidia-cudnn-frontend",
         lambda: packages.package_version("nvidia-cudnn-frontend"),

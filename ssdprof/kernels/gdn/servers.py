@@ -1,12 +1,11 @@
-"""The chunked Triton kernels that vLLM and SGLang run for prompts of GDN and KDA layers.
+"""The chunked Triton kernels that vLLM runs for prompts of GDN layers, and SGLang also for KDA.
 
 A server normalises q and k, and computes gates and beta, in kernels of its own.  Here gates and
 beta arrive computed, and q and k are normalised inside of the call.  The servers' packages patch
 torch and transformers when they are imported, so that they are not: only the modules with kernels
 are.
 
-vllm     states are read from one tensor and written to another.  Its kernels for KDA write the
-         output over v, so that each call begins with a copy of v, in its time
+vllm     GDN; states are read from one tensor and written to another
 sglang   states are updated in a pool, and KDA's output is written over v: each call begins with
          copies, in its time
 """
@@ -25,44 +24,34 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 
-_K3 = ("vllm", "vllm.models", "vllm.models.kimi_k3", "vllm.models.kimi_k3.nvidia")
 _SGLANG = ("sglang", "sglang.kernels", "sglang.kernels.ops")
-# operator -> the packages that are not imported themselves, the module, and its function
-_VLLM_KERNELS = {
-    "gdn": (("vllm",), "vllm.third_party.flash_linear_attention.ops", "chunk_gated_delta_rule"),
-    "kda": (
-        (*_K3, "vllm.models.kimi_k3.nvidia.ops"),
-        "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
-        "chunk_kda",
-    ),
-}
+# operator -> the module, and its function
 _SGLANG_KERNELS = {
-    "gdn": (_SGLANG, "sglang.kernels.ops.attention.fla.chunk", "chunk_gated_delta_rule"),
-    "kda": (_SGLANG, "sglang.kernels.ops.attention.fla.kda", "chunk_kda"),
+    "gdn": ("sglang.kernels.ops.attention.fla.chunk", "chunk_gated_delta_rule"),
+    "kda": ("sglang.kernels.ops.attention.fla.kda", "chunk_kda"),
 }
 
 
-def load_vllm(operator: str) -> Implementation:
-    packages, module, name = _VLLM_KERNELS[operator]
-    function = getattr(import_bare(module, packages), name)
+def load_vllm() -> Implementation:
+    """Its kernels for GDN.  Those for KDA need a later Triton than 3.6."""
+    ops = import_bare("vllm.third_party.flash_linear_attention.ops", ["vllm"])
 
     def prepare(inputs: GDNInputs) -> Prepared:
         (v, states, given), shape = _packed(inputs), inputs.v.shape
-        run = partial(function, **given, output_final_state=True)
+        run = partial(ops.chunk_gated_delta_rule, **given, output_final_state=True)
 
         def call() -> GDNOutput:
-            values = v.clone() if operator == "kda" else v
-            out, final_states = run(v=values, initial_state=states)
+            out, final_states = run(v=v, initial_state=states)
             return GDNOutput(out.view(shape), final_states.mT)
 
         return call, (v, states)
 
-    return _server_kernel(operator, "vllm", prepare)
+    return _server_kernel("gdn", "vllm", prepare)
 
 
 def load_sglang(operator: str) -> Implementation:
-    packages, module, name = _SGLANG_KERNELS[operator]
-    function = getattr(import_bare(module, packages), name)
+    module, name = _SGLANG_KERNELS[operator]
+    function = getattr(import_bare(module, _SGLANG), name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
         (v, states, given), shape = _packed(inputs), inputs.v.shape
