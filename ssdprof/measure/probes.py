@@ -110,7 +110,9 @@ class Prober:
         names = {TURNING_KEYS} if new_shape and not skipped else set()
         if every and not same and not skipped:
             names.add(LOUD_PAST)
-        if not self._only and not names and not new_kind:
+        if self._only:
+            names &= {self._only}
+        if not names and (self._only or not new_kind):
             return ()
         given = inputs
         if (
@@ -128,14 +130,12 @@ class Prober:
         if interpreted:
             long_heads = long_heads[:1]
         laws = _Laws(implementation, given, precision, self._isolated, inputs, long_heads)
-        if self._only:
-            names &= {self._only}
-        elif new_kind and skipped:
+        if new_kind and skipped and not self._only:
             why = "Triton's interpreter runs it; --thorough tests it"
             return tuple(
                 Probe(name=name, holds="not applicable", detail=why) for name in laws.tests
             )
-        elif new_kind:
+        if new_kind and not self._only:
             names = set(laws.tests if every else OF_THE_SAME_FORM)
             if implementation.kind == "own":
                 self._isolated.prepare(implementation, list(laws.forms()), precision)
