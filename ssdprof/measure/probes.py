@@ -147,7 +147,7 @@ class Prober:
         self._latest[implementation.name] = weakref.ref(inputs)
 
     def _keys(self, implementation: Implementation, inputs: Any) -> tuple[Hashable, Hashable]:
-        """Of the kind of layer, and of the shape of the call."""
+        """Keys of the kind of layer, and of the shape of the call."""
         dims = operators.get(inputs.operator).judged.dims(inputs)
         kind = (
             implementation.name,
@@ -519,7 +519,7 @@ class _Laws:
         )
 
     def _loud_past(self) -> str:
-        """Of the call; where other forms are called, too, also of a pack with initial states."""
+        """In the call; where other forms are called, also in a pack with initial states."""
         if self._fp16:
             raise _NotApplicable("fp16 numbers would overflow")
         if max(one.length for one in _spans(self.inputs)) < 2 * LOUD_SHARE:
