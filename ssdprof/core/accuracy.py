@@ -82,14 +82,15 @@ class BudgetUse(Record):
     position: Position
 
 
-TestName = Literal["gain", "rms", "column", "slice", "period"]
+TestName = Literal["gain", "mean gain", "rms", "column", "slice", "period"]
 
 
 class ErrorTest(Record):
     """The place of an output tensor where its error uses most of what rounding can explain
     (measure/evidence.py).
 
-    value: of gains the relative deviation, with its sign; else the relative RMS error.  place: a
+    head: 0 for a mean over heads.  value: of gains the relative deviation, with its sign; else the
+    relative RMS error.  place: a
     column, a slice (see `SLICES`), or a position modulo `period`; None for a whole head.
     """
 
@@ -113,11 +114,9 @@ class ErrorTest(Record):
             "slice": f", slice {self.place} of {SLICES}",
             "period": f", position {self.place} of each {self.period}",
         }.get(self.test, "")
-        if self.test == "gain":
-            return (
-                f"head {self.head}: gain {1 + self.value:.5f}, where rounding explains 1 ± "
-                f"{self.limit:.2g}"
-            )
+        if "gain" in self.test:
+            heads = f"head {self.head}: gain" if self.test == "gain" else "mean over heads: gain"
+            return f"{heads} {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"
         return (
             f"head {self.head}{where}: relative RMS error {self.value:.3g}, where rounding "
             f"explains {self.limit:.3g}"

@@ -27,6 +27,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, TimeIsUp, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
+from ssdprof.measure.probes import TURNING_KEYS, Prober
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
@@ -105,6 +106,8 @@ def bench(
             oracle_must_fit=True,
         )
         verdicts: dict[Cell, Verdicts] = {}
+        assert comparer.isolated
+        prober = Prober(comparer.isolated, only=TURNING_KEYS)
         with watcher.step("Measuring", len(mine), unit="cells") as advance:
             for done, cell in enumerate(mine):
                 there = [
@@ -126,10 +129,10 @@ def bench(
                 try:
                     cases: Iterable[Case]
                     if request.sampler:
-                        entries = _entries(request, operator, cell, device, None)
+                        entries = _entries(request, operator, cell, device, None, prober)
                         cases = own.sample_again(entries, str(cell), writer.earlier)
                     else:
-                        cases = measured(request, operator, cell, device, own, verdicts)
+                        cases = measured(request, operator, cell, device, own, verdicts, prober)
                     for case in cases:
                         writer.case(case)
                 except TimeIsUp as error:
@@ -241,6 +244,7 @@ def measured(
     device: torch.device,
     comparer: Comparer,
     verdicts: dict[Cell, Verdicts],
+    prober: Prober,
 ) -> Iterable[Case]:
     """The cases of a cell: a cell that is left out has none, also if some were verified before.
 
@@ -258,14 +262,15 @@ def measured(
         )
     if checked != cell:
         if checked not in verdicts:
-            entries = _entries(request, operator, checked, device, None)
+            entries = _entries(request, operator, checked, device, None, prober)
             compared = replace(comparer, timer=None).compare(entries, str(checked))
             found = {(case.name, case.chunk_size): case for case in compared}
             verdicts[checked] = {
                 one.key: found[one.case.name, one.case.chunk_size] for one in entries
             }
         known = verdicts[checked]
-    entries = _entries(request, operator, cell, device, checked.tokens.seqlen if known else None)
+    tokens = checked.tokens.seqlen if known else None
+    entries = _entries(request, operator, cell, device, tokens, prober)
     cases = {case.name: case for case in comparer.compare(entries, str(cell), known)}
     if known:  # later cells find all kernels compiled
         verdicts[checked] = {key: case.changed(first_call=None) for key, case in known.items()}
@@ -273,10 +278,15 @@ def measured(
 
 
 def _entries(
-    request: BenchOptions, operator: Operator, cell: Cell, device: torch.device, checked: int | None
+    request: BenchOptions,
+    operator: Operator,
+    cell: Cell,
+    device: torch.device,
+    checked: int | None,
+    prober: Prober,
 ) -> list[Entry]:
     """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
-    instead; None: its own.
+    instead; None: its own.  prober: of the law that a bench tests.
     """
     inputs = operator.generated.draw(cell, device)
     sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
@@ -312,7 +322,9 @@ def _entries(
                 precision=precision,
                 label=label,
             )
-            entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))
+            case = Case(**own, chunk_size=size, status="ran")
+            probes = partial(prober.probe, one, given, precision)
+            entries.append(Entry(case=case, call=call, probes=probes))
     for entry in entries:
         entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
     return entries

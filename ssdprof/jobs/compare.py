@@ -184,7 +184,10 @@ class Comparer:
         if not timed:
             return ()
         found = self.compare(timed, label, {one.key: case for one, case in known.items() if case})
-        return [case.changed(accuracy=()) for case in {case.name: case for case in found}.values()]
+        return [
+            case.changed(accuracy=(), probes=())
+            for case in {case.name: case for case in found}.values()
+        ]
 
     # --- accuracy
 
@@ -214,14 +217,13 @@ class Comparer:
             for entry, (_, fields, _) in runs.items()
         }
         interpreted = {entry: one for entry, (_, _, one) in runs.items()}
-        if verdicts is None:
-            del outputs, runs  # the probes need memory
-            with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
-                for entry, case in cases.items():
-                    with while_it_runs(case):
-                        if case.result == "passed" and (probes := entry.probes(interpreted[entry])):
-                            cases[entry] = case.changed(probes=probes)
-                    advance(1)
+        del outputs, runs  # the probes need memory
+        with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
+            for entry, case in cases.items():
+                with while_it_runs(case):
+                    if case.result == "passed" and (probes := entry.probes(interpreted[entry])):
+                        cases[entry] = case.changed(probes=(*case.probes, *probes))
+                advance(1)
         return cases
 
     def _first_run(self, entry: Entry) -> tuple[Output | None, dict[str, Any], bool]:
@@ -470,9 +472,8 @@ def _borrowed(verdict: Case, own: dict[str, Any], output: Output) -> dict[str, A
     first_calls = (verdict.first_call, own.get("first_call"))
     slower = max(first_calls, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
-    return {"accuracy": verdict.accuracy, "first_call": slower} | (
-        {} if finite else {"nonfinite": True}
-    )
+    borrowed = {"accuracy": verdict.accuracy, "probes": verdict.probes, "first_call": slower}
+    return borrowed | ({} if finite else {"nonfinite": True})
 
 
 def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:

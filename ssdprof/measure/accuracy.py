@@ -8,9 +8,10 @@ maximum norm and in the RMS norm,
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
 must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).
-The error of a single `lo` may be small by chance, so the largest of several counts, in which each
-operand has another error.  docs/measuring.md says why.  All three are compared in blocks of
-positions: only the outputs under test are ever held whole, in their own dtype.
+The error of a single `lo` may be small by chance, so the largest of several counts: of shorter
+chunks, and in which each operand has another error.  docs/measuring.md says why.  All three are
+compared in blocks of positions: only the outputs under test are ever held whole, in their own
+dtype.
 
 Every sum is in fp64 and every comparison too: a difference of two fp32, fp16 or bf16 numbers is
 then exact unless their exponents are more than 29 binary digits apart, so the comparator's own
@@ -91,9 +92,10 @@ def compare(
     coarse = form.dtype in _COARSE
     count = DRAWS if coarse else _FINE_DRAWS
     together = _drawn_together(operator, inputs, length, count)
+    shorter = oracle.shorter_chunks(inputs) if coarse else ()
     rounded = {
         null: [
-            oracle.rounded(inputs, candidate.precision),
+            *(oracle.rounded(inputs, candidate.precision) for _ in (None, *shorter)),
             *(
                 oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts)
                 for one in range(count // together)
@@ -103,10 +105,18 @@ def compare(
         for null, cuts in candidate.nulls.items()
     }
     outs = _TensorSums(
-        "out", {key: c.output[0] for key, c in candidates.items()}, candidates, coarse
+        "out",
+        {key: c.output[0] for key, c in candidates.items()},
+        candidates,
+        coarse,
+        1 + len(shorter),
     )
     states = _TensorSums(
-        "final_states", {key: c.output[1] for key, c in candidates.items()}, candidates, coarse
+        "final_states",
+        {key: c.output[1] for key, c in candidates.items()},
+        candidates,
+        coarse,
+        1 + len(shorter),
     )
     largest_exponent = torch.zeros(form.shape[2], device=device)
     sequence, origin = -1, 0
@@ -116,13 +126,14 @@ def compare(
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         wide, whole = operator.repeated(inputs, span, together)
-        given = (
+        given = [
             (inputs, span, gate),
+            *((inputs, span, oracle.gate(inputs, span, chunk)) for chunk in shorter),
             (wide, whole, gate if wide is inputs else oracle.gate(wide, whole)),
-        )
+        ]
         outs.add(
             _head_first(exact_out).double(),
-            {null: _advanced(several, *given, together) for null, several in rounded.items()},
+            {null: _advanced(several, given, together) for null, several in rounded.items()},
             Region(
                 shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin
             ),
@@ -134,11 +145,15 @@ def compare(
                     null: map(
                         _rows,
                         (
-                            exact.state,
-                            *(state for one in drawn for state in one.state.chunk(together)),
+                            *(form.state for form in forms[: 1 + len(shorter)]),
+                            *(
+                                state
+                                for form in forms[1 + len(shorter) :]
+                                for state in form.state.chunk(together)
+                            ),
                         ),
                     )
-                    for null, (exact, *drawn) in rounded.items()
+                    for null, forms in rounded.items()
                 },
                 Region(shape=states.shape, row=row, positions=None),
             )
@@ -158,14 +173,15 @@ def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
         raise AssertionError(why)
 
 
-def _advanced(forms: list[Rounded], given: Any, wide: Any, together: int) -> Iterator[torch.Tensor]:
-    """out of a span (h, l, ...) by each evaluation: without random errors, then several draws at a
-    time.
+def _advanced(forms: list[Rounded], given: list[Any], together: int) -> Iterator[torch.Tensor]:
+    """out of a span (h, l, ...) by each evaluation: without random errors, in chunks of each
+    length, then several draws at a time.
     """
-    exact, *drawn = forms
-    yield _head_first(exact.advance(*given)[0])
-    for one in drawn:
-        yield from map(_head_first, one.advance(*wide)[0].chunk(together, 1))
+    *exact, wide = given
+    for form, each in zip(forms, exact, strict=False):
+        yield _head_first(form.advance(*each)[0])
+    for form in forms[len(exact) :]:
+        yield from map(_head_first, form.advance(*wide)[0].chunk(together, 1))
 
 
 class _TensorSums:
@@ -177,6 +193,7 @@ class _TensorSums:
         tensors: Mapping[Any, torch.Tensor],
         candidates: Mapping[Any, Candidate],
         coarse: bool,
+        exact: int,
     ) -> None:
         first = next(iter(tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
@@ -197,7 +214,9 @@ class _TensorSums:
         self._from_baseline = {
             key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()
         }
-        self._evidence = Evidence(self.shape[1] if name == "out" else None, judged=coarse)
+        self._evidence = Evidence(
+            self.shape[1] if name == "out" else None, judged=coarse, exact=exact
+        )
         self._fits_oracle = {
             dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
         }

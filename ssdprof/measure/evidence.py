@@ -53,11 +53,11 @@ class Evidence:
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
     judged: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
-    and rounded forms (`rounded`: without random errors, then the draws of it).
+    and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 
-    def __init__(self, length: int | None, *, judged: bool = True) -> None:
-        self._judged = judged
+    def __init__(self, length: int | None, *, judged: bool = True, exact: int = 1) -> None:
+        self._judged, self._exact = judged, exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
@@ -139,19 +139,22 @@ class Evidence:
             self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
         )
         room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
-        least, most = [], []
-        draws = [
-            torch.stack([self._sums["rounded", null, 1 + k] for k in range(DRAWS)])
+        forms = [
+            torch.stack([self._sums["rounded", null, k] for k in range(self._exact + DRAWS)])
             for null in nulls
         ]
-        for several in draws:
-            gains = several[..., :1] / norm[:, :1]
-            # 1/16: for accumulators that truncate
-            spread = unit / 16 + 2 * _SIGMAS * gains.std(0) + room
-            least.append(gains.mean(0) - spread)
-            most.append(gains.mean(0) + spread)
-        low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
-        found = [_worst("gain", ours[:, :1] / norm[:, :1] - (low + high) / 2, (high - low) / 2)]
+        draws = [several[self._exact :] for several in forms]
+        gains = [finite(several[..., :1] / norm[:, :1]) for several in forms]
+        gain = finite(ours[:, :1] / norm[:, :1])
+        # 1/16: for accumulators that truncate
+        found = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
+        if len(norm) > 1:
+            variance = gains[0][self._exact :].var(0)
+            certain = torch.where(variance > 0, 1 / variance, 0.0)
+            share = certain / certain.sum()
+            means = [(several * share).sum(1, keepdim=True) for several in gains]
+            mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
+            found.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
         width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
         places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
@@ -172,6 +175,25 @@ class Evidence:
             if one.test not in worst or one.used > worst[one.test].used:
                 worst[one.test] = one
         return tuple(worst.values())
+
+    def _gain(
+        self, ours: torch.Tensor, forms: Sequence[torch.Tensor], room: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far a gain is from the middle of what roundings explain, and how far it may be.
+
+        ours: (h, 1); forms: (exact + DRAWS, h, 1).  The errors of draws are independent.  Those of
+        real roundings are not, where a number of few bits is multiplied by a factor near 1: the
+        exact forms show that bias, of which a kernel may have twice as much.
+        """
+        least, most = [], []
+        for gains in forms:
+            exact, draws = gains[: self._exact], gains[self._exact :]
+            bias = 2 * (exact - draws.mean(0))
+            spread = room + 2 * _SIGMAS * draws.std(0)
+            least.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
+            most.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
+        low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
+        return ours - (low + high) / 2, (high - low) / 2
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

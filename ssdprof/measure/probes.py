@@ -116,7 +116,9 @@ class Prober:
         names = {TURNING_KEYS} if new_shape and not skipped else set()
         if every and not same and not skipped:
             names.add(LOUD_PAST)
-        if not self._only and not names and not new_kind:
+        if self._only:
+            names &= {self._only}
+        if not names and (self._only or not new_kind):
             return ()
         between: tuple[Probe, ...] = ()
         if new_kind and not self._only and pools.applies(implementation, inputs):
@@ -135,13 +137,11 @@ class Prober:
             long_heads = long_heads[:1]
         operator = operators.get(inputs.operator)
         laws = _Laws(operator, implementation, given, precision, self._isolated, inputs, long_heads)
-        if self._only:
-            names &= {self._only}
-        elif new_kind and skipped:
+        if new_kind and skipped and not self._only:
             why = "Triton's interpreter runs it; --thorough tests it"
             untested = (Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
             return (*untested, *between)
-        elif new_kind:
+        if new_kind and not self._only:
             names = set(laws.tests if every else OF_THE_SAME_FORM)
             if implementation.isolated:
                 self._isolated.prepare(implementation, list(laws.forms()), precision)
@@ -153,7 +153,7 @@ class Prober:
         self._latest[implementation.name] = weakref.ref(inputs)
 
     def _keys(self, implementation: Implementation, inputs: Inputs) -> tuple[Hashable, Hashable]:
-        """Of the kind of layer, and of the shape of the call."""
+        """Keys of the kind of layer, and of the shape of the call."""
         dims = operators.get(inputs.operator).judged.dims(inputs)
         kind = (
             implementation.name,
@@ -414,7 +414,7 @@ class _Laws:
                 f"{'outputs are wrong' if dropped else 'history that matters is dropped'}, with "
                 f"{batch} x {length:,} tokens and {heads} heads: {worst:.3g} RMS error at position "
                 f"{int(known.positions[index])} of row {known.batch}, and above {DROPPED:g} in "
-                f"{int(bad.sum())} of {len(bad)} {known.kind}; rounding explains 0.003"
+                f"{int(bad.sum())} of {len(bad)} {known.kind}; rounding explains 0.03"
             )
         return wrong
 
@@ -540,7 +540,7 @@ class _Laws:
         )
 
     def _loud_past(self) -> str:
-        """Of the call; where other forms are called, too, also of a pack with initial states."""
+        """In the call; where other forms are called, also in a pack with initial states."""
         if self._fp16:
             raise _NotApplicable("fp16 numbers would overflow")
         if max(one.length for one in _spans(self.inputs)) < 2 * LOUD_SHARE:

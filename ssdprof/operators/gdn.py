@@ -195,11 +195,11 @@ def bytes_per_position(inputs: kernels.GDNInputs) -> int:
     return int(heads * (8 * 4 * width + 10 * 8 * width))
 
 
-def gate(inputs: kernels.GDNInputs, span: rounding.Span) -> rounding.Gate:
-    """The running sum of g in each chunk, (c, h, CHUNK); the padding has g = 0."""
+def gate(inputs: kernels.GDNInputs, span: rounding.Span, chunk: int = CHUNK) -> rounding.Gate:
+    """The running sum of g in each chunk, (c, h, chunk); the padding has g = 0."""
     g = inputs.g[span.batch, span.start : span.stop].float().clamp(_FORGOTTEN, 0)
     return rounding.Gate(
-        exponents=rounding.running_sum(rounding.split_chunks(g, CHUNK).transpose(1, 2))
+        exponents=rounding.running_sum(rounding.split_chunks(g, chunk).transpose(1, 2))
     )
 
 
@@ -209,8 +209,8 @@ def rounded_chunks(
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3,
-    with chunks of 64 positions whatever the call's chunk size, in plain torch.  Everything is
-    computed in fp32 and rounded
+    with the gate's chunks, of 64 positions whatever the call's chunk size, in plain torch.
+    Everything is computed in fp32 and rounded
 
         where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
                                             tensor cores take it: q and k (normalised ones too), the
@@ -230,8 +230,8 @@ def rounded_chunks(
     closer to the oracle.
     """
     operand, intermediate, exp = low.operand, low.intermediate, rounding.gpu_exp
-    q, k, v, beta = operands(inputs, low, span)
     g = gate.exponents
+    q, k, v, beta = operands(inputs, low, span, g.shape[2])
 
     decay = gate.decays.tril()  # (c, h, i, j)
     product = rounding.two_tf32 if low.operand_dtype == torch.float32 else _tf32
@@ -254,14 +254,14 @@ def rounded_chunks(
 
 
 def operands(
-    inputs: kernels.GDNInputs, low: rounding.Rounded, span: rounding.Span
+    inputs: kernels.GDNInputs, low: rounding.Rounded, span: rounding.Span, chunk: int
 ) -> tuple[torch.Tensor, ...]:
-    """In chunks (c, h, CHUNK, ...): q and k of value heads as operands, normalised if the call asks
+    """In chunks (c, h, chunk, ...): q and k of value heads as operands, normalised if the call asks
     for it; v and beta (..., 1) in fp32.
     """
 
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
-        return rounding.split_chunks(tensor, CHUNK).transpose(1, 2)
+        return rounding.split_chunks(tensor, chunk).transpose(1, 2)
 
     q, k, v, beta = (
         tensor[span.batch, span.start : span.stop].float()
@@ -279,7 +279,7 @@ def operands(
 
 
 def in_positions(out: torch.Tensor, inputs: kernels.GDNInputs, span: rounding.Span) -> torch.Tensor:
-    """(c, h, CHUNK, V), before the scale, -> the output of the span."""
+    """(c, h, chunk, V), before the scale, -> the output of the span."""
     out = out * inputs.scale_or_default
     return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
 
@@ -294,7 +294,7 @@ def _inverse(system: torch.Tensor, product: Callable[[torch.Tensor], torch.Tenso
         leaves, identity.expand_as(leaves), upper=False, unitriangular=True
     )
     half = _LEAF
-    while half < CHUNK:
+    while half < system.shape[-1]:
         top, bottom, between = (
             inverse[..., 0::2, :, :],
             inverse[..., 1::2, :, :],
@@ -308,10 +308,10 @@ def _inverse(system: torch.Tensor, product: Callable[[torch.Tensor], torch.Tenso
 
 
 def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
-    """(..., CHUNK, CHUNK) -> (..., n, size, size): blocks on the diagonal, or the one below each
+    """(..., chunk, chunk) -> (..., n, size, size): blocks on the diagonal, or the one below each
     even block of it.
     """
-    count = CHUNK // size
+    count = system.shape[-1] // size
     blocks = system.reshape(*system.shape[:-2], count, size, count, size)
     return torch.stack([blocks[..., i + below, :, i, :] for i in range(0, count, 1 + below)], -3)
 

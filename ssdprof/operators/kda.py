@@ -90,10 +90,10 @@ def bytes_per_position(inputs: kernels.KDAInputs) -> int:
     return int(heads * (10 * 4 + 10 * 8) * (2 * inputs.q.shape[3] + value_dim + CHUNK))
 
 
-def gate(inputs: kernels.KDAInputs, span: rounding.Span) -> rounding.Gate:
-    """The running sum of g in each chunk, (c, h, CHUNK * K); the padding has g = 0."""
+def gate(inputs: kernels.KDAInputs, span: rounding.Span, chunk: int = CHUNK) -> rounding.Gate:
+    """The running sum of g in each chunk, (c, h, chunk * K); the padding has g = 0."""
     g = inputs.g[span.batch, span.start : span.stop].float().clamp(gdn._FORGOTTEN, 0)
-    sums = rounding.running_sum(rounding.split_chunks(g, CHUNK).permute(0, 2, 3, 1))
+    sums = rounding.running_sum(rounding.split_chunks(g, chunk).permute(0, 2, 3, 1))
     return rounding.Gate(exponents=sums.mT.flatten(2))
 
 
@@ -102,7 +102,7 @@ def rounded_chunks(
 ) -> torch.Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
-    The chunked algorithm of `reference.py` with chunks of 64 positions, in plain torch.  Everything
+    The chunked algorithm of `reference.py` with the gate's chunks, in plain torch.  Everything
     is computed in fp32 and rounded
 
         where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
@@ -123,8 +123,9 @@ def rounded_chunks(
     product = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(
         low.operand_dtype, gdn._tf32
     )
-    q, k, v, beta = gdn.operands(inputs, low, span)
-    sums = gate.exponents.reshape(*gate.exponents.shape[:2], CHUNK, -1)
+    chunk = gate.exponents.shape[2] // inputs.q.shape[3]
+    q, k, v, beta = gdn.operands(inputs, low, span, chunk)
+    sums = gate.exponents.reshape(*gate.exponents.shape[:2], chunk, -1)
     scores, system = reference.decayed_scores(q, k, sums, exp, product)
     scores, inverse = operand(scores), operand(gdn._inverse(beta * system, product))
     since_start, to_end = exp(sums), exp((sums[..., -1:, :] - sums).clamp(max=0))

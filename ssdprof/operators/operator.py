@@ -92,6 +92,7 @@ class Stages:
 
 
 AHEAD = "ahead"  # the stage of warps that wait because they are ahead, which costs no time
+LEAST_CHUNK = 16  # the edge of a tensor core's tile
 _WORDS = {
     "setup.load": "loading the initial state",
     "setup.store": "storing the final state",
@@ -173,7 +174,8 @@ class OracleSpec(Generic[I]):
 
     blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple
         of `chunk_size`; in order, sequence after sequence, at least one for each.
-    gate: of a span.  chunks: out of a span in one precision: see `Rounded`.
+    gate: of a span, with chunks of `chunk_size` or another given size.  chunks: out of a span in
+        one precision: see `Rounded`.
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
     sizes: of a call, by the operator's own names.  words: of them.
@@ -181,7 +183,7 @@ class OracleSpec(Generic[I]):
     """
 
     blocks: Callable[[I, int], Iterable[Block]]
-    gate: Callable[[I, rounding.Span], rounding.Gate]
+    gate: Callable[..., rounding.Gate]
     chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], torch.Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
@@ -193,6 +195,11 @@ class OracleSpec(Generic[I]):
         """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
+
+    def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
+        """A half and a quarter of `chunk_size`, the sizes that kernels take besides."""
+        size = self.chunk_size(inputs)
+        return tuple(part for part in (size // 2, size // 4) if part >= LEAST_CHUNK)
 
     def rounded(self, inputs: Inputs, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""

@@ -205,8 +205,8 @@ def bytes_per_position(inputs: kernels.SSDInputs) -> int:
     return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
 
 
-def gate(inputs: kernels.SSDInputs, span: rounding.Span) -> rounding.Gate:
-    """dt and the running sum of dt A in each chunk, (c, h, q).
+def gate(inputs: kernels.SSDInputs, span: rounding.Span, chunk: int = 0) -> rounding.Gate:
+    """dt and the running sum of dt A in each chunk, (c, h, q).  chunk: 0 is that of the inputs.
 
     The last chunk is padded with dt = 0, which neither decays nor adds.
     """
@@ -215,9 +215,8 @@ def gate(inputs: kernels.SSDInputs, span: rounding.Span) -> rounding.Gate:
         dt = dt + inputs.dt_bias.float()
     if inputs.dt_softplus:
         dt = torch.nn.functional.softplus(dt)
-    dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), inputs.power_of_two_chunk).transpose(
-        1, 2
-    )
+    chunk = chunk or inputs.power_of_two_chunk
+    dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), chunk).transpose(1, 2)
     A = inputs.A.float().clamp(min=-1e30)  # -inf times a step of 0 would be NaN
     return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
 
@@ -228,7 +227,7 @@ def rounded_chunks(
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at
-    the chunk size `SSDInputs.power_of_two_chunk`.  Everything is computed in fp32 and rounded
+    the chunk size of the gate.  Everything is computed in fp32 and rounded
 
         where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as
                                             tensor cores take it
@@ -242,7 +241,7 @@ def rounded_chunks(
     loses most, one addend after the other.
     """
     q, operand, intermediate, exp = (
-        inputs.power_of_two_chunk,
+        gate.exponents.shape[2],
         low.operand,
         low.intermediate,
         rounding.gpu_exp,

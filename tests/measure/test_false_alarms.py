@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from kernel_cases import SSDCase
 from measure.conftest import random_inputs
 
+from ssdprof import operators
+from ssdprof.kernels.oracle import sequences
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
+from ssdprof.operators import generate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = {
@@ -97,6 +101,26 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int) -> None:
     inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}
+
+
+@pytest.mark.parametrize(("name", "step"), [("kda", 5e-5), ("kda", 2e-4)])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
+    name: str, step: float, chunk: int
+) -> None:
+    """A decay that is nearer to 1 than half a unit in the last place leaves a rounded number as it
+    was, at every position: such errors do not average out, and depend on the kernel's chunks.
+    """
+    operator = operators.get(name)
+    shape = operator.generated.shape("slow", 1, 1, 128, 128)
+    tokens = generate.Tokens(sequences=1, seqlen=4096)
+    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
+    drawn = operator.generated.draw(cell, torch.device("cpu"))
+    inputs = replace(drawn, g=-2 * step * torch.rand_like(drawn.g))
+    relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
+    gate = operator.judged.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
+    out, state = operator.judged.rounded(inputs, relaxed).advance(inputs, span, gate)
+    assert_passes((out[None], state[None]), inputs, relaxed)
 
 
 @pytest.mark.parametrize(

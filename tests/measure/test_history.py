@@ -117,8 +117,9 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
     history = next(iter(next(kda.histories(drawn("kda", "2/2x32x16", 320), ()))))
-    sums = history.inputs.g[0].unfold(0, 16, 1).sum(-1)
-    assert bool((sums[:, 0] == -20).all())
+    for window, step, total in ((16, 16, -20), (32, 1, -40)):
+        sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
+        assert bool((sums == total).all())
     assert history.known[0].kind == "windows of 16 tokens"
 
 
@@ -145,7 +146,7 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
 
     holds, why = law(TURNING_KEYS, half, drawn("kda", "2/2x32x16", 120))
     assert holds == "no"
-    assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.5 RMS error")
+    assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error")
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
@@ -214,19 +215,26 @@ def test_the_loud_past_finds_a_kernel_that_drops_small_history(name: str, only: 
     assert law(LOUD_PAST, kernel, given.after(initial))[0] == "no"
 
 
-def test_keys_of_gdn_that_are_not_normalised_are_known_to_hide_history() -> None:
-    """No law: in 16 bit, the inverse of a correct kernel hides it, too (docs/measuring.md)."""
-    given = drawn("gdn", "1/1x16x16", 300, use_qk_l2norm=False)
-    key = torch.full((16,), 0.25) * 2.1**0.5
-    given = replace(given, g=torch.full_like(given.g, -0.105), beta=torch.ones_like(given.beta))
-    given = replace(given, k=key.to(given.k.dtype).expand_as(given.k).contiguous())
-    states = given.v.new_zeros(given.states_shape, dtype=torch.float32)
-    states[0, 0] = key[:, None]
-    silent = replace(given, v=torch.zeros_like(given.v)).after(states)
-    _, left = gdn_recurrence(replace(silent, **_cut(silent, 160)), dtype=torch.float64)
-    assert 160 * -0.105 < -14
-    assert left.norm() / states.norm() > 0.1
-
-
-def _cut(inputs: Any, length: int) -> dict[str, torch.Tensor]:
-    return {name: getattr(inputs, name)[:, :length] for name in ("q", "k", "v", "g", "beta")}
+def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped() -> None:
+    """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
+    when the decays are below 2^-24 is less than the error of the rounded form.
+    """
+    given = drawn("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
+    key = (torch.full((16,), 0.25) * 2.1**0.5).to(given.k.dtype)
+    changes = {
+        "k": key.expand_as(given.k).contiguous(),
+        "q": torch.full_like(given.q, 0.25),
+        "g": torch.full_like(given.g, -0.105),
+        "beta": torch.ones_like(given.beta),
+    }
+    inputs, tokens = replace(given, **changes), 160
+    assert tokens * -0.105 < -16
+    left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
+    assert left > 0.03
+    span = Span(sequence=0, batch=0, start=0, stop=512)
+    judged = operators.get("gdn").judged
+    rounded = judged.rounded(inputs, kernels.Precision())
+    out, _ = rounded.advance(inputs, span, judged.gate(inputs, span))
+    exact = gdn_recurrence(inputs, dtype=torch.float64)[0][0]
+    errors = (out - exact)[256:].square().sum((1, 2)) / exact[256:].square().sum((1, 2))
+    assert errors.max().sqrt() > left

@@ -105,7 +105,7 @@ def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Te
 
 ORACLE = OracleSpec(
     blocks=blocks,
-    gate=lambda inputs, span: Gate(
+    gate=lambda inputs, span, _chunk=CHUNK: Gate(
         exponents=inputs.a[span.batch, span.start : span.stop].float().T[None]
     ),
     chunks=chunks,
