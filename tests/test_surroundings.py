@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def command(**variables: str) -> subprocess.Popen[str]:
-    pipes = {name: subprocess.PIPE for name in ("stdout", "stderr")}
+    pipes: Any = {name: subprocess.PIPE for name in ("stdout", "stderr")}
     return subprocess.Popen(
         [sys.executable, "-m", "ssdprof", *RUN],
         text=True,

@@ -76,6 +76,17 @@ def ssd_recurrent(case: SSDCase, state_every: int = 0) -> None:
     recurrent_launch(inputs)(inputs)
 
 
+def drafted_in_place(inputs: Any) -> Any:
+    """With a slot of a pool for the state after each token."""
+    table = torch.empty(inputs.sequences, inputs.length, dtype=torch.int32, device="meta")
+    return replace(inputs, state_indices=table, accepted=table[:, 0], write_indices=table)
+
+
+def ssd_in_place(case: SSDCase) -> None:
+    inputs = drafted_in_place(on_meta(case.inputs()))
+    recurrent_launch(inputs, in_place=True)(inputs)
+
+
 def ssd_step(case: SSDCase) -> None:
     two_stages(on_meta(case.inputs()))
 
@@ -221,6 +232,7 @@ SSD_SMALL: Launches = {
             "recurrent packed": TOKEN.but(batch=1, lengths=(3, 2)),
         },
     ),
+    "recurrent in place": partial(ssd_in_place, TOKEN.but(seqlen=3, initial_states=True)),
     **each(ssd_step, {"step bf16": TOKEN, "step fp32, no state": PLAIN_TOKEN}),
     **{
         f"convolution {state}": partial(convolution, plain(2, 100, 256), state=state)
@@ -254,6 +266,11 @@ def gdn_recurrent(case: GDNCase, *, wide: bool = False) -> None:
     inputs = on_meta(case.inputs())
     inputs = replace(inputs, state_every=int(wide))
     gdn_recurrent_launch(inputs, blocks_of(inputs, wide=wide))(inputs)
+
+
+def gdn_in_place(case: GDNCase) -> None:
+    inputs = drafted_in_place(on_meta(case.inputs()))
+    gdn_recurrent_launch(inputs, blocks_of(inputs), in_place=True)(inputs)
 
 
 def gdn_step(case: GDNCase) -> None:
@@ -337,6 +354,7 @@ DELTAS = {"bf16": DELTA, "fp32": DELTA.but(dtype=FP32), "K 256": DELTA.but(key_d
 GDN_SMALL: Launches = {
     **{f"recurrent {label}": partial(gdn_recurrent, case) for label, case in DELTAS.items()},
     "recurrent tokens": partial(gdn_recurrent, DELTA.but(seqlen=8, initial_states=True)),
+    "recurrent in place": partial(gdn_in_place, DELTA.but(seqlen=3, initial_states=True)),
     **{f"step {label}": partial(gdn_step, case) for label, case in DELTAS.items()},
 }
 # states in registers, and the largest steps

@@ -225,7 +225,7 @@ def raising(inputs: Any) -> Output:
         ("order and number of rows", one_row_is_special, "call 3, row 0, token 0"),
         ("indices of any form", int64_as_two_words, "call 1"),
         ("indices of any form", without_strides_of_indices, "call 2"),
-        ("layouts of the pool", updating_a_copy, "call 1, row 1, slot 0"),
+        ("layouts of the pool", updating_a_copy, "call 1, row 0, slot 2"),
         ("states are rounded once", rounding_after_each_token, "call 2, row 0, slot 9, head 0"),
         ("slots beyond 2^31 elements", offsets_in_32_bits, "call 1, row 0, slot 2"),
         ("64 mixed calls", WrongInItsFortiethCall(), "call 40, row 1, head 1"),

@@ -632,12 +632,8 @@ def test_laws_of_a_pool_have_a_table_of_their_own_with_a_row_for_each() -> None:
         ("a shared prefix", "fused", "all 2 precisions", "yes", ""),
     )
     assert calls.between_calls(report()) is None
-    named = [
-        table.title
-        for one in compose(found).sections
-        for table in one.blocks
-        if isinstance(table, Table)
-    ]
+    sections = compose(found).sections
+    named = [getattr(table, "title", "") for section in sections for table in section.blocks]
     assert "State between calls" in named
     whys = {case.why for case in found.cases if case.result == "inaccurate"}
     assert whys == {f"law 'between calls: padded rows': {where}"}
