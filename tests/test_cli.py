@@ -161,8 +161,7 @@ def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None
 def test_paragraphs_of_help_are_wrapped_to_the_terminal_and_not_as_in_the_source() -> None:
     shown = shell("COLUMNS=200 PROGRAM run --help").stdout
     assert any(
-        "Exit code 0 says" in line and "Exit code 1 says" in line
-        for line in shown.splitlines()
+        "Exit code 0 says" in line and "Exit code 1 says" in line for line in shown.splitlines()
     )
 
 
