@@ -252,6 +252,7 @@ def opened(
     Raises BadInputError if `out` has another report, or another process is writing into it;
     MissingCapabilityError if it cannot be written, or if a rank died.
     """
+    began = time.monotonic()
     first, header = ranks is None or ranks.first, draft(**fields)
     if first:
         path = out or new_folder(header.subject)
@@ -298,7 +299,8 @@ def opened(
                 if not _last(path, number).complete:
                     with watcher.step(f"Process {number + 1} of {header.samplers}"):
                         sample_again(header.command, path, number)
-            writer.update(complete=True)
+            seconds = writer.report.first.seconds or round(time.monotonic() - began, 3)
+            writer.update(complete=True, seconds=seconds)
             writer.flush()
             if ranks and ranks.first:
                 _wait(path, ranks)
