@@ -70,8 +70,7 @@ MASKS = (  # in this order
     (r"[\d.]+ [KMGT]iB (are free|free)", r"SIZE \1"),
     (r"[\d.]+ [KMG]?i?B  config.json", "SIZE  config.json"),  # transformers writes it
     (r'("config.json",\n *"size_bytes": )\d+', r"\1NUMBER"),
-    (r'(<td class="left" data-key="NUMBER">)\d+ s(</td>)', r"\1SECONDS\2"),
-    (r'(<td class="left")(?: data-key="[\d.]+")?>\d+ s(</td>)', r"\1>SECONDS\2"),
+    (r'(<td class="left")(?: data-key="[^"]*")?>\d+\ss(</td>)', r"\1>SECONDS\2"),
     (r'("(?:free_bytes|seconds)": |"first_call": \{\s*"seconds": )[\d.]+', r"\1NUMBER"),
     (
         r"(?s)<svg.*?</svg>",
