@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ssdprof.api import prefill as prefill
     from ssdprof.api import run as run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Results", "answers", "bench", "compare", "load", "prefill", "run"]
 
 

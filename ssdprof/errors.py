@@ -1,11 +1,14 @@
 """Errors for the user: each has one sentence, one hint and one exit code."""
 
 import difflib
+import os
 import re
 import signal
+import sys
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
+from urllib.parse import quote
 
 
 class ExitCode(IntEnum):
@@ -105,9 +108,30 @@ def masked(text: str) -> str:
 
     Also in addresses that do not parse: without a scheme, or with a slash in the password.
     """
+    for secret, instead in _secrets().items():
+        text = text.replace(secret, instead)
     text = re.sub(r"hf_\w+", "hf_...", text)
     text = re.sub(r"(?<=://)([^/\s]*|[^\s'\"]*:[^\s'\"]*)@", "...@", text)
     return re.sub(r"(?<![^\s'\"=(])[^\s'\":=(@]+:(?!//)[^\s'\"]*@(?=[\w.\[])", "...@", text)
+
+
+_ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SHORTEST_TOKEN = 8  # a shorter one may be a part of any word
+
+
+def _secrets() -> dict[str, str]:
+    """What this process knows to be secret, and what is shown instead: tokens, and what stands
+    before the host in an address that a variable or the command line gives, as typed and as a
+    library quotes it.
+    """
+    values = {name.upper(): value for name, value in os.environ.items()}
+    given = [values[name] for name in _ADDRESSES if name in values]
+    given += [word for word in sys.argv[1:] if "://" in word]
+    users = [address.rpartition("://")[2].rpartition("@")[0] for address in given]
+    users += [quote(user, safe=":") for user in users]
+    tokens = [values[name] for name in _TOKENS if len(values.get(name, "")) >= _SHORTEST_TOKEN]
+    return {f"{user}@": "...@" for user in users if user} | dict.fromkeys(tokens, "...")
 
 
 def how_ended(exit_code: int) -> str:

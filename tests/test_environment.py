@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +211,23 @@ def test_ncu_is_found_where_the_toolkit_puts_it(
     assert (found.status, found.detail) == ("ok", "2025.3.1.0")
     (folder / "ncu").write_text("#!/bin/sh\nexit 3\n")
     assert doctor._ncu().detail.startswith("does not run")
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"])
+@pytest.mark.parametrize("command", ["doctor", "run demo --dry-run"])
+def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str) -> None:
+    """In a process of its own: the client reads its variables when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ssdprof", *command.split()],
+        capture_output=True,
+        text=True,
+        env=os.environ | {name: "abc", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"error: {name}='abc' is not a number of seconds.",
+        f"hint: Give a whole number, or run: unset {name}",
+    ]
 
 
 def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Error messages for users: complete, on one line, and without secrets."""
 
+from urllib.parse import quote
+
 import pytest
 
 from ssdprof.core.subject import LayerRef
@@ -24,6 +26,27 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
     assert masked(text) == shown
     error = BadInputError(text, text)
     assert (error.message, error.hint, str(error)) == (shown, shown, shown)
+
+
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "https_proxy", "ALL_PROXY", "the command"])
+@pytest.mark.parametrize("user", ["user:s3 cret", "u:p@s s/x", "a'b\"c", "u"])
+def test_an_address_that_is_known_is_masked_whatever_is_in_it(
+    variable: str, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"http://{user}@127.0.0.1:9"
+    if variable == "the command":
+        monkeypatch.setattr("sys.argv", ["ssdprof", "run", address])
+    else:
+        monkeypatch.setenv(variable, address)
+    quoted = f"http://{quote(user, safe=':')}@127.0.0.1:9"
+    text = f"the hub at {address} is busy, {quoted} too: you must"
+    shown = "the hub at http://...@127.0.0.1:9 is busy, http://...@127.0.0.1:9 too: you must"
+    assert masked(text) == shown
+
+
+def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "api-key 12345678")
+    assert masked("sent 'api-key 12345678'") == "sent '...'"
 
 
 def test_a_librarys_sentence_is_whole() -> None:

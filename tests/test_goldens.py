@@ -70,6 +70,7 @@ MASKS = (  # in this order
     (r"[\d.]+ [KMGT]iB (are free|free)", r"SIZE \1"),
     (r"[\d.]+ [KMG]?i?B  config.json", "SIZE  config.json"),  # transformers writes it
     (r'("config.json",\n *"size_bytes": )\d+', r"\1NUMBER"),
+    (r'(<td class="left")(?: data-key="[^"]*")?>\d+\ss(</td>)', r"\1>SECONDS\2"),
     (r'("(?:free_bytes|seconds)": |"first_call": \{\s*"seconds": )[\d.]+', r"\1NUMBER"),
     (
         r"(?s)<svg.*?</svg>",
@@ -252,7 +253,8 @@ def options() -> Iterator[str]:
     """The help of every command: its arguments and options with types, defaults and texts, one a
     line.
     """
-    for name, command in sorted(typer.main.get_command(app).commands.items()):  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in sorted(commands.items()):
         text = command.get_help(command.context_class(command, info_name=name, terminal_width=400))
         lines = (" ".join(line.split()) for line in re.sub(r"\n {8,}", " ", text).splitlines())
         yield from filter(None, lines)

@@ -25,6 +25,7 @@ from ssdprof import __version__
 from ssdprof.checkpoint.names import KNOWN, shown
 from ssdprof.core.subject import PlannedFile
 from ssdprof.core.words import size_words
+from ssdprof.environment import variables
 from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
@@ -63,6 +64,7 @@ def _endpoint() -> str | None:
 
 
 try:  # the client reads its variables on import
+    variables.check()
     _endpoint()
     from huggingface_hub import (
         HfApi,

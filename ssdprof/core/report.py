@@ -408,6 +408,7 @@ class ListedRun(Record):
     seqlens: tuple[int, ...] = ()  # of the prompts
     layers: int = 0  # replayed ones
     cases: int = 0
+    gates: int = 0
     gpu: Text | None = None
     verdict: Text
     state: Literal["complete", "partial"] | None = None
@@ -428,6 +429,7 @@ class ListedRun(Record):
             seqlens=tuple(prompt.seqlen for prompt in report.prompts),
             layers=len(report.captured),
             cases=len(report.cases),
+            gates=len(report.conditions),
             gpu=report.environment.gpu.name if report.environment.gpu else None,
             verdict=Outcome(report).word,
             state="complete" if report.complete else "partial",

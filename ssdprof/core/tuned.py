@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from ssdprof.core.base import Record, Text
 from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment
 
+TUNED_VERSION: Final = 4
 Value = int | float | bool | Text
 # operator, kernel and intermediates of calls, and their sizes by the operator's names
 TunedCalls = dict[Text, Value]
@@ -44,7 +45,7 @@ class TunedConfigs(Record):
     kernels: the hash of each operator's machine code; finds are valid only for it.
     """
 
-    version: Literal[4] = 4
+    version: Literal[4] = TUNED_VERSION
     kind: Literal["ssdprof tuned"] = "ssdprof tuned"
     ssdprof_version: Text
     kernels: dict[Text, Text]

@@ -12,11 +12,11 @@ from typing import Literal
 
 import torch
 import triton
-from huggingface_hub import constants, is_offline_mode
 from packaging.requirements import Requirement
 from triton import knobs
 
 from ssdprof.core.words import size_words
+from ssdprof.environment import variables
 from ssdprof.environment.machine import (
     current_uuid,
     gpu,
@@ -239,6 +239,9 @@ def _counters(parameters: Path) -> Check:
 
 
 def _hub() -> Check:
+    variables.check()
+    from huggingface_hub import constants, is_offline_mode
+
     if is_offline_mode():
         return _check(
             "hub",
@@ -250,6 +253,8 @@ def _hub() -> Check:
 
 
 def _cache() -> Check:
+    from huggingface_hub import constants
+
     folder = Path(constants.HF_HUB_CACHE)
     existing = usable(folder)
     if existing is None:

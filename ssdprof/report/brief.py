@@ -228,23 +228,31 @@ def runs(found: Sequence[ListedRun]) -> Table | None:
         text("run", lambda row: row.name),
         *lifted(
             readable,
+            text("kind", lambda row: row.kind),
             text("started", lambda row: when(row.created)),
             text("model", lambda row: row.model + ", random weights" * row.random_weights),
             Column("tokens", lambda row: ", ".join(map(fmt.count, row.seqlens))),
             text("GPU", lambda row: row.gpu or "none"),
         ),
-        text("verdict", lambda row: row.verdict + ", partial" * (row.state == "partial")),
+        text("verdict", _listed_verdict),
     )
     note = "  ".join(f"{row.name}: {row.reason}" for row in found if row.reason)
     return table("Runs", columns, found, note=note)
 
 
+def _listed_verdict(row: ListedRun) -> str:
+    """Answers without a limit are compared, and pass nothing."""
+    without_limits = row.kind == "answers" and row.verdict == "passed" and not row.gates
+    word = "compared" if without_limits else row.verdict
+    return f"{word}, partial" if row.state == "partial" else word
+
+
 def history(found: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
 
-    def over_before(row: tuple[Report, float | None]) -> float | None:
+    def change(row: tuple[Report, float | None]) -> str:
         us, before = _us(row[0]), row[1]
-        return us / before if us and before else None
+        return f"{100 * (us / before - 1):+.1f}%" if us and before else fmt.MISSING
 
     columns: tuple[Column[tuple[Report, float | None]], ...] = (
         text("commit", lambda row: row[0].commit or fmt.MISSING),
@@ -252,7 +260,7 @@ def history(found: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Tab
         text("started", lambda row: when(row[0].created)),
         text("verdict", lambda row: Outcome(row[0]).word),
         Column("time", lambda row: fmt.duration(_us(row[0]))),
-        Column("over the time\nof before", lambda row: fmt.ratio(over_before(row))),
+        Column("change", change),
         Column("largest rms error,\nover the floor", lambda row: fmt.ratio(_error(row[0]))),
     )
     every = [report for _, report in found if isinstance(report, Report)][::-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from ssdprof.core import words as fmt
@@ -99,9 +100,11 @@ def compose(
     comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
-    base, new = comparison.base[0], comparison.new[0]
+    base, new = (str(side[0]) for side in (comparison.base, comparison.new))
+    short = Path(base).name, Path(new).name
+    names = short if short[0] != short[1] else (base, new)
     return Document(
-        title=f"ssdprof compare: BASE {base}, NEW {new}",
+        title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
         verdict=tuple(_verdict(comparison)),
         caveats=tuple(_caveats(comparison)),
         sections=tuple(_sections(comparison, stalls, every)),

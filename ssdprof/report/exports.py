@@ -261,7 +261,8 @@ def junit(report: Report) -> str:
             kind = "failure" if case.result in ("inaccurate", "nonfinite") else "error"
             _answer(test, kind, case.result, f"{why}{again(report, case)}")
         cases.append(test)
-    whole = [_test(report.kind, "all requested cases are present")]
+    # with the time of everything but the calls above; without a GPU these have none
+    whole = [_test(report.kind, "all requested cases are present", report.seconds)]
     if why := incomplete(report):
         _answer(whole[0], "error", "incomplete", why)
     broken = by_gate(found.broken)
@@ -354,8 +355,11 @@ def workflow_commands(report: Report) -> Iterator[str]:
     caveats.
     """
     title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
+    found = Outcome(report)
+    failed = (*found.failed, *found.refused, *found.answers_failed)
+    reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]
     annotations: tuple[tuple[str, Iterable[str]], ...] = (
-        ("error", errors(report)),
+        ("error", (*errors(report), *reasons)),
         ("warning", caveats(report)),
     )
     for name, lines in annotations:

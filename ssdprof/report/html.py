@@ -26,6 +26,8 @@ _UNITS = {
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
 }  # fmt: skip
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
+_INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
+_EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 _KINDS = {Table: "table", str: "note", tuple: "list"}
 
 Block = tuple[str, object]  # kind, by which the template draws it, and content
@@ -79,9 +81,16 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"key": sort_key, "tone": tone}
+    environment.filters |= {"key": sort_key, "tone": tone, "unbroken": unbroken}
     environment.tests["sortable"] = sortable
     return environment.get_template("page.html.j2").render(document=document, parts=parts)
+
+
+def unbroken(cell: str) -> str:
+    """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
+    two parts.
+    """
+    return _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
 
 
 def _part(

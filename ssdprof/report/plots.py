@@ -43,6 +43,8 @@ _SETTINGS: dict[Any, Any] = {
 }
 # of positions
 _PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}
+_WIDE = 300  # ends of a logarithmic axis, from which on its powers of ten are enough
+_STROKE = 0.01  # of the height of a plot
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
@@ -196,6 +198,8 @@ def _roofline(
     low, high = min(intensities) / 3, max(intensities) * 3
 
     def paint(axes: Axes) -> None:
+        from matplotlib.ticker import LogLocator
+
         axes.loglog()
         if roof:
             corners = [low, ridge, high]
@@ -211,6 +215,8 @@ def _roofline(
             )
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
+        if high < _WIDE * low:  # the powers of ten alone may be one tick
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         rates = [rate for _, rate, _ in every]
         axes.set_ylim(min(rates) / 3, (peak if roof else max(rates)) * 2)
         for axis in (axes.xaxis, axes.yaxis):
@@ -249,12 +255,20 @@ def along_positions(group: Group) -> Drawing | None:
     if group.steps or not found:
         return None
     limit = _worst(group.cases, "floor")
+    drawn: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
+    for label, line in found.items():
+        names = next((names for other, names in drawn if _coincide(line, other)), None)
+        if names is None:
+            drawn.append((line, [label]))
+        else:
+            names.append(label)
 
     def middles(line: Sequence[float]) -> list[float]:
         return [(number + 0.5) * group.seqlen / len(line) for number in range(len(line))]
 
     def paint(axes: Axes) -> None:
-        for number, (label, line) in enumerate(found.items()):
+        for number, (line, names) in enumerate(drawn):
+            label = names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} equal"
             axes.plot(middles(line), line, drawstyle="steps-mid", color=_color(number), label=label)
         if limit:
             axes.plot(
@@ -279,7 +293,13 @@ def along_positions(group: Group) -> Drawing | None:
     lines = found | ({"floor": limit} if limit else {})
     slices = zip(middles(next(iter(found.values()))), *lines.values(), strict=True)
     cells = ((f"{at:,.0f}", *map(fmt.small, errors)) for at, *errors in slices)
-    return draw(paint), _data(("position", *lines), cells)
+    legend = 2 if len(drawn) == len(found) else 1  # columns
+    return draw(paint, legend=legend), _data(("position", *lines), cells)
+
+
+def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether a reader sees one line: they differ by less than the width of a stroke."""
+    return all(abs(one - two) <= _STROKE * max(other) for one, two in zip(line, other, strict=True))
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:

@@ -265,6 +265,7 @@ def opened(
         with _sampled(out, sampler) as writer:
             yield writer
         return
+    began = time.monotonic()
     first, header = ranks is None or ranks.first, draft(**fields)
     if first:
         path = out or new_folder(header.subject)
@@ -305,7 +306,8 @@ def opened(
                 if not _last(path, number).complete:
                     with watcher.step(f"Process {number + 1} of {header.samplers}"):
                         sample_again(path, number)
-            writer.update(complete=True)
+            seconds = writer.report.first.seconds or round(time.monotonic() - began, 3)
+            writer.update(complete=True, seconds=seconds)
             writer.flush()
             if ranks and ranks.first:
                 _wait(path, ranks)

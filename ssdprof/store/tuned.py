@@ -11,7 +11,7 @@ from pathlib import Path
 from ssdprof import __version__, files, operators
 from ssdprof.core.base import grouped
 from ssdprof.core.subject import Environment, Gpu
-from ssdprof.core.tuned import TunedCalls, TunedConfig, TunedConfigs
+from ssdprof.core.tuned import TUNED_VERSION, TunedCalls, TunedConfig, TunedConfigs
 from ssdprof.core.words import plural
 from ssdprof.environment import machine
 from ssdprof.environment.machine import installed_version, kernels_hash
@@ -36,7 +36,11 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        finds = TunedConfigs.model_validate(files.read_json(file))
+        document = files.read_json(file)
+        version = document.get("version") if isinstance(document, dict) else None
+        if version not in (None, TUNED_VERSION):
+            return None, f"{file} has version {version}; this ssdprof reads {TUNED_VERSION}"
+        finds = TunedConfigs.model_validate(document)
         for find in finds.finds:
             operators.get(find.operator).tunable.config(str(find.calls["kernel"]), find.settings)
     except (OSError, ValueError) as error:

@@ -32,6 +32,7 @@ class Played(NamedTuple):
     summary: str
     reports: Path
     artifact: Path
+    outputs: dict[str, str]
 
 
 def yaml_of(file: str) -> dict[str, Any]:
@@ -108,9 +109,15 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         outputs[step.get("id", "")] = dict(
             line.split("=", 1) for line in output.read_text().splitlines()
         )
-    for one in () if failed else action["outputs"].values():
-        filled(one["value"], inputs, outputs)
-    return Played(not failed, log, summary.read_text(), reports, artifact)
+    told = {
+        name: next(
+            filter(None, (outputs.get(step, {}).get(name, "") for step in ("export", "run"))), ""
+        )
+        for name, declared in action["outputs"].items()
+        if declared["value"]
+        == f"${{{{ steps.export.outputs.{name} || steps.run.outputs.{name} }}}}"
+    }
+    return Played(not failed, log, summary.read_text(), reports, artifact, told)
 
 
 def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
@@ -145,6 +152,14 @@ def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
     # no verdict of a run is on speed alone
     assert ("\nThe run did not pass" in worse.log) == (fault == "inexact")
     assert "\nThe comparison with the baseline did not pass" in worse.log
+
+
+def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path: Path) -> None:
+    played = play("cpu", tmp_path, "--layers 99")
+    assert not played.passed
+    reason = "error: Layer 99 has no SSD, GDN or KDA operator; the model has 4: 0, 1, 3, 4."
+    assert played.outputs == {"passed": "false", "verdict": reason}
+    assert f"::error title=ssdprof run::{reason}" in played.log
 
 
 @pytest.mark.slow

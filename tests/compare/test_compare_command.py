@@ -167,3 +167,8 @@ def test_a_suffix_without_a_format_is_refused(words: str, file: str, named: str)
     assert f"End the name with one of {named}" in refused.err
     assert not Path(file).exists()
     assert Answer(*words.split(), "-o", file, "--format", "markdown").code == 0
+
+
+def test_the_title_has_names_and_no_paths() -> None:
+    assert compare("runs/base", "runs/same").out.startswith("ssdprof compare: BASE base, NEW same")
+    assert compare("base", "runs/base").out.startswith("ssdprof compare: BASE base, NEW runs/base")

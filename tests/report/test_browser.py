@@ -86,17 +86,20 @@ def _asked(log):
     return found
 
 
-WIDTHS = (360, 800, 1600)
+WIDTHS = (360, 900, 1600)
 MEASURE = """
   const root = document.documentElement, found = {};
   for (const details of document.querySelectorAll("details")) details.open = true;
-  for (const width of [360, 800, 1600]) {
+  for (const width of [360, 900, 1600]) {
     root.style.width = width + "px";  // the least window of a headless Chromium is 500 pixels wide
     fit();
     const all = [...document.body.querySelectorAll("*")];
-    const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1);
-    const scrolls = all.filter(
-      (one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "auto");
+    // beside a first column that stays, the others may scroll, but not on a phone
+    const stays = (one) => width > 600 && one.closest(".scroll")
+      && getComputedStyle(one.closest(".scroll").querySelector("td")).position === "sticky";
+    const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1 && !stays(one));
+    const scrolls = all.filter((one) => one.scrollWidth > one.clientWidth + 1
+      && getComputedStyle(one).overflowX === "auto" && !stays(one));
     const shown = [...document.querySelectorAll("svg text")].filter(
       (text) => text.textContent.trim());
     const sizes = shown.map((text) => parseFloat(getComputedStyle(text).fontSize)
@@ -104,6 +107,7 @@ MEASURE = """
     found[width] = {
       beyond: [...wide, ...scrolls].map((one) => one.outerHTML.slice(0, 90)).slice(0, 3),
       text: Math.min(99, ...sizes),
+      cards: document.querySelectorAll(".stacked").length,
     };
   }
   document.body.dataset.found = JSON.stringify(found);
@@ -122,7 +126,7 @@ MEASURE = """
         ),
     ],
 )
-def test_a_page_opens_quietly_and_nothing_scrolls_sideways_or_is_too_small_to_read(name, tmp_path):
+def test_a_page_opens_quietly_and_no_page_scrolls_sideways_or_is_too_small_to_read(name, tmp_path):
     visit = Visit(tmp_path, PAGES[name](), MEASURE)
     assert visit.console == []
     assert visit.asked == set()
@@ -131,9 +135,23 @@ def test_a_page_opens_quietly_and_nothing_scrolls_sideways_or_is_too_small_to_re
     for width in WIDTHS:
         assert found[str(width)]["beyond"] == [], width
         assert found[str(width)]["text"] >= 11, width
+    assert [found[str(width)]["cards"] > 0 for width in WIDTHS[1:]] == [False, False]
+    assert found["360"]["cards"] or name == "cpu"
     if folder := os.environ.get("SSDPROF_SCREENSHOTS"):  # CI keeps them as artefacts
         (tmp_path / "plain.html").write_text(PAGES[name](), encoding="utf-8")
         screenshots(tmp_path / "plain.html", Path(folder), name)
+
+
+@pytest.mark.parametrize("name", ["lengths", "stalls"])
+def test_a_printed_run_has_its_columns_on_at_most_five_pages(name, tmp_path):
+    page, printed = tmp_path / "page.html", tmp_path / "page.pdf"
+    page.write_text(PAGES[name](), encoding="utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    subprocess.run(
+        [*command, profile, f"--print-to-pdf={printed}", page.as_uri()], check=True, timeout=120
+    )
+    assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed.read_bytes())) <= 5
 
 
 def screenshots(page, folder, name):
@@ -176,7 +194,8 @@ def test_a_click_sorts_by_number_and_a_second_one_the_other_way(tmp_path):
     visit = Visit(tmp_path, html.render(report(seqlens=(256,), layers=(9,))), script)
     assert visit.console == []
     up, down = (
-        re.search(rf'data-{way}="([^"]*)"', visit.dom)[1].split("|") for way in ("up", "down")
+        unescape(re.search(rf'data-{way}="([^"]*)"', visit.dom)[1]).split("|")
+        for way in ("up", "down")
     )
     microseconds = [float(text.split()[0]) * {"µs": 1, "ms": 1000}[text.split()[1]] for text in up]
     assert len(set(up)) > 2

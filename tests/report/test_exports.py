@@ -197,15 +197,26 @@ def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
     assert text.count("\n") <= 40 < whole.count("\n")
 
 
+def test_without_times_of_calls_the_whole_run_has_its_own() -> None:
+    (process,) = small().processes
+    tests = parsed(small(gpu=False, processes=(process.changed(seconds=12.5),)))
+    assert sum(test.time for test in tests.values()) == pytest.approx(12.5)
+
+
 def test_annotations() -> None:
     assert (
         annotation_lines(small()) == annotation_lines(prefill()) == annotation_lines(bench()) == []
     )
-    assert annotation_lines(ending("inaccurate")) == [
+    verdict, reason = annotation_lines(ending("inaccurate"))
+    assert verdict == (
         "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused "
         "(exact, fp32 states) "
         "inaccurate in layer 0."
-    ]
+    )
+    assert (
+        "small::layer 0, 131,072 tokens, fused, exact, fp32 states: inaccurate: out, head 7: "
+        "max|ours - oracle| is 1.5, its budget 1;" in reason
+    )
     (gate,) = annotation_lines(small(conditions=cases.gates("match@0:89%")))
     assert (
         "GATE FAILED: match@0:89%25: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; "

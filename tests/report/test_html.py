@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from cases import answers, bench, checkpoint, failed, in_calls, prefill, report
 from report.pages import Page
@@ -156,3 +158,20 @@ def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     assert plots.along_positions(both[1]) is None
     (chunks,) = groups(in_calls(report(seqlens=(24,))))
     assert "position in the chunk, tokens" in Page((plots.along_positions(chunks) or [""])[0]).words
+
+
+def test_lines_that_coincide_are_one_labelled_line() -> None:
+    group = groups(report())[0]
+    words = Page((plots.along_positions(group) or [""])[0]).words
+    assert "fused, exact, fp32, and 1 equal" in words
+    assert "fused, relaxed, fp32, and 1 equal" in words
+    assert "fp16" not in words
+    assert "floor" in words
+
+
+def test_the_x_axis_of_a_roofline_has_ticks() -> None:
+    """More than one, although its ends are less than a power of ten apart."""
+    drawing = plots.roofline(report(), groups(report()))
+    assert drawing is not None
+    ticks = re.findall(r'id="xtick_\d+".*?<text[^>]*>([^<]*)</text>', drawing[0], re.S)
+    assert len([tick for tick in ticks if tick.strip()]) >= 2

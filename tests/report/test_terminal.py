@@ -312,6 +312,7 @@ def test_each_run_has_its_verdict() -> None:
     assert table is not None
     assert table.rows[0] == (
         "0",
+        "run",
         "2026-01-02 03:04 UTC",
         "ibm-granite/granite-4.0-h-small",
         "1,024, 131,072",
@@ -324,6 +325,13 @@ def test_each_run_has_its_verdict() -> None:
     assert row(table, "3")["model"].endswith(", random weights")
     assert table.note == "5: It is damaged."
     assert runs() is None
+    without, limited = (
+        runs(answers(conditions=conditions)) for conditions in ((), of_options(max_kl=1.0))
+    )
+    assert without is not None
+    assert limited is not None
+    assert (row(without, "0")["kind"], row(without, "0")["verdict"]) == ("answers", "compared")
+    assert row(limited, "0")["verdict"] == "passed"
 
 
 def test_the_history_has_a_line_for_each_commit() -> None:
@@ -347,7 +355,7 @@ def test_the_history_has_a_line_for_each_commit() -> None:
     )
     tables = list(brief.history(every[::-1]))
     assert [[(row[0], row[1], row[5]) for row in one.rows] for one in tables] == [
-        [("a", "0", "-"), ("b", "2", "1.10x"), ("c", "3", "0.82x")],
+        [("a", "0", "-"), ("b", "2", "+10.0%"), ("c", "3", "-18.2%")],
         [("c", "4", "-")],
     ]
     assert [one.title.split("  ")[1] for one in tables] == ["▅█▁", "▁"]

@@ -23,18 +23,26 @@ for (const button of document.querySelectorAll("table.sortable button")) {
   button.addEventListener("click", () => sortBy(button.closest("th")));
 }
 
-// A table that is wider than the page gets smaller, or becomes a list of its rows: nothing is hidden beside the page.
+// A table that is wider than the page gets smaller, then its cells wrap, so that its columns stay; on a phone it becomes
+// a list of its rows.
 function fit() {
+  const looks = document.body.clientWidth < 600 ? ["tight", "stacked"] : ["tight", "wrapped"];
   for (const box of document.querySelectorAll(".scroll")) {
     const table = box.querySelector("table");
     if (!table) continue;
-    table.classList.remove("tight", "stacked");
-    for (const look of ["tight", "stacked"]) if (box.scrollWidth > box.clientWidth) table.classList.add(look);
+    table.classList.remove("tight", "wrapped", "stacked");
+    for (const look of looks) if (box.scrollWidth > box.clientWidth) table.classList.add(look);
   }
 }
 for (const table of document.querySelectorAll("table")) {
-  const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
-  for (const row of table.tBodies[0].rows) {
+  const heads = [...table.tHead.rows[0].cells], rows = [...table.tBodies[0].rows];
+  const names = heads.map((cell) => cell.textContent.trim());
+  heads.forEach((head, column) => {
+    const cells = rows.map((row) => row.cells[column]);
+    if (cells.every((cell) => cell.textContent === "-"))  // a narrow page leaves this column out
+      for (const cell of [head, ...cells]) cell.classList.add("void");
+  });
+  for (const row of rows) {
     [...row.cells].forEach((cell, column) => {
       cell.dataset.name = names[column];
       cell.classList.toggle("none", cell.textContent === "-");
@@ -43,7 +51,6 @@ for (const table of document.querySelectorAll("table")) {
 }
 for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", fit);
 addEventListener("resize", fit);
-addEventListener("beforeprint", fit);
 fit();
 
 // A link to a folded section opens it.
