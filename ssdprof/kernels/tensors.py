@@ -136,7 +136,7 @@ def places(
 
 Strides = tuple[int, int, int]
 Described = Callable[["torch.Tensor | Part"], TensorDescriptor]  # the descriptor of a tensor
-_GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 def described(

@@ -78,7 +78,9 @@ def _wrapped(number: int) -> torch.Tensor:
 def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     operation, *modifiers = name.split(".")
     if operation == "cvt":
-        to, of = (one for one in modifiers if one != "rn")
+        to, of = (one for one in modifiers if one not in ("rn", "rna"))
+        if to == "tf32":
+            return (values[0] + 0x1000) & ~0x1FFF
         return (
             _of_half(_float(values[0]), HALVES[to])
             if of == "f32"
@@ -133,7 +135,9 @@ ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
     "fma": lambda a, b, c: a * b + c,
     "ex2": torch.exp2,
     "lg2": torch.log2,
+    "rcp": torch.reciprocal,
     "min": torch.minimum,
+    "max": torch.maximum,
 }
 BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,

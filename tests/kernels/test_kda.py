@@ -111,6 +111,15 @@ def test_every_gate_on_hopper(kernel: Subject, case: dict[str, Any]) -> None:
 
 
 @subjects("kda wide", emulated=["kda hopper"])
+def test_keys_and_queries_of_any_length(kernel: Subject) -> None:
+    """Also where a kernel normalises after the product."""
+    inputs = KDACase(**dict(seqlen=64, dtype=BF16, gates="cuts") | kernel.sizes | dict(l2norm=True))
+    for factor in (2.0**-8, 2.0**30):
+        scaled = changed(inputs.inputs(), lambda one, factor=factor: one * factor, "q", "k")
+        assert_passes(kernel(scaled), scaled, EXACT)
+
+
+@subjects("kda wide", emulated=["kda hopper"])
 def test_later_tokens_change_no_earlier_output(kernel: Subject) -> None:
     """By bits, also within a chunk: no decay is a quotient of sums that reach further."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes).inputs()

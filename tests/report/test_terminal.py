@@ -326,7 +326,7 @@ def test_each_run_has_its_verdict() -> None:
     assert table.note == "5: It is damaged."
     assert runs() is None
     without, limited = (
-        runs(answers(conditions=conditions)) for conditions in ((), of_options(max_kl=1.0))
+        runs(answers(conditions=conditions)) for conditions in ((), cases.gates("kl:1"))
     )
     assert without is not None
     assert limited is not None

@@ -36,6 +36,7 @@ docs/gdn-mathematics.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
@@ -642,7 +643,7 @@ def two_launches(
     inputs: GDNInputs,
     handed: list[tuple[tuple[int, ...], torch.dtype]],
     states: tuple[int, ...],
-    launchers: tuple[Launcher, Launcher],
+    launchers: tuple[Callable[..., None], Callable[..., None]],
     programs: tuple[int, int],
     names: tuple[str, ...],
 ) -> PreparedLaunch:

@@ -30,6 +30,7 @@ Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -59,7 +60,7 @@ from ssdprof.kernels.gdn.portable import (
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.kda.inputs import KDAInputs
-from ssdprof.kernels.kda.prep_kernel import DIM, WARPS, _kda_hopper_prep
+from ssdprof.kernels.kda.prep_kernel import DIM, HALF, WARPS, _kda_hopper_prep
 from ssdprof.kernels.kda.unfused import (
     add_scores,
     cumulative_decays,
@@ -69,7 +70,15 @@ from ssdprof.kernels.kda.unfused import (
 )
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import strides_of, tile_strides
+from ssdprof.kernels.tensors import (
+    described,
+    row_stride,
+    steps,
+    strides_of,
+    tile_strides,
+    tiles,
+    unreadable,
+)
 
 STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
@@ -145,34 +154,28 @@ class KDAPortableConfig:
     def choose_hopper(
         cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
     ) -> KDAPortableConfig:
-        """Whole states where they fill the GPU, else slices of V, and (K, V) states where each has
-        a multiprocessor.
+        """Whole states for more than half as many as multiprocessors, else slices of V.
 
-        On an H200, the second launch takes 0.49 ms for 8 sequences of 4K with 32 heads (slices of
-        32: 0.60), 0.18 ms for one of 8K (with (V, K) states 0.27), and 1.17 ms for one of 64K with
-        12 heads in slices of 16 (of 32:
-        1.29; (V, K): 1.67).  With 96 heads, (V, K) states take 0.47 ms and (K, V) states 0.51.
+        On an H200, the second launch takes 0.46 ms for 8 sequences of 4K with 32 heads (slices of
+        32: 0.64), and as long for one of 8K with 96 heads (0.48), but 0.42 ms with 32 (slices of
+        32: 0.16).  Slices of 16 take 0.14 ms with 12 heads (of 32: 0.16).
         """
         heads, value_dim = inputs.v.shape[2:]
         states = (1 if batch_invariant else inputs.sequences) * heads
         widest = max(16, triton.next_power_of_2(value_dim))
-        narrow = [
-            v for v in (16, 32) if v <= widest and states * triton.cdiv(value_dim, v) <= sm_count
-        ]
-        if states >= sm_count:
-            block_v, block_k, warps, stages = min(128, widest), 128, 8, 2
-        elif narrow:
-            block_v, block_k, warps, stages = narrow[0], 128, 4, 3
+        if 2 * states > sm_count:
+            block_v, warps, stages = min(128, widest), 8, 2
         else:
-            block_v, block_k, warps, stages = min(32, widest), 64, 4, 2
+            fits = states * triton.cdiv(value_dim, 16) <= sm_count
+            block_v, warps, stages = 16 if fits else min(32, widest), 4, 3
         return cls(
             chunk=CHUNK.value,
             prep_block_k=DIM.value,
             prep_warps=WARPS.value,
             hopper=True,
             block_v=block_v,
-            block_k=block_k,
-            k_first=bool(narrow),
+            block_k=DIM.value,
+            k_first=2 * states <= sm_count,
             num_warps=warps,
             scan_stages=stages,
             reason=f"slices of {block_v} of V for {states} states",
@@ -439,22 +442,10 @@ def portable_launch(
     common = options_of(inputs, operand, chunk, (inputs.q, inputs.k, inputs.g, inputs.v), states)
     common |= dict(PADDED=padded)
     cu_strides = strides_of(inputs.cu_seqlens)
-    strides = (
-        *map(tile_strides, (inputs.q, inputs.k, inputs.g)),
-        inputs.beta.stride(),
-        cu_strides or (0,),
-    )
-    prep = Launcher(
-        _kda_hopper_prep if config.hopper else _kda_prep_kernel,
-        (strides, *sizes, inputs.scale_or_default),
-        common
-        | options_of_factors(inputs, operand, config.prep_warps, config.prep_registers)
-        | dict(
-            VALUES_PER_KEY=inputs.values_per_key,
-            BLOCK_K=config.prep_block_k,
-            num_stages=1,
-            **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
-        ),
+    prep = (
+        hopper_prep(inputs, handed)
+        if config.hopper
+        else portable_prep(inputs, operand, config, common)
     )
     strides = (
         tile_strides(inputs.v),
@@ -485,6 +476,83 @@ def portable_launch(
     )
 
 
+def portable_prep(
+    inputs: KDAInputs, operand: torch.dtype, config: KDAPortableConfig, common: dict[str, object]
+) -> Launcher:
+    """The first launch in Triton.  common: compile-time arguments of both launches."""
+    strides = (
+        *map(tile_strides, (inputs.q, inputs.k, inputs.g)),
+        inputs.beta.stride(),
+        strides_of(inputs.cu_seqlens) or (0,),
+    )
+    return Launcher(
+        _kda_prep_kernel,
+        (strides, inputs.length, inputs.sequences, inputs.scale_or_default),
+        common
+        | options_of_factors(inputs, operand, config.prep_warps, config.prep_registers)
+        | dict(
+            VALUES_PER_KEY=inputs.values_per_key,
+            BLOCK_K=config.prep_block_k,
+            num_stages=1,
+            **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
+        ),
+    )
+
+
+def hopper_prep(
+    inputs: KDAInputs, handed: list[tuple[tuple[int, ...], torch.dtype]]
+) -> Callable[..., None]:
+    """The first launch by `prep_kernel.py`.  handed: what it writes."""
+    packed, length = inputs.cu_seqlens is not None, inputs.v.shape[1]
+    heads, slots = inputs.v.shape[2], handed[0][0][0]
+    tile = (CHUNK.value, HALF.value)
+    read = [
+        tiles(
+            tensor,
+            steps(tensor, tensor.stride(2)),
+            sizes=(tensor.shape[2], DIM.value),
+            block=(1, *tile),
+            packed=packed,
+        )
+        for tensor in (inputs.q, inputs.k, inputs.g)
+    ]
+    written = [
+        described(dtype, (slots * heads * CHUNK.value, shape[3]), (shape[3], 1), tile)
+        for shape, dtype in handed[:4]
+    ]
+    beta_strides = inputs.beta.stride(0), row_stride(inputs.beta), inputs.beta.stride(2)
+    scalars = (length, inputs.sequences, inputs.scale_or_default)
+    launcher = Launcher(
+        _kda_hopper_prep,
+        ((beta_strides, strides_of(inputs.cu_seqlens) or (0,)), *scalars),
+        dict(
+            VALUE_HEADS=heads,
+            VALUES_PER_KEY=inputs.values_per_key,
+            GATE_BYTES=inputs.g.element_size(),
+            num_warps=WARPS.value,
+        ),
+    )
+
+    def launch(
+        programs: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        *handed: torch.Tensor,
+    ) -> None:
+        """handed: keys, queries, X and W through TMA, and the decays of whole chunks."""
+        *factors, ends = handed
+        descriptors = (
+            describe(tensor)
+            for describe, tensor in zip((*read, *written), (q, k, g, *factors), strict=True)
+        )
+        launcher(programs, *descriptors, beta, cu_seqlens, ends)
+
+    return launch
+
+
 # --- the choice between kernels
 
 _H200_SMS = 132  # the interpreter divides calls as an H200 does
@@ -512,6 +580,12 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
         q.dtype == torch.float32 or not inputs.use_qk_l2norm,
         "fp32 inputs, and q and k that it does not normalise",
     )
+    slots = slot_count(
+        inputs.length, inputs.sequences, CHUNK.value, packed=inputs.cu_seqlens is not None
+    )
+    yield slots * CHUNK.value * inputs.v.shape[2] >= 2**31, "2^31 positions of all heads"
+    reason = unreadable(q=q, k=inputs.k, g=inputs.g)
+    yield reason != "", reason
 
 
 PORTABLE: Variant = Variant(
@@ -528,6 +602,6 @@ HOPPER: Variant = replace(
     unsupported=lambda call: hopper_unsupported(call.inputs),
     configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
 )
-FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))

@@ -1,23 +1,31 @@
 """Computes the parts of each chunk that do not depend on the state, on Hopper GPUs:
 `_kda_hopper_prep` in Gluon.
 
-A thread owns 16 positions of two channels.  So the decays of all pairs of positions are products of
-its own registers, of a_i = exp(g_i): no decay is a quotient, none is above 1, and none needs
-another exponential.  For blocks of h = 1, 2, 4, ... positions it keeps
+A thread owns 16 positions of two channels, in registers.  With a_i = exp(g_i), a pair of a row i
+and a column j before it decays by a_(j+1) ... a_i.  Every decay is a product, none a quotient of
+sums that reach further, so that no output depends on later gates.
+
+Pairs inside a block of eight positions have its first one, b, as anchor, with a' = max(a, 2^-24),
+
+    D_i = 2^84 a'_(b+1) ... a'_i      rows D_i, columns 1 / D_j
+
+between 2^-84 and 2^84: bf16 holds them, whatever the gates.  Only pairs before the row are used;
+the others may overflow.  Pairs further apart have the anchors of blocks of h = 8, 16 and 32:
 
     P_i = a_b ... a_i     b the first position of i's block
     S_i = a_(i+1) ... a_e e the last position of i's block
     T   = a_b ... a_e     of each block
 
-A pair of a row i in the second block of h and a column j in the first one before it decays by P_i
-S_j.  One product of tiles (i, K) and (j, K) serves scores of q with k and of k with k: in the
-second block, rows are q P and columns k P, in the first one, rows are k S and columns k S; so the
-lower triangle has q with k, and the upper one k with k, transposed.
+A row i in the second block of h and a column j in the first one before it decay by P_i S_j, both at
+most 1.  One product serves scores of q with k and of k with k: its rows are those of q and k in
+turn, eight of each, so that a thread has both scores of a pair.  Norms of q and k are factors of
+the scores, and come from products of q and k as they are.
 
-Four warps, so that a multiprocessor holds two programs, take half of the channels at a time.  A
-warp computes the scores inside its own 16 positions alone (h = 1 to 8), then two warps those of 32
-(h = 16), and all those between the
-halves of the chunk (h = 32).
+Four warps, so that a multiprocessor holds two programs, take half of the channels at a time, which
+TMA has loaded at once.  Registers are what limits the kernel: a thread has 255, and what it spills
+is in L2, because shared memory leaves no L1.  A warp computes the scores inside its own 16
+positions alone, then two warps those of 32 (h = 16), and all those between the halves of the chunk
+(h = 32).
 
 In, between, and the stages: `fused.py`.  q and k are normalised, K = 128, a chunk has 64 positions.
 Grid: slots * hv, heads fastest.
@@ -27,18 +35,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     mma_v2,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels._gluon import role_barrier
+from ssdprof.kernels._gluon import (
+    async_load,
+    async_store,
+    masked,
+    product_layout,
+    reinterpret,
+    role_barrier,
+)
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
     allocate_scratch,
-    block_row,
     invert_blocks,
     narrow,
     side_by_side,
@@ -50,58 +66,77 @@ from ssdprof.kernels.hopper.ring import CHUNK
 DIM = gl.constexpr(128)
 HALF = gl.constexpr(64)  # channels at a time
 WARPS = gl.constexpr(4)
-# Layouts (i, K): a thread has 16 positions of two channels; 16, or eight, threads have a row
+EIGHT = gl.constexpr(8)
+ANCHOR = gl.constexpr(2.0**84)
+# Layout (i, K): a thread has 16 positions of two channels
 own = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
-by_row = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-by_half_row = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # (block of 16 positions, K)
 by_block = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
-# Layouts of products: (i, j) and (i, K); (block, i, j); (pair of blocks, i, j)
-square_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+# Layouts of products: (i, j) and (i, K) of 64 and of 32 columns; (block, i, j); (pair of blocks,
+# i, j)
+square_layout = gl.constexpr(product_layout(64, 4))
+halves_layout = gl.constexpr(product_layout(32, 4))
 blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
-pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8]))
+pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 1, 2], [1, 16, 8]))
+# their scores of q, or of k, alone: (block of 8, i, j), and (i, j) between the halves
+eights_layout = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0]],
+        [],
+        [4, 8, 8],
+    )
+)
+quadrant_layout = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, 32],
+    )
+)
 
 STAGES = {
-    "spread": "decayed_scores", "times": "decayed_scores", "chosen": "decayed_scores",
-    "again": "setup", "store_rows": "setup", "rows_of": "setup", "norms": "qk_l2norm",
-    "decays_of": "gate_cumsum", "between_blocks": "gate_cumsum", "product_of": "decayed_scores",
-    "in_block": "decayed_scores", "products": "decayed_scores", "all_scores": "decayed_scores",
-    "store_system": "solve_tril", "inverse_of": "solve_tril", "_kda_hopper_prep": "setup",
+    "times": "decayed_scores", "at_least": "decayed_scores", "inverse_decays": "decayed_scores",
+    "spread": "decayed_scores", "halved": "decayed_scores", "second_of": "decayed_scores",
+    "product_of": "decayed_scores", "products": "decayed_scores",
+    "store_anchored": "decayed_scores", "store_between_eights": "decayed_scores",
+    "in_block": "decayed_scores",
+    "of_blocks": "decayed_scores", "block_of": "decayed_scores", "parts_of": "decayed_scores",
+    "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
+    "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
+    "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
+    "inverse_of": "solve_tril", "_kda_hopper_prep": "setup",
 }  # fmt: skip
 
 
 @gluon.jit
-def times(a, b):
-    """a b of two fp16 tensors, two numbers at a time."""
-    return gl.inline_asm_elementwise(
-        "mul.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def chosen(a, b, bits):
-    """a where all of `bits` are set, b where none is set, of fp16 tensors, two numbers at a
-    time.
+def times(rows, decays, dtype: gl.constexpr):
+    """rows times decays (fp32), as operands of products: bf16, two numbers at a time, or fp16, or
+    fp32 numbers that tf32 holds.
     """
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 t; xor.b32 t, $1, $2; and.b32 t, t, $3; xor.b32 $0, t, $2;}",
-        "=r,r,r,r",
-        [a, b, bits],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.jit
-def again(o_i, half):
-    """o_i, hidden from the compiler, so that it computes the addresses of a pass inside it, and not
-    all before.
-    """
-    half, _ = gl.broadcast(gl.to_tensor(half), o_i)
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r", [o_i, half], dtype=gl.int32, is_pure=True, pack=1
-    )
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "mul.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [rows, decays.to(dtype)],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    elif dtype == gl.float16:
+        return (rows.to(gl.float32) * decays).to(dtype)
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;",
+            "=f,f",
+            [rows.to(gl.float32) * decays],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @gluon.jit
@@ -114,6 +149,26 @@ def decays_of(g):
         dtype=gl.float32,
         is_pure=True,
         pack=1,
+    )
+
+
+@gluon.jit
+def at_least(a):
+    """Decays of at least 2^-24; NaN stays NaN."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}",
+        "=f,f",
+        [a],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def inverse_decays(D):
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [D], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
@@ -134,30 +189,13 @@ def spread(T, COPIES: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(tile, ptr, stride: gl.constexpr):
-    """Store (64, 64), 16 bytes a thread."""
-    o_i, o_j = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, by_half_row)),
-        gl.arange(0, HALF, gl.SliceLayout(0, by_half_row)),
-    )
-    gl.store(ptr + o_i[:, None] * stride + o_j[None, :], gl.convert_layout(tile, by_half_row))
-
-
-@gluon.jit
-def rows_of(ptr, strides, left, half, layout: gl.constexpr, OFFSET: gl.constexpr):
-    """(i, K) of a chunk with `left` positions; zeros after them.  half: of the channels; None:
-    all.
-    """
-    WIDTH: gl.constexpr = DIM if half is None else HALF
-    o_i, o_k = (
-        gl.arange(0, CHUNK, gl.SliceLayout(1, layout)),
-        gl.arange(0, WIDTH, gl.SliceLayout(0, layout)),
-    )
-    inside = (o_i < left)[:, None] & (o_k >= 0)[None, :]
-    if half is not None:
-        o_i = again(o_i, half)
-    tile = ptr + o_k.to(OFFSET)[None, :] * strides[3] + o_i.to(OFFSET)[:, None] * strides[1]
-    return gl.load(tile, mask=inside, other=0.0)
+def grown(P, S, T, level: gl.constexpr):
+    """P, S and T of blocks of 2^(level + 1) positions, from those of blocks of half as many."""
+    second = (gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None] >> level & 1) == 1
+    first_T, second_T = gl.split(T.reshape([CHUNK >> (level + 1), 2, HALF]).permute((0, 2, 1)))
+    P = gl.where(second, P * spread(first_T, level + 1), P)
+    S = gl.where(second, S, S * spread(second_T, level + 1))
+    return P, S, first_T * second_T
 
 
 @gluon.jit
@@ -170,20 +208,28 @@ def in_block():
 
 
 @gluon.jit
+def product_of(rows, columns, acc, layout: gl.constexpr):
+    """Adds products of tiles (block, i, K) and (block, j, K) to acc (block, i, j)."""
+    width: gl.constexpr = 1 if rows.dtype == gl.float32 else 2
+    a = rows.load(gl.DotOperandLayout(0, layout, width))
+    return mma_v2(a, columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, width)), acc)
+
+
+@gluon.jit
 def norms(q, k):
-    """1 / |q_i|, 1 / |k_i|, and the scores q_i . k_i on the diagonal of (block, i, j).  q, k:
-    `by_row`.
-    """
-    q, k = q.to(gl.float32), k.to(gl.float32)
-    q_factor = gl.rsqrt(gl.sum(q * q, 1) + EPSILON)
-    k_factor = gl.rsqrt(gl.sum(k * k, 1) + EPSILON)
-    diagonal = gl.sum(q * k, 1) * q_factor * k_factor
-    diagonal = gl.convert_layout(
-        diagonal.reshape([BLOCKS, BLOCK]), gl.SliceLayout(2, blocks_layout)
-    )
+    """1 / |q_i|, 1 / |k_i| and q_i . k_i, (block, i) each."""
     r, c = in_block()
     zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
-    return q_factor, k_factor, gl.where(r == c, diagonal[:, :, None], zero)
+    shape: gl.constexpr = [BLOCKS, BLOCK, HALF]
+    qq, kk, qk = zero, zero, zero
+    for half in gl.static_range(2):
+        q_blocks, k_blocks = q.index(half).reshape(shape), k.index(half).reshape(shape)
+        qq = product_of(q_blocks, q_blocks, qq, blocks_layout)
+        kk = product_of(k_blocks, k_blocks, kk, blocks_layout)
+        qk = product_of(q_blocks, k_blocks, qk, blocks_layout)
+    q_factor = gl.rsqrt(gl.sum(gl.where(r == c, qq, zero), 2) + EPSILON)
+    k_factor = gl.rsqrt(gl.sum(gl.where(r == c, kk, zero), 2) + EPSILON)
+    return q_factor, k_factor, gl.sum(gl.where(r == c, qk, zero), 2)
 
 
 @gluon.jit
@@ -202,117 +248,245 @@ def between_blocks(quarters):
 
 
 @gluon.jit
-def product_of(rows, columns, acc, SIZE: gl.constexpr, layout: gl.constexpr):
-    """Adds the products of blocks of SIZE rows and columns of two tiles to acc (block, i, j)."""
-    shape: gl.constexpr = [CHUNK // SIZE, SIZE, HALF]
-    a = rows.reshape(shape).load(gl.DotOperandLayout(0, layout, 2))
-    b = columns.reshape(shape).permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, 2))
-    return mma_v2(a, b, acc)
+def halved(buffer):
+    """A buffer (n, K) as (2, n / 2, K)."""
+    shape: gl.constexpr = [buffer.shape[0] // 2, HALF]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, buffer.dtype)
+    return reinterpret(buffer, buffer.dtype, [2, buffer.shape[0] // 2, HALF], layout)
 
 
 @gluon.jit
-def products(q, k, a, blocks, pairs, halves, tiles, quarters):
+def second_of(tile):
+    """The first and the second eight positions of each 16 of a tile (i, K), (block, i, K) each."""
+    return gl.split(tile.reshape([BLOCKS, 2, EIGHT, HALF]).permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def store_anchored(q, k, a, rows, columns):
+    """Operands of pairs inside blocks of 8: all first ones of 16, then the second ones."""
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
+    D = at_least(a)
+    D = gl.where((o_i & 7) == 0, ANCHOR, D)
+    T = D
+    for level in gl.static_range(3):
+        D, _, T = grown(D, D, T, level)
+    both = gl.join(times(q, D, rows.dtype), times(k, D, rows.dtype))
+    both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
+    rows.store(both.reshape([2 * CHUNK, HALF]))
+    tile = (
+        times(k, inverse_decays(D), rows.dtype)
+        .reshape([BLOCKS, 2, EIGHT, HALF])
+        .permute((1, 0, 2, 3))
+    )
+    columns.store(tile.reshape([CHUNK, HALF]))
+
+
+@gluon.jit
+def store_between_eights(q, k, P, S, rows, columns):
+    """Operands of pairs between the blocks of 8 (h = 8)."""
+    dtype: gl.constexpr = rows.dtype
+    _, second_q = second_of(q)
+    first_k, second_k = second_of(k)
+    _, second_P = second_of(P)
+    first_S, _ = second_of(S)
+    both = gl.join(times(second_q, second_P, dtype), times(second_k, second_P, dtype))
+    both = both.permute((0, 3, 1, 2))
+    tile = times(first_k, first_S, dtype).reshape([CHUNK // 2, HALF])
+    role_barrier()
+    halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
+    halved(columns).index(0).store(tile)
+
+
+@gluon.jit
+def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     """Adds the scores of some channels.  Returns them, P and S of the whole chunk (i, K), and its T
     (4, K).
 
-    q, k: fp16.  a: decays.  tiles: two buffers of rows and columns (2, 2, i, K); quarters: receives
-    T of each block
-    blocks: scores inside blocks of 16 (block, i, j); pairs: between the two blocks of 32 (pair, i,
-    j); halves: between the halves of the chunk (i, j).  Their other entries mean nothing
+    q, k: as they are.  a: decays.  rows: a buffer (128, K) of q and k in turn, eight rows of
+    each; columns (64, K); `wide`: those with bf16's range; quarters: receives T of each block
+    scores: (block, q and k, j) inside blocks of 8, of which all first ones of 16 come first, and
+    between those of 16; (pair, q and k, j) between blocks of 16; (q and k, j) between the halves
     """
+    eights, sixteens, pairs, halves = scores
+    dtype: gl.constexpr = rows.dtype
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
-    zeros = gl.full([CHUNK, HALF], 0, gl.int16, own)
-    r, c = in_block()
+    store_anchored(q, k, a, wide_rows, wide_columns)
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, own), a
-    for level in gl.static_range(4):
-        second = (o_i >> level & 1) == 1
-        decays = gl.where(second, P, S).to(gl.float16)
-        rows, columns = tiles.index(level % 2 * 2), tiles.index(level % 2 * 2 + 1)
-        rows.store(times(gl.where(second, q, k), decays))
-        columns.store(times(k, decays))
-        role_barrier()
-        zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
-        product = product_of(rows, columns, zero, BLOCK, blocks_layout)
-        blocks = gl.where(((r ^ c) >> level) == 1, blocks + product, blocks)
-        # blocks of twice as many positions
-        first_T, second_T = gl.split(T.reshape([CHUNK >> (level + 1), 2, HALF]).permute((0, 2, 1)))
-        P = gl.where(second, P * spread(first_T, level + 1), P)
-        S = gl.where(second, S, S * spread(second_T, level + 1))
-        T = first_T * second_T
-    quarters.store(gl.convert_layout(T, by_block))
-    # h = 16
-    decays = gl.where((o_i >> 4 & 1) == 1, P, S).to(gl.float16)
-    tiles.index(0).store(times(chosen(q, k, zeros - (o_i >> 4 & 1).to(gl.int16)), decays))
-    tiles.index(1).store(times(k, decays))
+    for level in gl.static_range(3):
+        P, S, T = grown(P, S, T, level)
     role_barrier()
-    pairs = product_of(tiles.index(0), tiles.index(1), pairs, 2 * BLOCK, pairs_layout)
-    # h = 32
+    of_eights = wide_rows.reshape([2 * BLOCKS, 2 * EIGHT, HALF])
+    tile = wide_columns.reshape([2 * BLOCKS, EIGHT, HALF])
+    eights = product_of(of_eights, tile, eights, blocks_layout)
+    store_between_eights(q, k, P, S, rows, columns)
+    P, S, T = grown(P, S, T, 3)
+    quarters.store(gl.convert_layout(T, by_block))
+    role_barrier()
+    sixteens = product_of(
+        halved(rows).index(0).reshape([BLOCKS, 2 * EIGHT, HALF]),
+        halved(columns).index(0).reshape([BLOCKS, EIGHT, HALF]),
+        sixteens,
+        blocks_layout,
+    )
     between, since_start, to_end, whole = between_blocks(quarters)
-    decays = (gl.where(o_i >= 32, P, S) * spread(between, 4)).to(gl.float16)
-    tiles.index(2).store(times(chosen(q, k, zeros - (o_i >> 5).to(gl.int16)), decays))
-    tiles.index(3).store(times(k, decays))
+    # h = 16
+    decays = gl.where((o_i >> 4 & 1) == 1, P, S)
+    tile = times(k, decays, dtype)
+    both = gl.join(times(q, decays, dtype), tile).reshape([2, 2, 2, EIGHT, HALF, 2])
+    tile = tile.reshape([2, 2, BLOCK, HALF]).permute((1, 0, 2, 3))
+    role_barrier()
+    rows.store(both.permute((1, 0, 2, 5, 3, 4)).reshape([2 * CHUNK, HALF]))
+    columns.store(tile.reshape([CHUNK, HALF]))
+    role_barrier()
+    pairs = product_of(
+        halved(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
+        halved(columns).index(0).reshape([2, BLOCK, HALF]),
+        pairs,
+        pairs_layout,
+    )
+    # h = 32
+    decays = gl.where(o_i >= 32, P, S) * spread(between, 4)
+    tile = times(k, decays, dtype)
+    both = gl.join(times(q, decays, dtype), tile).reshape([2, 4, EIGHT, HALF, 2])
+    role_barrier()
+    rows.store(both.permute((0, 1, 4, 2, 3)).reshape([2 * CHUNK, HALF]))
+    columns.store(tile.reshape([CHUNK, HALF]))
     fence_async_shared()
     role_barrier()
-    halves = warpgroup_mma(tiles.index(2), tiles.index(3).permute((1, 0)), halves, is_async=True)
-    return blocks, pairs, halves, P * spread(since_start, 4), S * spread(to_end, 4), whole
+    halves = warpgroup_mma(
+        halved(rows).index(1), halved(columns).index(0).permute((1, 0)), halves, is_async=True
+    )
+    scores = (eights, sixteens, pairs, halves)
+    return scores, P * spread(since_start, 4), S * spread(to_end, 4), whole
 
 
 @gluon.jit
-def all_scores(blocks, pairs, halves):
-    """(i, j) of the three parts."""
-    r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None]
-    c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :]
-    blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
-    pairs = gl.join(pairs, pairs).permute((0, 1, 3, 2))
-    pairs = gl.convert_layout(pairs.reshape([CHUNK, CHUNK]), square_layout)
-    blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
-    return gl.where((r ^ c) < 16, blocks, gl.where((r ^ c) < 32, pairs, halves))
+def of_blocks(vector, COUNT: gl.constexpr):
+    """A vector in shared memory as (COUNT blocks, i)."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return reinterpret(vector, gl.float32, [COUNT, CHUNK // COUNT], plain)
 
 
 @gluon.jit
-def store_system(scores, blocks, beta, scratch):
-    """Store L_ij = beta_i scores_ji, j < i, and its diagonal blocks.  Nothing reads the other
-    entries.
-    """
-    system = scores * gl.convert_layout(beta, gl.SliceLayout(0, square_layout))[None, :]  # (j, i)
-    scratch.lower.index(0).permute((1, 0)).store(system.to(gl.float16))
-    beta = gl.convert_layout(beta.reshape([BLOCKS, BLOCK]), gl.SliceLayout(1, blocks_layout))
-    blocks = (blocks * beta[:, None, :]).permute((1, 0, 2)).reshape([1, CHUNK, BLOCK])
-    scratch.diagonal.store(blocks)
+def block_of(first, second, between):
+    """(block, i, j) of 16 from its blocks of 8 on the diagonal, and below it."""
+    first, second = (
+        gl.convert_layout(first, eights_layout),
+        gl.convert_layout(second, eights_layout),
+    )
+    between = gl.convert_layout(between, eights_layout)
+    above = gl.join(first, gl.full([BLOCKS, EIGHT, EIGHT], 0.0, gl.float32, eights_layout))
+    block = gl.join(above, gl.join(between, second)).permute((0, 4, 1, 3, 2))
+    return gl.convert_layout(block.reshape([BLOCKS, BLOCK, BLOCK]), blocks_layout)
 
 
 @gluon.jit
-def inverse_of(scratch, beta, dtype: gl.constexpr):
-    """beta_j A_ij (j, i)."""
+def parts_of(scores):
+    """Scores of q with k, and of k with k: (block, i, j) of 16 each, (pair, i, j), (i, j)."""
+    eights, sixteens, pairs, halves = scores
+    eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
+    q_eights, k_eights = gl.split(eights)
+    q_first, q_second = gl.split(q_eights)
+    k_first, k_second = gl.split(k_eights)
+    q_between, k_between = gl.split(
+        sixteens.reshape([BLOCKS, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1))
+    )
+    q_pairs, k_pairs = gl.split(pairs.reshape([2, 2, 2, EIGHT, BLOCK]).permute((0, 1, 3, 4, 2)))
+    q_halves, k_halves = gl.split(halves.reshape([4, 2, EIGHT, CHUNK // 2]).permute((0, 2, 3, 1)))
+    of_q = block_of(q_first, q_second, q_between)
+    of_k = block_of(k_first, k_second, k_between)
+    pair: gl.constexpr = [2, BLOCK, BLOCK]
+    half: gl.constexpr = [CHUNK // 2, CHUNK // 2]
+    q_pairs = gl.convert_layout(q_pairs.reshape(pair), pairs_layout)
+    k_pairs = gl.convert_layout(k_pairs.reshape(pair), pairs_layout)
+    q_halves = gl.convert_layout(q_halves.reshape(half), quadrant_layout)
+    k_halves = gl.convert_layout(k_halves.reshape(half), quadrant_layout)
+    return (of_q, q_pairs, q_halves), (of_k, k_pairs, k_halves)
+
+
+@gluon.jit
+def scaled(scores, i_factors, j_factors):
+    """Scores (block, i, j) times factors of their rows and columns."""
+    i = of_blocks(i_factors, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
+    j = of_blocks(j_factors, BLOCKS).load(gl.SliceLayout(1, blocks_layout))
+    return scores * i[:, :, None] * j[:, None, :]
+
+
+@gluon.jit
+def scaled_pairs(pairs, i_factors, j_factors):
+    """Scores (pair, i, j) times factors of their rows and columns."""
+    i = of_blocks(i_factors, 2).slice(BLOCK, BLOCK, dim=1).load(gl.SliceLayout(2, pairs_layout))
+    j = of_blocks(j_factors, 2).slice(0, BLOCK, dim=1).load(gl.SliceLayout(1, pairs_layout))
+    return pairs * i[:, :, None] * j[:, None, :]
+
+
+@gluon.jit
+def scaled_halves(halves, i_factors, j_factors):
+    """Scores (i, j) between the halves times factors of their rows and columns."""
+    i = i_factors.slice(CHUNK // 2, CHUNK // 2).load(gl.SliceLayout(1, quadrant_layout))
+    j = j_factors.slice(0, CHUNK // 2).load(gl.SliceLayout(0, quadrant_layout))
+    return halves * i[:, None] * j[None, :]
+
+
+@gluon.jit
+def inverse_of(scratch, lower_pairs, lower_halves, beta, dtype: gl.constexpr):
+    """beta_j A_ij (j, i), of L in blocks: (block, i, j) in `scratch`, (pair, i, j) and (i, j)."""
     layout: gl.constexpr = narrow(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, layout, 2)
     invert_blocks(scratch.diagonal, scratch.inverted, 1)
-    beta = gl.convert_layout(beta, gl.SliceLayout(1, layout))
-    rows, scaled = (), ()
+    beta = beta.load(gl.SliceLayout(1, layout))
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    zero = gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout)
+    rows, scaled_rows = (), ()
     for i in gl.static_range(BLOCKS):
-        row = block_row(i, 0, 1, rows, scratch.lower.index(0), scratch.inverted, 0, CHUNK)
+        known = zero
+        for j in gl.static_range(i):
+            if i // 2 == j // 2:
+                L_ij = lower_pairs.slice(BLOCK * (i // 2), BLOCK)
+            else:
+                L_ij = lower_halves.slice(BLOCK * (i - 2), BLOCK).slice(BLOCK * j, BLOCK, dim=1)
+            known = mma_v2(rows[j], L_ij.permute((1, 0)).load(right), known)
+        identity = gl.where(o_j[:, None] - BLOCK * i == o_i[None, :], 1.0, 0.0)
+        D_i = scratch.inverted.slice(BLOCK * i, BLOCK).load(right)
+        row = mma_v2(gl.convert_layout((identity - known).to(gl.float16), left), D_i, zero)
         rows += (gl.convert_layout(row.to(gl.float16), left),)
-        scaled += ((row * beta[:, None]).to(dtype),)
-    return side_by_side(0, 1, scaled)
+        scaled_rows += ((row * beta[:, None]).to(dtype),)
+    return side_by_side(0, 1, scaled_rows)
+
+
+@gluon.jit
+def square_of(blocks, pairs):
+    """Blocks (block, i, j), and between them pairs (pair, i, j), as (i, j); zeros elsewhere."""
+    r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None] >> 4
+    c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :] >> 4
+    zeros = gl.full([CHUNK, CHUNK], 0, gl.int16, square_layout)
+    blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
+    pairs = gl.join(pairs, pairs)
+    pairs = gl.join(gl.join(pairs, pairs), gl.join(pairs, pairs))  # (pair, i, j, 2, 2, 2)
+    pairs = pairs.permute((0, 3, 1, 4, 5, 2)).reshape([CHUNK, CHUNK])
+    blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
+    pairs = masked(gl.convert_layout(pairs, square_layout), zeros - (r == (c | 1)).to(gl.int16))
+    return gl.where(r == c, blocks, pairs)
 
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences"])
-def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr):
-    (
-        q_ptr,
-        k_ptr,
-        g_ptr,
-        beta_ptr,
-        cu_seqlens_ptr,
-        keys_ptr,
-        queries_ptr,
-        state_factor_ptr,
-        out_factor_ptr,
-        ends_ptr,
-    ) = tensors
-    q_strides, k_strides, g_strides, beta_strides, cu_strides = strides
+def _kda_hopper_prep(
+    q_desc, k_desc, g_desc, keys_desc, queries_desc, X_desc, W_desc, tensors, strides, seqlen,
+    sequences, scale, S: gl.constexpr,
+):  # fmt: skip
+    beta_ptr, cu_seqlens_ptr, ends_ptr = tensors
+    beta_strides, cu_strides = strides
     HEADS: gl.constexpr = S.VALUE_HEADS
-    OPERAND: gl.constexpr = S.OPERAND
+    dtype: gl.constexpr = q_desc.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
+    fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
+    fp32_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float32)
+    gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], g_desc.dtype)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     head, slot = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS
     if cu_seqlens_ptr is None:
         i = slot // gl.cdiv(seqlen, CHUNK)
@@ -320,101 +494,131 @@ def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr
         i = packed_slot(slot, sequences, cu_seqlens_ptr, cu_strides[0])
     sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
     t = (slot - sequence.slot) * CHUNK
-    left = sequence.length - t
-    if left > 0:
+    if t < sequence.length:
+        place, row = gl.program_id(0).to(gl.int64), gl.program_id(0) * CHUNK
+        q_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
+        k_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
+        g_tiles = gl.allocate_shared_memory(g_desc.dtype, [2, CHUNK, HALF], gate_tile)
+        full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+        mbarrier.init(full, count=1)
+        role_barrier()
+        descs, buffers = (q_desc, k_desc, g_desc), (q_tiles, k_tiles, g_tiles)
+        mbarrier.expect(full, CHUNK * DIM * (4 + S.GATE_BYTES))
+        key_head = head // S.VALUES_PER_KEY
+        for half in gl.static_range(2):
+            for which in gl.static_range(3):
+                of_head = key_head if which < 2 else head
+                where = [sequence.tile, of_head, sequence.row + t, half * HALF]
+                buffer = buffers[which].index(half).reshape([1, 1, CHUNK, HALF])
+                async_load(descs[which], where, full, buffer)
         batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
-        position, value_head = (sequence.begin + t).to(gl.int64), head.to(gl.int64)
-        key_head = (head // S.VALUES_PER_KEY).to(gl.int64)
-        q_ptr += batch * q_strides[0] + position * q_strides[1] + key_head * q_strides[2]
-        k_ptr += batch * k_strides[0] + position * k_strides[1] + key_head * k_strides[2]
-        g_ptr += batch * g_strides[0] + position * g_strides[1] + value_head * g_strides[2]
-        beta_ptr += (
-            batch * beta_strides[0] + position * beta_strides[1] + value_head * beta_strides[2]
-        )
-        place = gl.program_id(0).to(gl.int64)
-        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
-        square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
+        o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
+        o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
+        beta_ptr += batch * beta_strides[0] + head.to(gl.int64) * beta_strides[2]
+        beta = gl.load(
+            beta_ptr + (sequence.begin + o_t).to(gl.int64) * beta_strides[1],
+            mask=o_t < sequence.length,
+            other=0.0,
+        ).to(gl.float32)
 
         # stage qk_l2norm
-        q_factor, k_factor, blocks = norms(
-            rows_of(q_ptr, q_strides, left, None, by_row, S.OFFSET),
-            rows_of(k_ptr, k_strides, left, None, by_row, S.OFFSET),
-        )
-        o_b = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
-        beta = gl.load(
-            beta_ptr + o_b.to(gl.int64) * beta_strides[1], mask=o_b < left, other=0.0
-        ).to(gl.float32)
-        zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
+        q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+        mbarrier.wait(full, 0)
+        q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
+        q_norms.store(q_norm.reshape([CHUNK]))
+        k_norms.store(k_norm.reshape([CHUNK]))
+        diagonal.store(q_k.reshape([CHUNK]))
+        beta_norms.store((k_norm * beta).reshape([CHUNK]))
+        betas.store(beta.reshape([CHUNK]))
+        role_barrier()
 
         # stage decayed_scores
-        tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, HALF], wide)
-        quarters = gl.allocate_shared_memory(
-            gl.float32, [4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
+        columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
+        wide_rows, wide_columns = rows, columns
+        if dtype == gl.float16:
+            wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
+            wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
+        quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
+        at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
+        scores = (
+            gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
+            gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
+            gl.full([2, 2 * BLOCK, BLOCK], 0.0, gl.float32, pairs_layout),
+            gl.full([CHUNK, CHUNK // 2], 0.0, gl.float32, halves_layout),
         )
-        at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], wide)
-        pairs = gl.full([2, 32, 32], 0.0, gl.float32, pairs_layout)
-        halves = zero
-        q_factors = gl.allocate_shared_memory(
-            gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
-        k_factors = gl.allocate_shared_memory(
-            gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )
-        q_factors.store(q_factor)
-        k_factors.store(k_factor)
-        role_barrier()
-        o_i, o_k = (
-            gl.arange(0, CHUNK, gl.SliceLayout(1, own)),
-            gl.arange(0, HALF, gl.SliceLayout(0, own)),
-        )
-        tile = o_i[:, None] * DIM + o_k[None, :]
         for half in range(2):
-            a = decays_of(rows_of(g_ptr, g_strides, left, half, own, S.OFFSET))
-            q = rows_of(q_ptr, q_strides, left, half, own, S.OFFSET)
-            k = rows_of(k_ptr, k_strides, left, half, own, S.OFFSET)
-            q = (q.to(gl.float32) * q_factors.load(gl.SliceLayout(1, own))[:, None]).to(gl.float16)
-            k = (k.to(gl.float32) * k_factors.load(gl.SliceLayout(1, own))[:, None]).to(gl.float16)
-            blocks, pairs, halves, P, to_end, end = products(
-                q, k, a, blocks, pairs, halves, tiles, quarters
+            q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
+            a = decays_of(g_tiles.index(half).load(own))
+            scores, since_start, to_end, end = products(
+                q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
             )
 
             # stage gate_cumsum
-            q, k = q.to(gl.float32), k.to(gl.float32)
-            gl.store(keys_ptr + place * (CHUNK * DIM) + half * HALF + tile, (k * P).to(OPERAND))
-            gl.store(
-                queries_ptr + place * (CHUNK * DIM) + half * HALF + tile,
-                (q * P * scale).to(OPERAND),
-            )
-            o_e = gl.arange(0, HALF, gl.SliceLayout(0, by_block))
-            gl.store(ends_ptr + place * DIM + half * HALF + o_e[None, :], end)
-            at_end.index(half).store((k * to_end).to(gl.float16))
-            q_ptr += HALF * q_strides[3]
-            k_ptr += HALF * k_strides[3]
-            g_ptr += HALF * g_strides[3]
+            k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, own))[:, None]
+            q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
+            q_tiles.index(half).store((q_row * since_start).to(dtype))
+            k_tiles.index(half).store((k_row * since_start).to(dtype))
+            at_end.index(half).store((k_row * to_end).to(gl.float16))
+            o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
+            gl.store(ends_ptr + place * DIM + o_e[None, :], end)
+            eights, sixteens, pairs, halves = scores
             halves = warpgroup_mma_wait(0, deps=[halves])
+            scores = (eights, sixteens, pairs, halves)
+            fence_async_shared()
+            role_barrier()
+            async_store(keys_desc, [row, half * HALF], k_tiles.index(half))
+            async_store(queries_desc, [row, half * HALF], q_tiles.index(half))
 
         # stage solve_tril
+        of_q, of_k = parts_of(scores)
         scratch = allocate_scratch(1)
-        scores = all_scores(blocks, pairs, halves)
-        store_system(scores, blocks, beta, scratch)
-        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
-        lower = o_b[:, None] >= o_j[None, :]
-        own_scores.store(gl.where(lower, scores, 0.0).to(gl.float16))
+        lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
+        lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
+        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_tile)
+        L = scaled(of_k[0], beta_norms, k_norms)
+        scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
+        L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
+        lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
+        lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
+        r, c = in_block()
+        q_k = of_blocks(diagonal, BLOCKS).load(of_row)[:, :, None]
+        P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
+        P = gl.where(r >= c, P, 0.0).to(gl.float16)
+        P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
+        own_scores.store(square_of(P, P_pairs))
         role_barrier()
-        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
-        inverse.store(inverse_of(scratch, beta, gl.float16))
+        own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
+            scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+        )
+        role_barrier()
+        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_tile)
+        inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
         fence_async_shared()
         role_barrier()
 
         # stage state_factor
-        first = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
-        other = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
+        zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
+        first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
+        other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
         # stage out_factor
         W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-        first, other, W = warpgroup_mma_wait(0, deps=[first, other, W])
-        state_factor_ptr += place * (CHUNK * DIM)
-        store_rows(first.to(OPERAND), state_factor_ptr, DIM)
-        store_rows(other.to(OPERAND), state_factor_ptr + HALF, DIM)
-        W = gl.where(lower, W * scale, 0.0)
-        store_rows(W.to(OPERAND), out_factor_ptr + place * (CHUNK * CHUNK), CHUNK)
+        first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
+        tma.store_wait(0)  # of keys and queries, whose memory receives the rest
+        role_barrier()
+        o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
+        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
+        q_tiles.index(0).store(first_X.to(dtype))
+        q_tiles.index(1).store(other_X.to(dtype))
+        k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
+        fence_async_shared()
+        role_barrier()
+        async_store(X_desc, [row, 0], q_tiles.index(0))
+        async_store(X_desc, [row, HALF], q_tiles.index(1))
+        async_store(W_desc, [row, 0], k_tiles.index(0))
+        tma.store_wait(0)
+        mbarrier.invalidate(full)
