@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 from cases import (
     EXACT_FP32,
