@@ -274,11 +274,9 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
                 regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
             )
             said = parse_json(text)
-            function, process, number = (
-                said["function_name"],
-                int(said["process_id"]),
-                int(said["call_sequence"]),
-            )
+            function = said["function_name"]
+            process = int(said["process_id"])
+            number = int(said["call_sequence"])
             if function not in known or said.get("graph_capture"):
                 others[f"of {function}" if function not in known else "inside CUDA graphs"] += 1
                 continue

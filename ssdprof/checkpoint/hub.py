@@ -418,10 +418,8 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
                 "set HF_TOKEN."
             )
         case errors.RevisionNotFoundError():
-            what, hint = (
-                f"{repo_id} has no revision {shown(revision or 'main')}.",
-                _revisions_hint(repo_id),
-            )
+            what = f"{repo_id} has no revision {shown(revision or 'main')}."
+            hint = _revisions_hint(repo_id)
         case errors.RepositoryNotFoundError():
             what = f"There is no repo {repo_id} on the hub, or it is private."
             do = (

@@ -56,7 +56,7 @@ class LayerCall(Record):
 
     @property
     def sizes(self) -> str:
-        """Of the call, in words."""
+        """The call's operator and sizes, in words."""
         return f"{self.dims.operator}, {self.dims}"
 
 
@@ -286,7 +286,7 @@ class Prefill(Record):
 
     @property
     def sizes(self) -> str:
-        """Of the loaded part of the model."""
+        """The loaded part of the model, in words."""
         return f"{self.layers} of {self.layer_count} layers"
 
     @property
@@ -369,17 +369,17 @@ class Case(Record):
 
     @property
     def layer(self) -> LayerRef | None:
-        """Of a captured call."""
+        """The layer of a captured call."""
         return self.task.layer if isinstance(self.task, LayerCall) else None
 
     @property
     def call(self) -> CallRef | None:
-        """Of a captured call that is not the whole of a prompt."""
+        """Which call of its layer, unless it is the whole of a prompt."""
         return self.task.call if isinstance(self.task, LayerCall) else None
 
     @property
     def dims(self) -> Dims | None:
-        """Of a captured call or drawn inputs."""
+        """The sizes of a captured call or of drawn inputs."""
         return self.task.dims if isinstance(self.task, LayerCall | Drawn) else None
 
     @property

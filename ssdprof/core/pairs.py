@@ -252,10 +252,8 @@ def _pair(
         return Pair(
             name=name, base=base, new=new, verdict="only in BASE" if base else "only in NEW"
         )
-    whole, timed = (
-        isinstance(new.task, Prefill),
-        "not comparable" if base.time_us and new.time_us else "not timed",
-    )
+    whole = isinstance(new.task, Prefill)
+    timed = "not comparable" if base.time_us and new.time_us else "not timed"
     if differ := _different({"shape": _shape(base, one)}, {"shape": _shape(new, other)}):
         why = differ[0].replace("shape", "model", whole)
         inputs = "" if whole else why

@@ -78,11 +78,9 @@ def _packages() -> Iterator[Check]:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found, name, hint = (
-            installed_version(requirement.name),
-            requirement.name,
-            f"pip install '{requirement}'",
-        )
+        found = installed_version(requirement.name)
+        name = requirement.name
+        hint = f"pip install '{requirement}'"
         if found is None:
             yield _check(name, "missing", "not installed", hint)
         elif not requirement.specifier.contains(found, prereleases=True):

@@ -311,10 +311,8 @@ def _entries(
         )
         own["baseline"] = "" if one.name == request.baseline else request.baseline
         for size in sizes(request, operator, one):
-            given, label = (
-                sized[size] if size else inputs,
-                f"{one.name} {precision}{f', chunk {size}' if size else ''}",
-            )
+            given = sized[size] if size else inputs
+            label = f"{one.name} {precision}{f', chunk {size}' if size else ''}"
             call = Call(
                 operator=operator,
                 implementation=one,

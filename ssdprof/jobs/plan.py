@@ -96,10 +96,8 @@ class Placed:
         """MissingCapabilityError unless the temporary folder has room for what transformers writes,
         for each rank.
         """
-        free, needed = (
-            shutil.disk_usage(tempfile.gettempdir()).free,
-            self.rewritten_bytes * started(),
-        )
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        needed = self.rewritten_bytes * started()
         if needed > free:
             raise MissingCapabilityError(
                 f"transformers would write {size_words(needed)} of converted weights to the "
@@ -241,11 +239,9 @@ class Chooser:
             of_layers[layer_index(name)] += parameter.nbytes
         layer = max(size for index, size in of_layers.items() if index is not None)
         embedding = self._model.get_input_embeddings().weight.nbytes
-        least, how, words = (
-            subject.weight_bytes,
-            "",
-            f"its weights take {size_words(subject.weight_bytes)}",
-        )
+        least = subject.weight_bytes
+        how = ""
+        words = f"its weights take {size_words(subject.weight_bytes)}"
         takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
         if kind != "one-gpu":
             if layer + embedding + computed <= free:

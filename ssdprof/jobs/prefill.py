@@ -326,10 +326,8 @@ class _Length:
                 compared.append(call.mixer.name)
                 entries = []
                 for name, case in self.cases.items():
-                    one, precision = (
-                        self.of[name][call.mixer.operator],
-                        Precision.named(case.precision),
-                    )
+                    one = self.of[name][call.mixer.operator]
+                    precision = Precision.named(case.precision)
                     bound = Call(
                         operator=call.operator,
                         implementation=one,

@@ -282,10 +282,8 @@ def search(
     Returns the cases of all candidates, what was found, and the outcome in words.
     """
     run, tuning, longest = run or problem.run, problem.operator.tunable, problem.inputs[-1]
-    comparer, committed = (
-        Comparer(timer=timer, oracle_must_fit=True),
-        replace(problem.committed, reason=""),
-    )
+    comparer = Comparer(timer=timer, oracle_must_fit=True)
+    committed = replace(problem.committed, reason="")
     on_short: dict[Config, Case] = {}  # by the configuration for a short input
     # by name; those of the committed configuration have the samples of all turns, others of their
     # latest

@@ -47,8 +47,8 @@ class Chunks:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Chunks:
-        """The chunks of a call.  Of packed sequences, a launch writes the table on the device, so
-        that the host does not wait for their lengths.
+        """The chunks of a call.  A launch writes those of packed sequences on the device, so that
+        the host does not wait for their lengths.
         """
         size, count, sequences = inputs.power_of_two_chunk, inputs.chunk_count, inputs.sequences
         if inputs.cu_seqlens is None:

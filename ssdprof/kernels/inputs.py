@@ -69,7 +69,7 @@ class Inputs:
     operator: ClassVar[str]
     FIRST: ClassVar[str]
     LINEAR: ClassVar[tuple[str, ...]]
-    cu_seqlens: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None = None
     state_every: int = 0
     state_indices: torch.Tensor | None = None
     write_indices: torch.Tensor | None = None

@@ -246,10 +246,8 @@ class _TensorSums:
 
     def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
-        from_baseline, claimed = (
-            self._from_baseline.get(key),
-            self._candidates[key].precision.state_dtype,
-        )
+        from_baseline = self._from_baseline.get(key)
+        claimed = self._candidates[key].precision.state_dtype
         of_states = self.name == "final_states"
         return Accuracy(
             tensor=self.name,
@@ -285,11 +283,9 @@ class _TensorSums:
         head = int((error / budget).argmax())
         if not bool(budget[head].isfinite()):
             return None
-        used, most, position = (
-            float(error[head]),
-            float(budget[head]),
-            deviation.position_of_max(head),
-        )
+        used = float(error[head])
+        most = float(budget[head])
+        position = deviation.position_of_max(head)
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
     def _coarser_than(self, key: Any, claimed: torch.dtype) -> DType | None:

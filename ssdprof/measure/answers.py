@@ -79,11 +79,9 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
     cut = {name: part[start:stop] for name, part in comparison.items()}
-    kl, margin, losses = (
-        cut["kl"].numpy(),
-        cut["margin"],
-        torch.stack([cut["reference_loss"], cut["loss"]]),
-    )
+    kl = cut["kl"].numpy()
+    margin = cut["margin"]
+    losses = torch.stack([cut["reference_loss"], cut["loss"]])
     flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]
     worst = int(flipped[margin[flipped].argmax()]) if len(flipped) else None
     return AnswerBand(

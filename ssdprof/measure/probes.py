@@ -428,10 +428,8 @@ class _Laws:
 
     def _others(self) -> str:
         spans = _spans(self._several)
-        ours, other = (
-            self._run(self._several),
-            self._run(_louder(self._several, spans[::2], self._leak_factor)),
-        )
+        ours = self._run(self._several)
+        other = self._run(_louder(self._several, spans[::2], self._leak_factor))
         for one in spans[1::2]:
             rows, several = _rows(self._several, one), (ours, other)
             before, after = (

@@ -81,10 +81,8 @@ def with_occupancy(launch: Launch, device: torch.device) -> Launch:
     ):
         return launch
     sm = torch.cuda.get_device_properties(device)
-    most, most_warps = (
-        _MOST_BLOCKS.get((sm.major, sm.minor)),
-        sm.max_threads_per_multi_processor // _WARP,
-    )
+    most = _MOST_BLOCKS.get((sm.major, sm.minor))
+    most_warps = sm.max_threads_per_multi_processor // _WARP
     if most is None:
         return launch
     registers = -(-launch.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT * warps

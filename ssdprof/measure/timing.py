@@ -37,11 +37,9 @@ from ssdprof.operators.operator import Output
 T = TypeVar("T")
 # taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no
 # time
-_Event, _current_stream, _synchronize = (
-    torch.cuda.Event,
-    torch.cuda.current_stream,
-    torch.cuda.synchronize,
-)
+_Event = torch.cuda.Event
+_current_stream = torch.cuda.current_stream
+_synchronize = torch.cuda.synchronize
 _record, _wait, _elapsed_ms = _Event.record, _Event.synchronize, _Event.elapsed_time
 _replay, _amax = torch.cuda.CUDAGraph.replay, torch.amax
 _PAGE = 2 << 20  # bytes, CUDA's unit of allocation

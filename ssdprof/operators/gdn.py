@@ -295,11 +295,9 @@ def _inverse(system: torch.Tensor, product: Callable[[torch.Tensor], torch.Tenso
     )
     half = _LEAF
     while half < system.shape[-1]:
-        top, bottom, between = (
-            inverse[..., 0::2, :, :],
-            inverse[..., 1::2, :, :],
-            _blocks_below(system, half, 1),
-        )
+        top = inverse[..., 0::2, :, :]
+        bottom = inverse[..., 1::2, :, :]
+        between = _blocks_below(system, half, 1)
         corner = -product(bottom) @ product(product(between) @ product(top))
         upper, lower = torch.cat([top, torch.zeros_like(top)], -1), torch.cat([corner, bottom], -1)
         inverse = torch.cat([upper, lower], -2)
@@ -375,12 +373,10 @@ ORACLE = OracleSpec(
 
 SCALE = 0.3  # of edge inputs
 SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
-NORMALISED, QUARTER_UNGATED, QUARTER_SLOW, SLOW = (
-    "normalised",
-    "quarter-ungated",
-    "quarter-slow",
-    "slow",
-)
+NORMALISED = "normalised"
+QUARTER_UNGATED = "quarter-ungated"
+QUARTER_SLOW = "quarter-slow"
+SLOW = "slow"
 WAYS = {
     NORMALISED: "q and k are normalised before the call and not inside",
     QUARTER_UNGATED: "every fourth value head has no gate: g = 0",

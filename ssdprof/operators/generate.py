@@ -267,10 +267,8 @@ class InputGenerator(Generic[I]):
         if match is None:
             return None
         shape = self.shape(text, *map(int, match.groups()))
-        called, order = (
-            dict(zip(self.names, re.split(" [x/] ", self.order), strict=False)),
-            f"Order: {self.order}.",
-        )
+        called = dict(zip(self.names, re.split(" [x/] ", self.order), strict=False))
+        order = f"Order: {self.order}."
         divisor, multiple = self.divides or (self.names[0],) * 2
         if (
             not all(shape.sizes[name] for name in called)

@@ -142,10 +142,8 @@ class Rounded:
         fp32.
         """
         if span.sequence != self._sequence:
-            self._sequence, self.state = (
-                span.sequence,
-                torch.zeros(inputs.states_shape[1:], device=self._device),
-            )
+            self._sequence = span.sequence
+            self.state = torch.zeros(inputs.states_shape[1:], device=self._device)
             if inputs.initial is not None:
                 self.state = self.stored(inputs.initial[span.sequence].float())
         if span.start == span.stop:

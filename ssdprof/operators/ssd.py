@@ -240,12 +240,10 @@ def rounded_chunks(
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
     loses most, one addend after the other.
     """
-    q, operand, intermediate, exp = (
-        gate.exponents.shape[2],
-        low.operand,
-        low.intermediate,
-        rounding.gpu_exp,
-    )
+    q = gate.exponents.shape[2]
+    operand = low.operand
+    intermediate = low.intermediate
+    exp = rounding.gpu_exp
     (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
     r, length = h // g, span.stop - span.start
     x_span = inputs.x[span.batch, span.start : span.stop].float()

@@ -242,10 +242,8 @@ def _machine(report: Report) -> Iterator[Fact]:
         yield "samples", f"of {report.samplers} processes, one after another"
     if found := report.clocks:
         sm = "SM {:,} MHz before, {:,} after".format(*found.sm_mhz)
-        memory, heat = (
-            "{:,} to {:,} MHz".format(*found.memory_mhz),
-            "{} to {} °C".format(*found.temperature_c),
-        )
+        memory = "{:,} to {:,} MHz".format(*found.memory_mhz)
+        heat = "{} to {} °C".format(*found.temperature_c)
         throttled = (
             f"throttled: {', '.join(found.throttle_reasons)}"
             if found.throttle_reasons

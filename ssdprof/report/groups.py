@@ -41,12 +41,10 @@ class Series:
     def __init__(
         self, group: Group, implementation: str, precision: PrecisionName, cases: Sequence[Case]
     ) -> None:
-        self.group, self.implementation, self.precision, self.cases = (
-            group,
-            implementation,
-            precision,
-            cases,
-        )
+        self.group = group
+        self.implementation = implementation
+        self.precision = precision
+        self.cases = cases
         variants = "/".join(
             dict.fromkeys(
                 case.variant for case in cases if case.variant not in ("", implementation)

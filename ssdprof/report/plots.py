@@ -138,10 +138,8 @@ def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
     points: _Points = {}
     for series in (one for group in found for one in group.series()):
         timed = [case for case in series.cases if case.bytes_moved and case.device_us]
-        moved, flops = (
-            sum(case.bytes_moved or 0 for case in timed),
-            sum(case.flops or 0 for case in timed),
-        )
+        moved = sum(case.bytes_moved or 0 for case in timed)
+        flops = sum(case.flops or 0 for case in timed)
         if moved and flops:
             point = (
                 flops / moved,
@@ -208,11 +206,9 @@ def _roofline(
                 corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s"
             )
         for number, (label, own) in enumerate(points.items()):
-            xs, ys, marker = (
-                [at for at, _, _ in own],
-                [rate for _, rate, _ in own],
-                _MARKERS[number % len(_MARKERS)],
-            )
+            xs = [at for at, _, _ in own]
+            ys = [rate for _, rate, _ in own]
+            marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
         if high < _WIDE * low:  # the powers of ten alone may be one tick

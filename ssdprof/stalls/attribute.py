@@ -225,10 +225,8 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return SourceFile(lines)
-    stages, names = (
-        known["stages"] if known else _table(tree, "STAGES"),
-        _table(tree, "WAITS") or {},
-    )
+    stages = known["stages"] if known else _table(tree, "STAGES")
+    names = _table(tree, "WAITS") or {}
     marks: Mapping[int, str] = {
         n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))
     }

@@ -145,10 +145,8 @@ def read(path: Path) -> RawReport:
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
-        command, environ = (
-            [*child.python("ssdprof.stalls.read"), str(path), str(out)],
-            os.environ | child.search_path(),
-        )
+        command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
+        environ = os.environ | child.search_path()
         try:
             ended = subprocess.run(
                 command,

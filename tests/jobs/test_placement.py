@@ -34,6 +34,7 @@ from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
 from ssdprof.jobs.subject import Subject, find
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.progress import Watcher
 
 GB = 10**9
@@ -276,6 +277,11 @@ def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Pat
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
     )
+    weights = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.0.mamba.out_proj"
+    del weights[f"{key}.weight"]
+    codes = {f"{key}.qweight": torch.ones(32, 128, dtype=torch.int32)}
+    save_file(weights | codes, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInputError, match=r"stay quantised \(awq\)"):
         choose(asked(tmp_path, "cpu-offload"))
 
@@ -527,7 +533,7 @@ def test_operator_calls_of_one_form_are_tried_once(
 
     peak, forms = predicted()
     assert forms == 1
-    monkeypatch.setattr("ssdprof.operators.tensors.form", lambda _: object())
+    monkeypatch.setattr(Inputs, "form", property(lambda _: object()))
     assert predicted() == (peak, len(wanted))
 
 

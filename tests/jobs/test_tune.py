@@ -666,7 +666,6 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
         lambda _: "",
         lambda _: "{",
         lambda _: "{}",
-        lambda text: text.replace('"version": 4', '"version": 3'),
         lambda text: text.replace('"segment": 4', '"segment": 0'),
         lambda text: text.replace('"long_count": 0', '"long_count": 1'),
     ],
@@ -686,6 +685,13 @@ def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
     ):
         with pytest.raises(ValueError):  # noqa: PT011
             GDN.config(kernel, wrong)
+
+
+def test_a_configuration_of_another_version_is_said() -> None:
+    file = kept()
+    file.write_text(file.read_text().replace('"version": 4', '"version": 3'))
+    (said,) = used()
+    assert "NVIDIA-Test.json has version 3; this ssdprof reads 4." in said
 
 
 def test_a_cache_that_cannot_be_written_is_said(
