@@ -49,9 +49,8 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compare, "cast_inputs", lambda _, inputs, dtype: (inputs, "1 of x became 0.")
-    )
+    lost = "1 of x became 0."
+    monkeypatch.setattr(compare, "cast_inputs", lambda _operator, inputs, _: (inputs, lost))
     passing("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
     _, report = reports.load("a")
     name = report.captured[0].name
