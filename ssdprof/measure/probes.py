@@ -409,11 +409,12 @@ class _Laws:
                 continue
             worst, index = float(relative.max()), int(relative.argmax())
             batch, length, heads = out.shape[:3]
-            dropped = bool(bad[0]) and history.inputs.initial is None
+            # before the first window, such a call has no history that could be dropped
+            without_history = bool(bad[0]) and history.inputs.initial is None
+            fault = "outputs are wrong" if without_history else "history that matters is dropped"
             wrong = (
-                f"{'outputs are wrong' if dropped else 'history that matters is dropped'}, with "
-                f"{batch} x {length:,} tokens and {heads} heads: {worst:.3g} RMS error at position "
-                f"{int(known.positions[index])} of row {known.batch}, and above {DROPPED:g} in "
+                f"{fault}, with {batch} x {length:,} tokens and {heads} heads: {worst:.3g} RMS "
+                f"error at position {int(known.positions[index])} of row {known.batch}, and above {DROPPED:g} in "
                 f"{int(bad.sum())} of {len(bad)} {known.kind}; rounding explains 0.03"
             )
         return wrong
