@@ -414,8 +414,9 @@ class _Laws:
             fault = "outputs are wrong" if without_history else "history that matters is dropped"
             wrong = (
                 f"{fault}, with {batch} x {length:,} tokens and {heads} heads: {worst:.3g} RMS "
-                f"error at position {int(known.positions[index])} of row {known.batch}, and above {DROPPED:g} in "
-                f"{int(bad.sum())} of {len(bad)} {known.kind}; rounding explains 0.03"
+                f"error at position {int(known.positions[index])} of row {known.batch}, "
+                f"and above {DROPPED:g} in {int(bad.sum())} of {len(bad)} {known.kind}; "
+                "rounding explains 0.03"
             )
         return wrong
 
