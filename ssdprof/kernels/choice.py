@@ -5,8 +5,9 @@ kept launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,22 +19,34 @@ from ssdprof.kernels.registry import Plan, when_overridden
 from ssdprof.kernels.tensors import contiguous_copy, contiguous_view, is_scattered, overlaps
 
 I = TypeVar("I", bound=Inputs)
+C = TypeVar("C")  # the configuration of a kernel
+I_call = TypeVar("I_call", bound=Inputs, covariant=True)
+# a kernel for the inputs of GDN also runs those of KDA
+I_kernel = TypeVar("I_kernel", bound=Inputs, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedCall:
+class FusedCall(Generic[I_call]):
     """batch_invariant: a sequence's result must not depend on the number of others
     state_v_first: of GDN: V precedes K in the memory of final states
     """
 
-    inputs: Any  # the operator's own `Inputs`
+    inputs: I_call
     precision: Precision
     batch_invariant: bool = False
     state_v_first: bool = False
 
 
+def _supports_all(_call: object) -> str:
+    return ""
+
+
+def _refuses_none(_inputs: object) -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class Variant(Generic[I_kernel, C]):
     """A kernel.
 
     unsupported: why the kernel does not support a call, or should not run it; "" if it runs
@@ -43,14 +56,14 @@ class Variant:
     """
 
     name: str
-    unsupported: Callable[[FusedCall], str] = lambda _call: ""
-    configure: Callable[[FusedCall], Any]
-    prepare: Callable[[FusedCall, Any], PreparedLaunch]
-    work: Callable[[FusedCall, Any], tuple[int, int, str]]
+    unsupported: Callable[[FusedCall[I_kernel]], str] = _supports_all
+    configure: Callable[[FusedCall[I_kernel]], C]
+    prepare: Callable[[FusedCall[I_kernel], C], PreparedLaunch[I_kernel]]
+    work: Callable[[FusedCall[I_kernel], C], tuple[int, int, str]]
 
-    def plan(self, call: FusedCall) -> Plan:
+    def plan(self, call: FusedCall[I_kernel]) -> Plan:
         config = self.configure(call)
-        settings = dict(config) if isinstance(config, Mapping) else asdict(config)
+        settings = dict(config if isinstance(config, Mapping) else vars(config))
         settings.pop("reason", None)
         launches, workspace_bytes, reason = self.work(call, config)
         return Plan(
@@ -62,8 +75,11 @@ class Variant:
         )
 
 
-class Fused:
-    """name: of the implementation
+class Fused(Generic[I]):
+    """The implementation `fused` of an operator: chooses a kernel for each call, and keeps
+    launches.
+
+    name: of the implementation
     variants: in order of preference.  The last one supports every call
     rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the
     call
@@ -73,20 +89,20 @@ class Fused:
     def __init__(
         self,
         name: str,
-        variants: Sequence[Variant],
+        variants: Sequence[Variant[I, Any]],
         rows: tuple[str, ...] = (),
-        refuse: Callable[[Any], None] = lambda _inputs: None,
+        refuse: Callable[[I], None] = _refuses_none,
     ) -> None:
         self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
         # without one, a call chooses its kernel and configuration
-        self.launches: dict[Hashable, PreparedLaunch] = {}
+        self.launches: dict[Hashable, PreparedLaunch[I]] = {}
         when_overridden(self.launches.clear)
 
-    def choose(self, call: FusedCall) -> Variant:
+    def choose(self, call: FusedCall[I]) -> Variant[I, Any]:
         """By the GPU, shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
-    def place(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
+    def place(self, call: FusedCall[I]) -> tuple[Variant[I, Any], FusedCall[I], tuple[str, ...]]:
         """The kernel, the call as it gets it, and the names of tensors to copy first.
 
         In that call, tensors that are to be copied have the shapes and strides of copies, and no
@@ -107,7 +123,7 @@ class Fused:
 
     def run(
         self,
-        inputs: Inputs,
+        inputs: I,
         precision: Precision = Precision(),  # noqa: B008
         *,
         batch_invariant: bool = False,
@@ -132,11 +148,11 @@ class Fused:
 
     def prepare(
         self,
-        inputs: Inputs,
+        inputs: I,
         precision: Precision,
         batch_invariant: bool = False,
         state_v_first: bool = False,
-    ) -> PreparedLaunch:
+    ) -> PreparedLaunch[I]:
         """The launch of a call, which is not kept here."""
         inputs.check()
         call = FusedCall(
@@ -147,13 +163,11 @@ class Fused:
         )
         variant, call, names = self.place(call)
         launch = variant.prepare(call, variant.configure(call))
-        return (
-            (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch
-        )
+        return partial(_launch_copies, launch, names) if names else launch
 
     def plan(
         self,
-        inputs: Inputs,
+        inputs: I,
         precision: Precision = Precision(),  # noqa: B008
         *,
         batch_invariant: bool = False,
@@ -164,17 +178,21 @@ class Fused:
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         variant, call, names = self.place(call)
         plan = variant.plan(call)
-        copies = sum(
-            getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names
-        )
+        if not names:
+            return plan
+        copied = [tensor for name, tensor in inputs.tensors.items() if name in names]
+        copies = sum(tensor.numel() * tensor.itemsize for tensor in copied)
         return replace(
             plan,
             launches=plan.launches + len(names),
             workspace_bytes=plan.workspace_bytes + copies,
-            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}"
-            if names
-            else plan.reason,
+            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}",
         )
+
+
+def _launch_copies(launch: PreparedLaunch[I], names: Sequence[str], inputs: I) -> Output:
+    """Launch with contiguous copies of the named tensors."""
+    return launch(_replaced(inputs, names, contiguous_copy))
 
 
 def _replaced(inputs: I, names: Sequence[str], by: Callable[[torch.Tensor], torch.Tensor]) -> I:

@@ -18,7 +18,7 @@ from inspect import signature
 from itertools import count
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import triton
@@ -34,6 +34,14 @@ _FIXED = {
     "sanitize_overflow": False,
 }
 Kept = TypeVar("Kept")
+
+
+class Kernel(Protocol):
+    """What `triton.jit` and `gluon.jit` return."""
+
+    fn: Callable[..., object]
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Any]: ...
 
 
 class Constants(SimpleNamespace):
@@ -57,22 +65,23 @@ class Launcher:
     Triton settings that affect compilation, such as its debug mode, are those of the first launch.
     """
 
-    def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: Kernel, scalars: tuple[object, ...], options: dict[str, object]
+    ) -> None:
         names = _arguments(kernel.fn)
         if "S" in names and "S" not in options:
-            # Triton takes no attribute for a constant
-            wrap = (lambda value: value) if INTERPRETED else tl.constexpr
-            constants = {name: wrap(value) for name, value in options.items() if name.isupper()}
-            options = {"S": Constants(**constants)} | {
-                n: v for n, v in options.items() if n not in constants
-            }
+            constants = {name: value for name, value in options.items() if name.isupper()}
+            launch_options = {n: value for n, value in options.items() if n not in constants}
+            if not INTERPRETED:  # Triton takes no attribute for a constant
+                constants = {name: tl.constexpr(value) for name, value in constants.items()}
+            options = {"S": Constants(**constants)} | launch_options
         self.kernel, self._scalars, self._options = kernel, scalars, options
         self._constants = (*scalars, *(options[name] for name in names if name in options))
         self._descriptors = names.index("tensors") if "tensors" in names else None
         self._compiled: Any = None
         self._direct: DirectLaunch | None = None
 
-    def __call__(self, programs: int, *tensors: Any) -> None:
+    def __call__(self, programs: int, *tensors: object) -> None:
         if self._direct is not None and self._direct(programs, tensors):
             return
         grid, first = (programs, 1, 1), self._descriptors
@@ -98,7 +107,7 @@ def kept(
     launches: dict[Hashable, Kept],
     signature: Hashable,
     prepare: Callable[..., Kept],
-    *arguments: Any,
+    *arguments: object,
 ) -> Kept:
     """The launch for the signature of a call.  If there is none, `prepare(*arguments)`, which takes
     most of a call's time on the host, is added.
@@ -119,11 +128,11 @@ def place(tensor: torch.Tensor | None) -> Hashable:
 
 
 def launch(
-    kernel: Any,
+    kernel: Kernel,
     programs: int,
     tensors: tuple[torch.Tensor | None, ...],
-    scalars: tuple[Any, ...],
-    **options: Any,
+    scalars: tuple[object, ...],
+    **options: object,
 ) -> None:
     """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be
     that of the tensors.
@@ -134,7 +143,7 @@ def launch(
 
 
 @cache
-def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+def _arguments(function: Callable[..., object]) -> tuple[str, ...]:
     return tuple(signature(function).parameters)
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    import torch
+
     from ssdprof.kernels.inputs import Inputs, Output
     from ssdprof.kernels.precision import Precision
 
@@ -31,10 +33,18 @@ class Plan:
     reason: str = ""  # reason for this variant and configuration
 
 
+def _keeps_none(_inputs: Inputs) -> bool:
+    return False
+
+
+def _no_copies(_inputs: Inputs) -> Sequence[torch.Tensor]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
     """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)`
-    launches nothing.
+    launches nothing.  inputs: those of the operator, for example `GDNInputs`.
 
     Both raise UnsupportedError for inputs that the implementation does not support.
 
@@ -60,8 +70,8 @@ class Implementation:
 
     operator: str
     name: str
-    run: Callable[[Any, Precision], Output]
-    plan: Callable[[Any, Precision], Plan]
+    run: Callable[..., Output]
+    plan: Callable[..., Plan]
     kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: str = ""
     word: str = ""
@@ -71,20 +81,18 @@ class Implementation:
     needs_gpu: bool = False
     cuts_operands: bool = False
     neglects: float = 0.0
-    keeps: Callable[[Any], bool] = lambda _inputs: False
+    keeps: Callable[..., bool] = _keeps_none
     pools: bool = False
-    in_place: Callable[[Any, Precision], Any] | None = None
+    in_place: Callable[..., Output] | None = None
     batch_invariant: bool = False
-    precisions: Callable[[Any], tuple[Any, ...]] | None = None
-    copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
+    precisions: Callable[..., tuple[Precision, ...]] | None = None
+    copies: Callable[..., Sequence[torch.Tensor]] = _no_copies
 
     def __post_init__(self) -> None:
-        of = (
-            self.run.args[1]
-            if isinstance(self.run, partial) and self.run.func is _checked
-            else self.run
-        )
-        object.__setattr__(self, "run", partial(_checked, self, of))
+        run = self.run
+        if isinstance(run, partial) and run.func is _checked:
+            run = run.args[1]  # `replace` made this from another implementation
+        object.__setattr__(self, "run", partial(_checked, self, run))
 
     @property
     def isolated(self) -> bool:
@@ -93,22 +101,23 @@ class Implementation:
 
 
 def _checked(
-    one: Implementation,
-    run: Callable[[Any, Precision], Output],
-    inputs: Inputs,
-    precision: Precision,
+    implementation: Implementation, run: Callable[..., Output], inputs: Inputs, precision: Precision
 ) -> Output:
-    if getattr(inputs, "state_every", 0) and not one.keeps(inputs):
+    """`run(inputs, precision)`.  UnsupportedError for states on the way, pools and slots that the
+    implementation does not declare to support.
+    """
+    name = implementation.name
+    if getattr(inputs, "state_every", 0) and not implementation.keeps(inputs):
         raise UnsupportedError(
-            f"{one.name}: it does not keep the state every {inputs.state_every} positions"
+            f"{name}: it does not keep the state every {inputs.state_every} positions"
         )
-    if getattr(inputs, "state_indices", None) is not None and not one.pools:
+    if getattr(inputs, "state_indices", None) is not None and not implementation.pools:
         raise UnsupportedError(
-            f"{one.name}: one initial state for each sequence, no pool with state_indices"
+            f"{name}: one initial state for each sequence, no pool with state_indices"
         )
-    serving = (getattr(inputs, name, None) for name in ("write_indices", "accepted"))
+    serving = (getattr(inputs, field, None) for field in ("write_indices", "accepted"))
     if any(indices is not None for indices in serving):
-        raise UnsupportedError(f"{one.name}: slots are written by calls in place only")
+        raise UnsupportedError(f"{name}: slots are written by calls in place only")
     return run(inputs, precision)
 
 
@@ -174,22 +183,23 @@ def names(operator: str) -> list[str]:
 
 # The calls of one kernel that share a configuration: names and values of gpu (torch's name),
 # operator, kernel, and the properties on which the configuration depends, in alphabetical order
-CallKey = tuple[tuple[str, Any], ...]
+CallValue: TypeAlias = "str | int | bool | torch.dtype"
+CallKey = tuple[tuple[str, CallValue], ...]
 
 
-def key_of_calls(**properties: Any) -> CallKey:
+def key_of_calls(**properties: CallValue) -> CallKey:
     return tuple(sorted(properties.items()))
 
 
 # Configurations that a search has found to be faster on a GPU than the committed ones.  There are
-# none until a program
-# calls `use_overrides`: the library reads no file.  `ssdprof` loads those that `ssdprof tune` has
-# saved.
-_overrides: dict[CallKey, Any] = {}
+# none until a program calls `use_overrides`: the library reads no file.  `ssdprof` loads those that
+# `ssdprof tune` has saved.
+C = TypeVar("C")  # the configuration of a kernel
+_overrides: dict[CallKey, object] = {}
 _listeners: list[Callable[[], None]] = []
 
 
-def use_overrides(operator: str, configs: Mapping[CallKey, Any]) -> None:
+def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
     """Use exactly these configurations for an operator from now on, in this process; with none, the
     committed ones.
     """
@@ -200,9 +210,10 @@ def use_overrides(operator: str, configs: Mapping[CallKey, Any]) -> None:
         listener()
 
 
-def override(key: CallKey) -> Any | None:
+def override(key: CallKey, kind: type[C]) -> C | None:
     """The configuration for these calls, or None."""
-    return _overrides.get(key)
+    config = _overrides.get(key)
+    return config if isinstance(config, kind) else None
 
 
 def when_overridden(listener: Callable[[], None]) -> None:

@@ -33,7 +33,6 @@ from ssdprof.kernels.ssd.config import (
     HOPPER,
     PORTABLE,
     SSDPortableConfig,
-    Table,
     first_fit,
 )
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count
@@ -201,7 +200,9 @@ def test_every_call_has_a_row_and_every_row_a_call(table: Table) -> None:
 
 def test_fp32_sums_over_n_are_short() -> None:
     """benchmarks/log/ssd.md#row-60: a tensor core rounds towards zero whenever it adds products."""
-    assert all(first_fit(PORTABLE, **call)[1].block_n <= 64 for call in TABLE_CALLS if call["wide"])
+    assert all(
+        first_fit(PORTABLE, **call).take.block_n <= 64 for call in TABLE_CALLS if call["wide"]
+    )
 
 
 def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
@@ -209,7 +210,7 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
     registers.
     """
     for call in (call for call in TABLE_CALLS if call["major"] == 9):
-        tile = first_fit(PORTABLE, **call)[1]
+        tile = first_fit(PORTABLE, **call).take
         width = min(tile.block_p, triton.next_power_of_2(call["headdim"])) * (
             4 if call["wide"] else 2
         )
@@ -219,7 +220,7 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
 def test_a_reason_goes_with_the_choice() -> None:
     inputs = SSDCase(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
     assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2][2]
-    assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
+    assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
 
 
 def test_configurations_are_looked_up_by_the_name_of_the_gpu(

@@ -30,7 +30,6 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 import triton
@@ -48,7 +47,7 @@ from ssdprof.kernels.functions import (
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
 from ssdprof.kernels.inputs import PreparedLaunch
-from ssdprof.kernels.launch import Launcher, kept, launch
+from ssdprof.kernels.launch import Kernel, Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.tensors import is_expanded, strides_of, strides_of_each
@@ -79,14 +78,16 @@ def blocks_of(inputs: GDNInputs, *, wide: bool = False) -> dict[str, int]:
     """
     # the host does not know packed lengths
     tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
-    block_v, per_thread = (64, 128) if wide else (16, 64) if tokens > 1 else (32, 32)
+    block_v, per_thread = 32, 32  # per_thread: numbers of the state
+    if wide:
+        block_v, per_thread = 64, 128
+    elif tokens > 1:
+        block_v, per_thread = 16, 64
     block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
-    state, turns = (
-        triton.next_power_of_2(inputs.q.shape[3]) * block_v,
-        triton.cdiv(tokens, MOST_TOKENS),
-    )
+    state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
+    loads = triton.cdiv(tokens, MOST_TOKENS)
     num_warps = max(1, state // (per_thread * 32))
-    return {"block_v": block_v, "block_t": triton.cdiv(tokens, turns), "num_warps": num_warps}
+    return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
 
 @triton.jit
@@ -218,8 +219,8 @@ def recurrent_launch(
     *,
     in_place: bool = False,
     state_v_first: bool = False,
-) -> PreparedLaunch:
-    """in_place: as of `gdn_recurrent`."""
+) -> PreparedLaunch[GDNInputs]:
+    """The launch of a call, for all inputs of one signature.  in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
     index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=v_first)
@@ -230,21 +231,13 @@ def recurrent_launch(
     states = initial if in_place else inner
     if inputs.state_every:
         states = (inputs.length * inner[0], *inner)
-    tokens = (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.g,
-        inputs.beta,
-        inputs.initial_state,
-        inputs.cu_seqlens,
-        inputs.state_indices,
-        inputs.accepted,
-        inputs.write_indices,
-    )
     launcher = Launcher(
         _gdn_recurrent_kernel,
-        ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
+        (
+            (*map(strides_of, (*_tensors(inputs), new)), states),
+            inputs.v.shape[1],
+            inputs.scale_or_default,
+        ),
         dict(
             VALUE_HEADS=inputs.v.shape[2],
             VALUES_PER_KEY=inputs.values_per_key,
@@ -266,35 +259,35 @@ def recurrent_launch(
     def call(inputs: GDNInputs) -> GDNOutput:
         """Allocate the outputs and launch."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            out, states = (
-                torch.empty_like(inputs.v, memory_format=torch.contiguous_format),
-                inputs.initial_state,
-            )
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            states = inputs.initial_state
             if not in_place or states is None:
                 states = torch.empty_strided(
                     inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device
                 )
-            launcher(
-                programs,
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                inputs.g,
-                inputs.beta,
-                inputs.initial_state,
-                inputs.cu_seqlens,
-                inputs.state_indices,
-                inputs.accepted,
-                inputs.write_indices,
-                out,
-                states,
-            )
+            launcher(programs, *_tensors(inputs), out, states)
         return GDNOutput(out, states)
 
     return call
 
 
-_launches: dict[Hashable, PreparedLaunch] = {}
+def _tensors(inputs: GDNInputs) -> tuple[torch.Tensor | None, ...]:
+    """The kernel's tensors before the outputs, in its order."""
+    return (
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.g,
+        inputs.beta,
+        inputs.initial_state,
+        inputs.cu_seqlens,
+        inputs.state_indices,
+        inputs.accepted,
+        inputs.write_indices,
+    )
+
+
+_launches: dict[Hashable, PreparedLaunch[GDNInputs]] = {}
 
 
 def gdn_recurrent(
@@ -326,7 +319,7 @@ def gdn_recurrent(
     )
 
 
-def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch[GDNInputs]:
     inputs.check()
     if inputs.state_every > 1:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")
@@ -441,7 +434,7 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
     """One token of each sequence, without checks."""
     config, (batch, heads, key_dim, value_dim) = _step_config(inputs), inputs.states_shape
 
-    def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
+    def step(kernel: Kernel, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
         """One of the three launches, on these tensors."""
         launch(
             kernel,
@@ -518,17 +511,29 @@ def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
     )
 
 
+def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    return gdn_recurrent(inputs)
+
+
+def _run_in_place(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    return gdn_recurrent(inputs, in_place=True)
+
+
+def _keeps_every_state(inputs: GDNInputs) -> bool:
+    return inputs.state_every == 1
+
+
 for _operator in ("gdn", "kda"):
     register(Implementation(operator=_operator, name=_STEP, run=_run_step, plan=_plan_step))
     register(
         Implementation(
             operator=_operator,
             name="recurrent",
-            run=lambda inputs, _: gdn_recurrent(inputs),
+            run=_run,
             plan=_plan,
-            keeps=lambda inputs: inputs.state_every == 1,
+            keeps=_keeps_every_state,
             pools=True,
-            in_place=lambda inputs, _: gdn_recurrent(inputs, in_place=True),
+            in_place=_run_in_place,
             batch_invariant=True,
         )
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 import triton
@@ -30,19 +30,44 @@ FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
 HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
 
-Row = tuple[dict[str, Any], Any, str]  # limits of a call, what it takes, and why
-Table = Sequence[Row]  # the last row fits every call
+C = TypeVar("C")  # a configuration, or some of its settings
+Settings = dict[str, int]
 
 
-def _row(*, take: Any, why: str, **limits: Any) -> Row:
-    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks
-    are limits, too.
+@dataclass(frozen=True, kw_only=True)
+class ConfigRow(Generic[C]):
+    """A configuration, why it is as it is, and the calls that it fits: None is any.
+
+    majors: of compute capabilities.  wide: fp32 inputs.  headdim, dstate: the largest
     """
-    return limits, take, why
+
+    take: C
+    why: str
+    majors: tuple[int, ...] | None = None
+    wide: bool | None = None
+    exact: bool | None = None
+    gate: bool | None = None
+    headdim: int | None = None
+    dstate: int | None = None
+
+    def fits(
+        self, *, wide: bool, exact: bool, gate: bool, headdim: int, dstate: int, major: int
+    ) -> bool:
+        return (
+            (self.majors is None or major in self.majors)
+            and self.wide in (None, wide)
+            and self.exact in (None, exact)
+            and self.gate in (None, gate)
+            and (self.headdim is None or headdim <= self.headdim)
+            and (self.dstate is None or dstate <= self.dstate)
+        )
+
+
+ConfigTable = Sequence[ConfigRow[C]]  # the last row fits every call
 
 
 def first_fit(
-    table: Table,
+    table: ConfigTable[C],
     *,
     wide: bool,
     dstate: int,
@@ -50,15 +75,11 @@ def first_fit(
     gate: bool = False,
     major: int = 0,
     exact: bool = True,
-) -> Row:
+) -> ConfigRow[C]:
     """The first row that fits."""
-    equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
+    call = dict(wide=wide, exact=exact, gate=gate)
     return next(
-        row
-        for row in table
-        if major in row[0].get("majors", (major,))
-        and all(row[0].get(name, value) == value for name, value in equal.items())
-        and all(row[0].get(name, value) >= value for name, value in largest.items())
+        row for row in table if row.fits(**call, headdim=headdim, dstate=dstate, major=major)
     )
 
 
@@ -98,8 +119,8 @@ def call_key(
 
 # --- the fused kernel for Hopper: see `SSDHopperConfig`
 
-HOPPER: Table = (
-    _row(
+HOPPER: ConfigTable[Settings] = (
+    ConfigRow(
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
         why=(
@@ -107,7 +128,7 @@ HOPPER: Table = (
             "the scores need"
         ),
     ),
-    _row(
+    ConfigRow(
         take=dict(ring=2, score_ring=3, unit_registers=208, other_registers=24),
         why=(
             "two chunks, and scores of three, fill shared memory; with fewer registers ptxas "
@@ -159,7 +180,7 @@ class SSDPortableConfig:
         """
         headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
         wide = inputs.x.dtype == torch.float32
-        _, take, why = first_fit(
+        row = first_fit(
             PORTABLE,
             major=capability[0],
             wide=wide,
@@ -168,13 +189,13 @@ class SSDPortableConfig:
             dstate=dstate,
             gate=gate,
         )
-        config: SSDPortableConfig = replace(
-            take,
-            min_chunks=_MIN_SEGMENT // take.chunk,
-            max_chunks=_MAX_SEGMENT // take.chunk,
-            block_p=min(whole_block(headdim), take.block_p),
-            block_n=min(whole_block(dstate), take.block_n),
-            reason=why,
+        config = replace(
+            row.take,
+            min_chunks=_MIN_SEGMENT // row.take.chunk,
+            max_chunks=_MAX_SEGMENT // row.take.chunk,
+            block_p=min(whole_block(headdim), row.take.block_p),
+            block_n=min(whole_block(dstate), row.take.block_n),
+            reason=row.why,
         )
         return config.fitted(inputs)
 
@@ -238,25 +259,25 @@ _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 _ONE_TF32 = (
     "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
 )
-PORTABLE: Table = (
-    _row(
+PORTABLE: ConfigTable[SSDPortableConfig] = (
+    ConfigRow(
         wide=True,
         exact=False,
         dstate=64,
         take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
         why=_ONE_TF32 + "; with one stage in the second pass three do",
     ),
-    _row(
+    ConfigRow(
         wide=True,
         exact=False,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
         why=_ONE_TF32,
     ),
-    _row(
+    ConfigRow(
         wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT
     ),
-    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
-    _row(
+    ConfigRow(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
+    ConfigRow(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
@@ -265,7 +286,7 @@ PORTABLE: Table = (
             "short for them"
         ),
     ),
-    _row(
+    ConfigRow(
         majors=(9,),
         gate=True,
         dstate=128,
@@ -275,8 +296,8 @@ PORTABLE: Table = (
         "spill; "
         "the state as (n, p), which ptxas compiles in three quarters of the time",
     ),
-    _row(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
-    _row(
+    ConfigRow(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
+    ConfigRow(
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
         why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N "
@@ -284,13 +305,13 @@ PORTABLE: Table = (
         "of which a stage reads by itself, because whole rows of B and C do not fit beside the "
         "state",
     ),
-    _row(
+    ConfigRow(
         majors=FROM_SHARED_MEMORY,
         take=SSDPortableConfig(block_p=32, p_rows=False),
         why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
     ),
-    _row(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
-    _row(
+    ConfigRow(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
+    ConfigRow(
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
@@ -306,34 +327,34 @@ _LARGE = (
     "two stages"
 )
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
-CHUNK_STATE: Table = (
-    _row(
+CHUNK_STATE: ConfigTable[Settings] = (
+    ConfigRow(
         wide=True,
         take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
         why=_LARGE,
     ),
-    _row(
+    ConfigRow(
         headdim=64,
         take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3),
         why=_WHOLE_STATE,
     ),
-    _row(
+    ConfigRow(
         dstate=64,
         take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3),
         why=_WHOLE_STATE,
     ),
-    _row(
+    ConfigRow(
         take=dict(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
-BMM_CHUNK: Table = (
-    _row(
+BMM_CHUNK: ConfigTable[Settings] = (
+    ConfigRow(
         wide=True,
         take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
         why=_LARGE,
     ),
-    _row(
+    ConfigRow(
         take=dict(block_q=64, block_s=64, block_n=64, num_warps=4, num_stages=3),
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
     ),
@@ -362,25 +383,27 @@ _SLICED = (
 # 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6
 # to 3.8 overwrites registers of a product's operand while the product may still read them
 # (`tests/kernels/operand_races.py`).
-CHUNK_SCAN: Table = (
-    _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
-    _row(
+CHUNK_SCAN: ConfigTable[Settings] = (
+    ConfigRow(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
+    ConfigRow(
         gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
     ),
-    _row(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
-    _row(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
-    _row(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
-    _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
-    _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
+    ConfigRow(
+        gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED
+    ),
+    ConfigRow(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
+    ConfigRow(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
+    ConfigRow(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
+    ConfigRow(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
-UNFUSED: Mapping[str, Table] = {
+UNFUSED: Mapping[str, ConfigTable[Settings]] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
-    "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
+    "chunk_cumsum": (ConfigRow(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
     # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads
     # run 4 ahead
     "state_passing": (
-        _row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
+        ConfigRow(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
     ),
     "bmm_chunk": BMM_CHUNK,
     "chunk_scan": CHUNK_SCAN,
@@ -398,11 +421,11 @@ def unfused_blocks(
 ) -> dict[str, int]:
     """The row of `UNFUSED` for a stage, with blocks limited to the sizes of the call."""
     wide = dtype == torch.float32
-    _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+    row = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     most = {
         "block_p": whole_block(headdim),
         "block_n": whole_block(dstate),
         "block_q": chunk,
         "block_s": chunk,
     }
-    return {name: min(most.get(name, value), value) for name, value in take.items()}
+    return {name: min(most.get(name, value), value) for name, value in row.take.items()}

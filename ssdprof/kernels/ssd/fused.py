@@ -6,12 +6,11 @@ for use without the rest of ssdprof; the registered implementation takes `SSDInp
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import capability, refuse_gradient, sm_count
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError, override, register
 from ssdprof.kernels.ssd import portable
@@ -24,6 +23,7 @@ from ssdprof.kernels.ssd.launch import Buffers, nbytes
 from ssdprof.kernels.ssd.recurrent import blocks_of, recurrent_launch
 
 MAX_DSTATE = 256
+SSDCall = FusedCall[SSDInputs]
 
 
 def ssd_fused(
@@ -164,10 +164,12 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(
+    x: torch.Tensor, _dt: torch.Tensor, _A: torch.Tensor, B: torch.Tensor, *others: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
-    x, _, _, B, *_ = arguments
-    cu_seqlens = arguments[13]
+    cu_seqlens = others[9]
+    assert cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor)
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty(x.shape), x.new_empty(
         sequences, *x.shape[2:], B.shape[3], dtype=torch.float32
@@ -177,7 +179,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 # --- the kernels
 
 
-def _recurrent_unsupported(call: FusedCall) -> str:
+def _recurrent_unsupported(call: SSDCall) -> str:
     """On an H200, `recurrent` is faster for sequences of one position, whatever their number.
 
     Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a
@@ -187,71 +189,93 @@ def _recurrent_unsupported(call: FusedCall) -> str:
     return "" if step else "longer or packed sequences"
 
 
-def hopper_cut(call: FusedCall) -> SSDHopperConfig:
-    """The division of the call into programs on a Hopper GPU."""
+def _recurrent_blocks(call: SSDCall) -> dict[str, int]:
+    return blocks_of(call.inputs)
+
+
+def _recurrent_launch(call: SSDCall, _blocks: dict[str, int]) -> PreparedLaunch[SSDInputs]:
+    return recurrent_launch(call.inputs)
+
+
+def _recurrent_work(call: SSDCall, _blocks: dict[str, int]) -> tuple[int, int, str]:
+    reason = "one launch, position by position: sequences are one position long"
+    return 1, 0, reason + call.precision.as_exact
+
+
+def _hopper_unsupported(call: SSDCall) -> str:
+    return hopper_config.unsupported(call.inputs)
+
+
+def hopper_cut(call: SSDCall) -> SSDHopperConfig:
+    """The division of the call into programs on a Hopper GPU: a tuned one, or the committed one,
+    which packed sequences keep.
+    """
     inputs, batch_invariant = call.inputs, call.batch_invariant
-    packed = inputs.cu_seqlens is not None  # these keep the committed rule
-    found = (
-        None
-        if packed
-        else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
-    )
-    return found or SSDHopperConfig.choose(
-        inputs, sm_count(inputs.x), batch_invariant=batch_invariant
-    )
+    if inputs.cu_seqlens is None:
+        key = call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant)
+        tuned = override(key, SSDHopperConfig)
+        if tuned is not None:
+            return tuned
+    return SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
-def portable_config(call: FusedCall) -> SSDPortableConfig:
-    found: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
+def _hopper_launch(call: SSDCall, config: SSDHopperConfig) -> PreparedLaunch[SSDInputs]:
+    return hopper.hopper_launch(call.inputs, call.precision, config)
+
+
+def _hopper_work(call: SSDCall, config: SSDHopperConfig) -> tuple[int, int, str]:
+    return _work(hopper.buffer_sizes(call.inputs, call.precision, config), config.reason)
+
+
+def portable_config(call: SSDCall) -> SSDPortableConfig:
+    """The configuration of the portable kernel: a tuned one, or the committed one."""
+    tuned = override(call_key(call.inputs, call.precision, "portable"), SSDPortableConfig)
+    if tuned is not None:
+        return tuned.fitted(call.inputs)
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return (
-        found.fitted(call.inputs)
-        if found
-        else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
+    return SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
+
+
+def _portable_launch(call: SSDCall, config: SSDPortableConfig) -> PreparedLaunch[SSDInputs]:
+    return portable.portable_launch(call.inputs, call.precision, config)
+
+
+def _portable_work(call: SSDCall, config: SSDPortableConfig) -> tuple[int, int, str]:
+    return _work(
+        portable.buffer_sizes(call.inputs, call.precision, config),
+        config.reason,
+        f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
+        scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
     )
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
-    others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * ("sync" in buffers)
-    return (
-        1 + len(others),
-        nbytes(buffers),
-        "; ".join((", and ".join(("one launch", *others)), *reasons)),
-    )
+    """Launches, bytes of the workspace, and a plan's reason."""
+    parts = ["one launch"]
+    if scores_first:
+        parts.append("one for C B^T")
+    if "sync" in buffers:
+        parts.append("one to zero the flags")
+    return len(parts), nbytes(buffers), "; ".join((", and ".join(parts), *reasons))
 
 
 RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
-    configure=lambda call: blocks_of(call.inputs),
-    prepare=lambda call, _blocks: recurrent_launch(call.inputs),
-    work=lambda call, _blocks: (
-        1,
-        0,
-        "one launch, position by position: sequences are one position long"
-        + call.precision.as_exact,
-    ),
+    configure=_recurrent_blocks,
+    prepare=_recurrent_launch,
+    work=_recurrent_work,
 )
 HOPPER = Variant(
     name="hopper",
-    unsupported=lambda call: hopper_config.unsupported(call.inputs),
+    unsupported=_hopper_unsupported,
     configure=hopper_cut,
-    prepare=lambda call, config: hopper.hopper_launch(call.inputs, call.precision, config),
-    work=lambda call, config: _work(
-        hopper.buffer_sizes(call.inputs, call.precision, config), config.reason
-    ),
+    prepare=_hopper_launch,
+    work=_hopper_work,
 )
 PORTABLE = Variant(
-    name="portable",
-    configure=portable_config,
-    prepare=lambda call, config: portable.portable_launch(call.inputs, call.precision, config),
-    work=lambda call, config: _work(
-        portable.buffer_sizes(call.inputs, call.precision, config),
-        config.reason,
-        f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
-        scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
-    ),
+    name="portable", configure=portable_config, prepare=_portable_launch, work=_portable_work
 )
 
 
@@ -260,6 +284,8 @@ def _refuse(inputs: SSDInputs) -> None:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
 
 
-FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse)
+FUSED: Fused[SSDInputs] = Fused(
+    "fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse
+)
 run, plan = FUSED.run, FUSED.plan
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

@@ -20,9 +20,9 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -47,6 +47,7 @@ from ssdprof.kernels.ssd.launch import prepared
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
+_STEP = "unfused_step"
 
 STAGES = {
     "_ssd_recurrent_kernel": "setup",
@@ -60,7 +61,7 @@ def blocks_of(inputs: SSDInputs) -> dict[str, int]:
     return {"block_p": min(16, int(triton.next_power_of_2(inputs.x.shape[3]))), "num_warps": 2}
 
 
-def _settings(inputs: SSDInputs) -> tuple[int, dict[str, Any]]:
+def _settings(inputs: SSDInputs) -> tuple[int, dict[str, object]]:
     """The programs of all three kernels, and their compile-time arguments and launch options."""
     (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
     return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
@@ -186,7 +187,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_final)
 
 
-def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
+def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch[SSDInputs]:
+    """The launch of a call, for all inputs of one signature.  in_place: as of `ssd_recurrent`."""
     new = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
@@ -217,7 +219,7 @@ def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor
     )
 
 
-_launches: dict[Hashable, PreparedLaunch] = {}
+_launches: dict[Hashable, PreparedLaunch[SSDInputs]] = {}
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
@@ -239,7 +241,7 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
+def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch[SSDInputs]:
     inputs.check()
     _refuse_unsupported("recurrent", inputs)
     if inputs.state_every > 1:
@@ -251,7 +253,7 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     return recurrent_launch(inputs, in_place=in_place)
 
 
-def _run_in_place(inputs: SSDInputs) -> SSDOutput:
+def _run_on_copy(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     """The new state over a copy of the old one, as `selective_state_update` needs it."""
     if inputs.initial_states is None:
         raise UnsupportedError("recurrent_in_place: sequences begin with a state")
@@ -347,9 +349,9 @@ def two_stages(inputs: SSDInputs) -> SSDOutput:
     return SSDOutput(out, states)
 
 
-def _run_step(inputs: SSDInputs) -> SSDOutput:
-    _refuse_unsupported("unfused_step", inputs)
-    refuse_gradient("unfused_step", vars(inputs).values())
+def _run_step(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    _refuse_unsupported(_STEP, inputs)
+    refuse_gradient(_STEP, vars(inputs).values())
     return two_stages(inputs)
 
 
@@ -358,49 +360,64 @@ def _run_step(inputs: SSDInputs) -> SSDOutput:
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
     dstate = inputs.B.shape[3]
-    if name == "unfused_step" and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
+    if name == _STEP and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
         raise UnsupportedError(f"{name}: one token of each sequence, side by side")
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"{name}: dstate is at most {MAX_DSTATE}, not {dstate}")
     refuse_device(name, inputs.x)
 
 
-def _register(
-    name: str, function: Callable[[SSDInputs], SSDOutput], launches: int, reason: str, **more: Any
-) -> None:
-    """Register one of the implementations of this file, with the plan that all of them share."""
-
-    def plan(inputs: SSDInputs, precision: Precision) -> Plan:
-        _refuse_unsupported(name.removesuffix("_in_place"), inputs)
-        return Plan(
-            variant="interpreter" if INTERPRETED else "portable",
-            launches=launches,
-            config=blocks_of(inputs),
-            reason=f"{reason}; fp32 throughout{precision.as_exact}",
-        )
-
-    register(
-        Implementation(
-            operator="ssd", name=name, run=lambda inputs, _: function(inputs), plan=plan, **more
-        )
+def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: Precision) -> Plan:
+    """What the plans of all implementations of this file share."""
+    _refuse_unsupported(name, inputs)
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=launches,
+        config=blocks_of(inputs),
+        reason=f"{reason}; fp32 throughout{precision.as_exact}",
     )
 
 
+def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    return ssd_recurrent(inputs)
+
+
+def _serve(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    return ssd_recurrent(inputs, in_place=True)
+
+
+def _keeps_every_state(inputs: SSDInputs) -> bool:
+    return inputs.state_every == 1
+
+
 _ONE = "one launch, position by position"
-_register(
-    "recurrent",
-    ssd_recurrent,
-    1,
-    _ONE,
-    keeps=lambda inputs: inputs.state_every == 1,
-    pools=True,
-    in_place=lambda inputs, _: ssd_recurrent(inputs, in_place=True),
-    batch_invariant=True,
+register(
+    Implementation(
+        operator="ssd",
+        name="recurrent",
+        run=_run,
+        plan=partial(_plan, "recurrent", 1, _ONE),
+        keeps=_keeps_every_state,
+        pools=True,
+        in_place=_serve,
+        batch_invariant=True,
+    )
 )
-_register("unfused_step", _run_step, 2, "the state in one launch, the output in another")
-_register(
-    "recurrent_in_place",
-    _run_in_place,
-    2,
-    f"each call begins with a copy of the state, in its time; {_ONE}",
+register(
+    Implementation(
+        operator="ssd",
+        name=_STEP,
+        run=_run_step,
+        plan=partial(_plan, _STEP, 2, "the state in one launch, the output in another"),
+    )
+)
+register(
+    Implementation(
+        operator="ssd",
+        name="recurrent_in_place",
+        run=_run_on_copy,
+        plan=partial(
+            _plan, "recurrent", 2, f"each call begins with a copy of the state, in its time; {_ONE}"
+        ),
+    )
 )
