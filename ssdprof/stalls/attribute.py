@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof import operators
-from ssdprof.core.stalls import Line, Samples
+from ssdprof.core.stalls import Line, StallSamples
 from ssdprof.operators.operator import AHEAD, Stages
 from ssdprof.stalls.read import RawKernel, base_name
 
@@ -43,9 +43,9 @@ _PACKAGE = Path(__file__).parent.parent
 
 def attribute(
     kernel: RawKernel,
-    sources: Sources,
+    sources: SourceFiles,
     known: Stages = Stages(),  # noqa: B008
-) -> tuple[dict[str, Samples], tuple[Line, ...], int]:
+) -> tuple[dict[str, StallSamples], tuple[Line, ...], int]:
     """Every sample of the kernel's points: by stage in the algorithm's order, and by line and
     stage, hottest first.
 
@@ -84,7 +84,7 @@ def attribute(
     return {name: ordered(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
 
 
-def ordered(samples: Mapping[str, int]) -> Samples:
+def ordered(samples: Mapping[str, int]) -> StallSamples:
     """The most frequent reason first, without those that have no samples."""
     return {
         reason: count
@@ -118,7 +118,7 @@ def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
 # --- the files of a report
 
 
-class Sources:
+class SourceFiles:
     """The source files of a report, by name: the stage and the text of any line in them.
 
     A file of ssdprof that was not recorded is read from the installed package.

@@ -15,7 +15,7 @@ from ssdprof import __version__, operators
 from ssdprof.core.stalls import KernelStalls, Launched, SelfChecks, StallReport
 from ssdprof.core.words import cut
 from ssdprof.operators.operator import Stages
-from ssdprof.stalls.attribute import UNKNOWN, Sources, attribute, is_idle, ordered
+from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle, ordered
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
 # field of KernelStalls -> metrics with its value, best first
@@ -110,7 +110,7 @@ def analyse(
 
 def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     """One launch.  implementation: "": inferred from the kernel's name."""
-    sources, known = Sources(kernel.sources), _stages(kernel)
+    sources, known = SourceFiles(kernel.sources), _stages(kernel)
     stages, lines, from_neighbours = attribute(kernel, sources, known)
     facts, averages = numbers(kernel), {} if kernel.totals else average(kernel)
     absent = [name for name, value in facts.items() if value in (None, ())]

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 
-Value = int | float | str
+MetricValue = int | float | str
 # + a reason; with "_not_issued" after it, a part of the same samples
 _SAMPLED = "smsp__pcsamp_warps_issue_stalled_"
 # other names of stall reasons
@@ -77,7 +77,7 @@ class RawKernel:
     """
 
     function: str
-    metrics: Mapping[str, Value]
+    metrics: Mapping[str, MetricValue]
     totals: Mapping[str, int] = field(default_factory=dict)
     points: tuple[Point, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -243,7 +243,7 @@ def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
 
 
 def _launch(action: Any) -> RawKernel:
-    metrics: dict[str, Value] = {}
+    metrics: dict[str, MetricValue] = {}
     totals: Counter[str] = Counter()
     samples: dict[int, Counter[str]] = defaultdict(Counter)
     for name in (name for name in action.metric_names() if "TriageCompute" not in name):
@@ -268,7 +268,7 @@ def _launch(action: Any) -> RawKernel:
     )
 
 
-def _value(metric: Any) -> Value | None:
+def _value(metric: Any) -> MetricValue | None:
     """A metric's value in base units; None if it has no number."""
     value = metric.value()
     if isinstance(value, float) and not math.isfinite(value):

@@ -43,7 +43,7 @@ from ssdprof.measure.roofline import with_occupancy
 from ssdprof.operators.implementations import own_precisions, required, resolve
 from ssdprof.operators.operator import Operator
 from ssdprof.stalls import ncu
-from ssdprof.stalls.attribute import UNKNOWN, Sources
+from ssdprof.stalls.attribute import UNKNOWN, SourceFiles
 from ssdprof.stalls.read import base_name
 from ssdprof.store.tuned import use_file
 
@@ -173,14 +173,14 @@ def _hook(*given: Any) -> tuple[str, str] | None:
     return None
 
 
-def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
+def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
     """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the
     chain has one.
 
     sources: of the files that the PTX names; None reads them.
     """
     files = dict(_FILE.findall(ptx))
-    known = sources or Sources({path: text for path in files.values() if (text := _text(path))})
+    known = sources or SourceFiles({path: text for path in files.values() if (text := _text(path))})
     numbers: dict[str, list[str]] = defaultdict(list)  # frames name a file without its folder
     for number, path in files.items():
         numbers[base_name(path)].append(number)
