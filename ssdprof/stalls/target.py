@@ -51,6 +51,7 @@ DEVICE = "cuda"
 
 
 def main() -> None:
+    """Make the call of the job twice: to compile and tune everything, and for ncu."""
     job, out = ncu.Job.model_validate_json(sys.argv[1]), Path(sys.argv[2])
     install()
     if job.tuned:
@@ -100,12 +101,13 @@ def call_at(
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    found = own_precisions(implementation, operator.judged.dims(inputs).dtype, (wanted,))
+    dtype = operator.judged.dims(inputs).dtype
 
-    def likeness(one: Precision) -> tuple[bool, bool]:
-        return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
+    def likeness(precision: Precision) -> tuple[bool, bool]:
+        same_intermediates = precision.intermediates == wanted.intermediates
+        return same_intermediates, precision.state_dtype == wanted.state_dtype
 
-    precision = max(found, key=likeness)
+    precision = max(own_precisions(implementation, dtype, (wanted,)), key=likeness)
     return Call(
         operator=operator,
         implementation=implementation,
@@ -160,16 +162,20 @@ def install() -> None:
     triton.knobs.runtime.add_stages_inspection_hook = _hook
 
 
-def _hook(*given: Any) -> tuple[str, str] | None:
+def _hook(*arguments: Any) -> tuple[str, str] | None:
     """Triton calls it without arguments for its part of the cache's key, else with a compiler's
     stages.
     """
-    if not given:
+    if not arguments:
         return _KEY, _KEY
-    stages: dict[str, Callable[[Any, Any], Any]] = given[1]
+    stages: dict[str, Callable[[Any, Any], Any]] = arguments[1]
     make = stages.get("ptx")
     if make is not None:
-        stages["ptx"] = lambda module, metadata: name_call_sites(make(module, metadata))
+
+        def make_and_name(module: Any, metadata: Any) -> str:
+            return name_call_sites(make(module, metadata))
+
+        stages["ptx"] = make_and_name
     return None
 
 
@@ -185,13 +191,13 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
     for number, path in files.items():
         numbers[base_name(path)].append(number)
 
-    def innermost(found: re.Match[str]) -> str:
-        before, _, _, _, remark, chain = found.groups()
+    def innermost(loc: re.Match[str]) -> str:
+        before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):
                 if known.place(files[number], int(line)).stage not in (None, UNKNOWN):
                     return f"{before}{number} {line} {column}{remark}{chain}"
-        return found[0]
+        return loc[0]
 
     return _LOC.sub(innermost, ptx)
 
