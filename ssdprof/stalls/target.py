@@ -168,12 +168,12 @@ def _hook(*arguments: Any) -> tuple[str, str] | None:
     """
     if not arguments:
         return _KEY, _KEY
-    stages: dict[str, Callable[[Any, Any], Any]] = arguments[1]
+    stages: dict[str, Callable[..., str]] = arguments[1]
     make = stages.get("ptx")
     if make is not None:
 
-        def make_and_name(module: Any, metadata: Any) -> str:
-            return name_call_sites(make(module, metadata))
+        def make_and_name(*module_and_metadata: object) -> str:
+            return name_call_sites(make(*module_and_metadata))
 
         stages["ptx"] = make_and_name
     return None
