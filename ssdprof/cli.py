@@ -62,7 +62,7 @@ class Commands(TyperGroup):
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command.  Of several ranks with the same error, the first one reports it."""
+        """Run the command.  The first of several ranks with the same error reports it."""
         try:
             terminal.check_working_directory()
             result = super().invoke(ctx)

@@ -111,7 +111,7 @@ def quotient(above: Estimate, below: Estimate) -> Estimate:
 
 
 def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
-    """Of two independent measurements: the squares of the half-widths add up."""
+    """minuend - subtrahend, two independent measurements: the squares of the half-widths add up."""
     value = minuend.value - subtrahend.value
     below = math.hypot(minuend.value - minuend.low, subtrahend.high - subtrahend.value)
     above = math.hypot(minuend.high - minuend.value, subtrahend.value - subtrahend.low)
