@@ -85,8 +85,8 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
 
 
 def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
-    """The verdict on a case that passed.  Without the value it breaks the condition, except that an answer
-    without a next token has no perplexity.
+    """The verdict on a case that passed.  Without the value it breaks the condition, except
+    that an answer without a next token has no perplexity.
     """
     metric = METRICS[condition.metric]
     value = number(metric.value(case, condition.at, report))
