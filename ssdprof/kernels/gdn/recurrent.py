@@ -57,6 +57,8 @@ MOST_TOKENS = 4  # that are loaded together; eight take more registers than they
 MANY_HEADS = 512  # of all sequences, from which every state is written by wider programs
 
 STAGES = {
+    "_load_tokens": "recurrence",
+    "_token": "recurrence",
     "_gdn_recurrent_kernel": "setup",
     "_gdn_step_write_kernel": "step_write",
     "_gdn_step_state_kernel": "step_state",
@@ -96,6 +98,52 @@ def _scale_of_norm(x, NORM: tl.constexpr):
     return tl.rsqrt(tl.sum(x * x, axis=0) + L2NORM_EPS) if NORM else 1.0
 
 
+@triton.jit
+def _offsets(o_k, o_v, STRIDES: tl.constexpr):
+    """Offsets of a tile (K, V) of a state."""
+    return o_k.to(tl.int64)[:, None] * STRIDES[0] + o_v.to(tl.int64)[None, :] * STRIDES[1]
+
+
+@triton.jit
+def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
+    """q, k, v, g and beta of the tokens from `first` on, BLOCK_T of each, before one of them is
+    used: one wait for all of them and the state.  steps: strides between tokens
+    """
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = pointers
+    qs, ks, vs, gs, betas = (), (), (), (), ()
+    for i in tl.static_range(S.BLOCK_T):
+        here, step = first + i < length, tl.cast(first + i, tl.int64)
+        m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
+        qs = qs + (tl.load(q_ptr + step * steps[0], mask=m_row, other=0.0),)
+        ks = ks + (tl.load(k_ptr + step * steps[1], mask=m_row, other=0.0),)
+        m_value = tl.where(here, m_v, False)
+        vs = vs + (tl.load(v_ptr + step * steps[2], mask=m_value, other=0.0),)
+        m_gate = m_row if S.PER_CHANNEL else here
+        gs = gs + (tl.load(g_ptr + step * steps[3], mask=m_gate, other=0.0),)
+        betas = betas + (tl.load(beta_ptr + step * steps[4], mask=here, other=0.0),)
+    return qs, ks, vs, gs, betas
+
+
+@triton.jit
+def _token(state, q, k, v, g, beta, scale, S: tl.constexpr):
+    """The state (K, V) after a token, and the token's output (V)."""
+    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+    decay, k_scale = decay_exp(g.to(tl.float32)), _scale_of_norm(k, S.L2NORM)
+    if S.PER_CHANNEL:
+        state = state * decay[:, None]
+        u = beta.to(tl.float32) * k_scale * (v - k_scale * tl.sum(state * k[:, None], axis=0))
+        state = state + k[:, None] * u[None, :]
+    else:
+        u = (
+            beta.to(tl.float32)
+            * k_scale
+            * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
+        )
+        state = state * decay + k[:, None] * u[None, :]
+    out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
+    return state, out
+
+
 @triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     """One slice of V of one head of one sequence of `gdn_recurrent`, token after token, with the
@@ -128,10 +176,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     if S.PER_CHANNEL:
         g_ptr += o_k.to(tl.int64) * g_strides[3]
 
-    o_states = (
-        o_k.to(tl.int64)[:, None] * S.STATES_STRIDES[0]
-        + o_v.to(tl.int64)[None, :] * S.STATES_STRIDES[1]
-    )
+    o_states = _offsets(o_k, o_v, S.STATES_STRIDES)
 
     # stage setup.load
     row, m_final = sequence, m_state  # of the final state
@@ -143,10 +188,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             if S.IN_PLACE:
                 m_read = tl.where(slot >= 0, m_state, False)
         initial_state_ptr += ptr_offset((slot, i_h), initial_state_strides[:2])
-        offset = (
-            o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0]
-            + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
-        )
+        offset = _offsets(o_k, o_v, S.INITIAL_STRIDES)
         state = tl.load(initial_state_ptr + offset, mask=m_read, other=0.0).to(tl.float32)
         if S.IN_PLACE and slots_ptr is not None:
             row = slot
@@ -156,42 +198,13 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             m_final = tl.where((row >= 0) & (length > 0), m_state, False)
 
     # stage recurrence
+    steps = (q_strides[1], k_strides[1], v_strides[1], g_strides[1], beta_strides[1])
     for first in range(0, length, S.BLOCK_T):
-        # of a block of tokens: one wait for all of them and the state
-        qs, ks, vs, gs, betas = (), (), (), (), ()
+        qs, ks, vs, gs, betas = _load_tokens(
+            (q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), steps, first, length, m_k, m_v, S
+        )
         for i in tl.static_range(S.BLOCK_T):
-            here, step = first + i < length, tl.cast(first + i, tl.int64)
-            m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
-            qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_row, other=0.0),)
-            ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_row, other=0.0),)
-            vs = vs + (
-                tl.load(v_ptr + step * v_strides[1], mask=tl.where(here, m_v, False), other=0.0),
-            )
-            gs = gs + (
-                tl.load(
-                    g_ptr + step * g_strides[1], mask=m_row if S.PER_CHANNEL else here, other=0.0
-                ),
-            )
-            betas = betas + (tl.load(beta_ptr + step * beta_strides[1], mask=here, other=0.0),)
-        for i in tl.static_range(S.BLOCK_T):
-            q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
-            decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
-            if S.PER_CHANNEL:
-                state = state * decay[:, None]
-                u = (
-                    betas[i].to(tl.float32)
-                    * k_scale
-                    * (v - k_scale * tl.sum(state * k[:, None], axis=0))
-                )
-                state = state + k[:, None] * u[None, :]
-            else:
-                u = (
-                    betas[i].to(tl.float32)
-                    * k_scale
-                    * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
-                )
-                state = state * decay + k[:, None] * u[None, :]
-            out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
+            state, out = _token(state, qs[i], ks[i], vs[i], gs[i], betas[i], scale, S)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
             tl.store(
                 out_ptr + step * out_strides[1],

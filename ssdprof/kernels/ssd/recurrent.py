@@ -86,6 +86,19 @@ def _own_slice(S: tl.constexpr):
     return sequence, i_h, o_p, o_n, o_p < S.HEADDIM, o_n < S.DSTATE
 
 
+@triton.jit
+def _skip_weights(D_ptr, D_strides, i_h, o_p, m_p, S: tl.constexpr):
+    """D (p) of a head in fp32; zeros if there is none."""
+    D = tl.zeros((S.BLOCK_P,), tl.float32)
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0)
+            D = D.to(tl.float32)
+        else:
+            D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+    return D
+
+
 @triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
     """One slice of P of one head of one sequence of `ssd_recurrent`, token after token, with the
@@ -125,14 +138,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
-    D = tl.zeros((S.BLOCK_P,), tl.float32)
-    if D_ptr is not None:
-        if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )
-        else:
-            D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+    D = _skip_weights(D_ptr, D_strides, i_h, o_p, m_p, S)
 
     # stage setup.load
     final_row, m_final = sequence, m_state  # of the final state
