@@ -259,7 +259,7 @@ def compare(options: options.CompareOptions) -> None:
         raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
-    allowed = [parse_change(text) for text in texts]
+    allowed = tuple(map(parse_change, texts))
     smallest = parse_percent(
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
@@ -267,6 +267,10 @@ def compare(options: options.CompareOptions) -> None:
     chosen = options.format or (format_of(target, _OF_COMPARISONS) if target else "")
     (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
     sides = (options.base, base), (options.new, new)
+    if new.environment.gpu is None:
+        allowed = settings.without_speed(
+            allowed, options.fail_if or (), "--fail-if", "NEW's machine", terminal.say
+        )
     found = pairs.compare(*sides, smallest_difference=smallest, allowed=allowed)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
     document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
