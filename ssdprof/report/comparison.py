@@ -110,7 +110,7 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     """The changes that fail, those that hold, and how many cases differ."""
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
-            offenders = [": ".join(filter(None, (each.case, each.found))) for each in verdicts]
+            offenders = [": ".join(filter(None, (each.case, each.actual))) for each in verdicts]
             yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
     if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.", True)

@@ -18,7 +18,8 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn
-from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.conditions import METRICS
+from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
@@ -73,7 +74,7 @@ def errors(report: Report) -> tuple[str, ...]:
     lines = shortcomings(outcome)
     for case in outcome.answers_failed:
         broken = "; ".join(
-            f"{verdict.condition}: {verdict.found}"
+            f"{verdict.condition}: {verdict.actual}"
             for verdict in outcome.broken
             if verdict.case == case.name
         )
@@ -124,7 +125,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
     answers = {case.name for case in outcome.answers}
     of_calls = (verdict for verdict in outcome.broken if verdict.case not in answers)
     for gate, broken in by_gate(of_calls).items():
-        cases = [": ".join(filter(None, (verdict.case, verdict.found))) for verdict in broken]
+        cases = [": ".join(filter(None, (verdict.case, verdict.actual))) for verdict in broken]
         lines.append(f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}.")
     return lines
 
