@@ -99,16 +99,16 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
 
 
 def _speed(prompts: Sequence[Group]) -> Table | None:
-    series = [series for series in _compared(prompts) if series.timed]
-    rows = [calls.speed(one) for one in series]
+    timed = [series for series in _compared(prompts) if series.timed]
+    rows = list(map(calls.speed, timed))
     for row in rows:
         del row["call\ntime"], row["extra\nmemory"]
-    return _table("Speed", series, rows)
+    return _table("Speed", timed, rows)
 
 
 def _accuracy(prompts: Sequence[Group]) -> Table | None:
-    series = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
-    return _table("Accuracy of the output", series, [_errors(one) for one in series])
+    pooled = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
+    return _table("Accuracy of the output", pooled, list(map(_errors, pooled)))
 
 
 def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
@@ -117,6 +117,7 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 
 def _errors(series: Series) -> TableRow:
+    """Of the output, over all calls."""
     rival, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
@@ -132,16 +133,16 @@ def _errors(series: Series) -> TableRow:
     }
 
 
-def _table(title: str, series: Sequence[Series], numbers: Sequence[TableRow]) -> Table | None:
+def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table | None:
     """A row of numbers for each series; equal precisions share a row.
 
     Names that are equal in all rows are in the title, and equal numbers in the note.
     """
-    if not series:
+    if not every:
         return None
-    named = [{"tokens": one.group.size} | calls.names(one) for one in series]
+    named = [{"tokens": series.group.size} | calls.names(series) for series in every]
     names, in_title = split_columns(named, keep=(PRECISION,))
-    layers, *others = {len(one.group.layers) for one in series}
+    layers, *others = {len(series.group.layers) for series in every}
     title = ", ".join([title, *in_title.values()])
     if not others:
         title += f", {fmt.plural(layers, 'layer')}"

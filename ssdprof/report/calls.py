@@ -16,7 +16,7 @@ from ssdprof.core.base import (
     grouped,
     short_precision,
 )
-from ssdprof.core.case import Case, Drawn
+from ssdprof.core.case import Case, Drawn, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
 from ssdprof.report.table import (
@@ -93,7 +93,9 @@ def speeds(
     """
     if not any(series.timed for _, series in rows):
         return None
-    compared = [(series.precision, rival) for _, series in rows for rival in series.rivals]
+    compared = []
+    for _, series in rows:
+        compared += [(series.precision, rival) for rival in series.rivals]
     counts = fmt.counts(rows[0][1].group.report.smallest_difference)
     note = "  ".join(filter(None, (f"Baseline: {baselines(compared)}.", counts, *notes)))
     cells = (first | speed(series) for first, series in rows)
@@ -125,7 +127,8 @@ def speed_by_layer(group: Group) -> Table | None:
     """Every series, layer by layer."""
     rows = []
     for layer in group.by_layer():
-        rows += [({"layer": str(layer.layers[0])} | names(one), one) for one in layer.series()]
+        for series in layer.series():
+            rows.append(({"layer": str(layer.layers[0])} | names(series), series))
     return speeds(f"Speed of each layer {group.where}", rows, NAMES)
 
 
@@ -292,10 +295,7 @@ def launches(report: Report) -> Table | None:
             row = {
                 "implementation": case.implementation,
                 "variant": case.variant,
-                "kernel": launch.kernel,
-                "registers": fmt.count(launch.registers),
-                "spills": fmt.count(launch.spills),
-                "shared": fmt.size_words(launch.shared_bytes),
+                **resources(launch),
                 "occupancy": fmt.percent(launch.warps_pct, 0),
                 "configuration": config or fmt.MISSING,
             }
@@ -312,6 +312,16 @@ def launches(report: Report) -> Table | None:
     return without_empty_columns(
         table(title, rows, words, keys=3, wraps="configuration", note=note)
     )
+
+
+def resources(launch: Launch) -> TableRow:
+    """Of a kernel, as Triton compiled it."""
+    return {
+        "kernel": launch.kernel,
+        "registers": fmt.count(launch.registers),
+        "spills": fmt.count(launch.spills),
+        "shared": fmt.size_words(launch.shared_bytes),
+    }
 
 
 def _used_for(cases: Sequence[Case], every: Sequence[Case]) -> str:

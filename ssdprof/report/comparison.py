@@ -174,6 +174,7 @@ def _sections(
 
 
 def _totals(totals: Sequence[Total]) -> Table | None:
+    """A row for each mean over cases."""
     rows = [
         {
             "implementation": total.implementation,
@@ -191,6 +192,7 @@ def _totals(totals: Sequence[Total]) -> Table | None:
 
 
 def _speed(comparison: Comparison, pair: Pair, base: Case, new: Case) -> TableRow:
+    """The changes, then the times and speedups of both."""
     by_call = pair.case.clock == "call"
     return {
         **_names(pair),
@@ -234,6 +236,7 @@ def _differences(
 
 
 def _stages(changes: Sequence[StageChange]) -> Table | None:
+    """A row for each stage of an implementation that was profiled in both."""
     rows = [
         {
             "implementation": change.implementation,

@@ -85,13 +85,7 @@ def _without_formula(value: object) -> object:
 
 def records(report: Report) -> list[CsvRow]:
     """A row per case with numbers, texts and None, for a data frame."""
-    return [
-        {name: _plain(value) for name, value in _row(report, case).items()} for case in rows(report)
-    ]
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, int | float | None) else str(value)
+    return [_row(report, case) for case in rows(report)]
 
 
 def _row(report: Report, case: Case) -> CsvRow:
@@ -108,6 +102,7 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 
 def _identity(report: Report, case: Case) -> CsvRow:
+    """What was computed, by what, and whether it passed."""
     drawn = case.task if isinstance(case.task, Drawn) else None
     rival = report.rival(case) if report.speedup(case) else None
     return {
@@ -116,11 +111,11 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "GPU": gpu_name(report.environment),
         "case": case.where,
         "layer": case.layer and case.layer.index,
-        "call": case.call,
+        "call": case.call and str(case.call),
         "sequences x tokens": drawn and drawn.tokens,
         "tokens": case.seqlen,
         "batch": case.batch,
-        "dimensions": case.dims,
+        "dimensions": case.dims and str(case.dims),
         "implementation": case.implementation,
         "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
         "intermediates": intermediates_of(case.precision),

@@ -146,6 +146,7 @@ def _subject(report: Report) -> Iterator[Fact]:
 
 
 def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
+    """Its checkpoint, and which of its layers were replayed."""
     random = ", random weights" if model.random_weights else ""
     yield "model", f"{model.repo_id} ({model.model_type}, {_SOURCES[model.source]}){random}"
     yield "revision", model.revision or ""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
+from ssdprof.report.calls import resources
 from ssdprof.report.facts import Fact, gpu, software
 from ssdprof.report.table import (
     Document,
@@ -285,10 +286,7 @@ def _resources(report: StallReport) -> Table | None:
                 {
                     "implementation": launched.implementation,
                     "variant": launched.variant,
-                    "kernel": launch.kernel,
-                    "registers": fmt.count(launch.registers),
-                    "spills": fmt.count(launch.spills),
-                    "shared": fmt.size_words(launch.shared_bytes),
+                    **resources(launch),
                     "occupancy": fmt.share(launch.warps_pct),
                 }
             )
@@ -313,6 +311,7 @@ def _kernels(report: StallReport) -> Table | None:
 
 
 def _kernel(kernel: KernelStalls) -> TableRow:
+    """What ncu measured of one launch."""
     return {
         "kernel": kernel.kernel,
         "duration": fmt.duration(kernel.duration_us),
@@ -411,6 +410,7 @@ def _averages(report: StallReport) -> Table | None:
 
 
 def _hottest_lines(group: KernelGroup) -> Table | None:
+    """The lines with the most samples, and what their warps wait for."""
     rows = [
         {
             "share": fmt.share(pct, 1),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import (
@@ -204,7 +205,7 @@ def _advice(every: Sequence[Series]) -> VerdictLine:
     good = [series for series, doubt in doubts.items() if not doubt]
     words = []
     if good:
-        layers = {case.layer for series in good for case in series.cases}
+        layers = {case.layer for case in chain.from_iterable(series.cases for series in good)}
         where = "every layer replayed" if len(layers) > 1 else "the layer replayed"
         precisions = "; ".join(series.precision for series in good)
         if not bad and len(good) > 4:
@@ -287,7 +288,8 @@ def _usable(group: Group) -> list[Series]:
     for name in group.compared:
         every = group.series(name)
         if name != "served":
-            usable += [one for one in every if one.within_budget and not _doubt(one, every)]
+            within = (series for series in every if series.within_budget)
+            usable += [series for series in within if not _doubt(series, every)]
     return usable
 
 
