@@ -117,7 +117,7 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 
 def _errors(series: Series) -> TableRow:
-    """Of the output, over all calls."""
+    """The output of all calls."""
     rival, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)

@@ -315,7 +315,7 @@ def launches(report: Report) -> Table | None:
 
 
 def resources(launch: Launch) -> TableRow:
-    """Of a kernel, as Triton compiled it."""
+    """A kernel as Triton compiled it."""
     return {
         "kernel": launch.kernel,
         "registers": fmt.count(launch.registers),

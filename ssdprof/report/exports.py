@@ -176,7 +176,7 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
 
 
 def _of_model(report: Report, case: Case) -> CsvRow:
-    """Of prefills and answers."""
+    """Columns of prefills and answers."""
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
     band = case.band

@@ -62,7 +62,7 @@ class Series:
         return [case for case in self.cases if case.device_us and case.call_us]
 
     def times(self, clock: Clock) -> list[float]:
-        """Of each timed call, in us."""
+        """One for each timed call, in us."""
         estimates = (case.by_clock(clock) for case in self.timed)
         return [estimate.value for estimate in estimates if estimate]
 

@@ -132,7 +132,7 @@ class KernelGroup:
         return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
 
     def pct(self, stage: str) -> float | None:
-        """Of a whole stage, or "all" of them; None if the group has no such stage."""
+        """The share of a whole stage, or of "all"; None if the group has no such stage."""
         share = self.all if stage == "all" else self.whole.get(stage)
         return None if share is None else sum(share.values())
 
@@ -462,7 +462,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
 
 
 def _self_checks(report: StallReport) -> Table | None:
-    """Of the report, then of each kernel; the checks with the same result share a row."""
+    """Those of the report, then those of each kernel; the checks with the same result share a row."""
     rows = _checks("report", report.checks)
     for kernel in report.kernels:
         rows += _checks(kernel.kernel, kernel.checks, _sampled(kernel))
