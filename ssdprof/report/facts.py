@@ -113,7 +113,7 @@ def gpu(environment: Environment) -> Iterator[Fact]:
 
 
 def software(environment: Environment, **others: str) -> Fact:
-    """Of Python and packages.  others: first."""
+    """Versions of Python and of packages.  others: first."""
     versions = {**others, "Python": environment.python, **environment.packages}
     known = (f"{name} {version}" for name, version in versions.items() if version)
     return "versions", ", ".join(known)

@@ -462,7 +462,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
 
 
 def _self_checks(report: StallReport) -> Table | None:
-    """Those of the report, then those of each kernel; the checks with the same result share a row."""
+    """Those of the report, then of each kernel; the checks with the same result share a row."""
     rows = _checks("report", report.checks)
     for kernel in report.kernels:
         rows += _checks(kernel.kernel, kernel.checks, _sampled(kernel))
