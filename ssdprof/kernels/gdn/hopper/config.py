@@ -131,7 +131,7 @@ def _with_parts(
         return rounds * each + PART_LAUNCHES + boundaries * parts * PART_STEP
 
     def expected_time(parts: int) -> float:
-        """Of four calls, in three all heads are slow, in one a quarter is."""
+        """If all heads are slow in three calls of four, and a quarter of them in the fourth."""
         return 3 * time(parts, 1) + time(parts, 4)
 
     parts = min((1 << k for k in range(max(most, 1).bit_length())), key=expected_time)
