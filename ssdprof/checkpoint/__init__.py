@@ -2,7 +2,7 @@
 the model.
 """
 
-from ssdprof.operators.late import lazy
+from ssdprof.operators.late import lazy, packages
 
 accelerate = lazy("accelerate")  # stored captures need neither, and their imports take seconds
-transformers = lazy("transformers")
+transformers = lazy("transformers", prepare=lambda: packages.keep_fla_alone())
