@@ -39,7 +39,6 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
-FLA_ALONE = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads this variable when it is imported
 INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
 T = TypeVar("T")
 
@@ -99,20 +98,12 @@ def import_bare(name: str, packages: Iterable[str]) -> ModuleType:
     return import_module(name)
 
 
-def keep_fla_alone() -> None:
-    """fla, which transformers imports with a model's code, must pass no calls to other libraries,
-    so that its own kernels are timed.
-    """
-    os.environ.setdefault(FLA_ALONE, "1")
-
-
 def model_function(model_type: str, name: str, package: str) -> Callable[..., Any]:
     """transformers' own torch function of this name; with a package, the one that models call where
     the package is installed.
 
     Every modeling file with a function of this name has the same one.  Raises ImportError.
     """
-    keep_fla_alone()
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     function: Callable[..., Any] | None = getattr(module, name, None)
     original: Callable[..., Any] | None = function and inspect.unwrap(function)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
-from ssdprof.operators import generate
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators import fla, generate
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, WORDS
-from ssdprof.operators.generate import InputDType, Library, installed
+from ssdprof.operators.generate import Library, installed
 from ssdprof.operators.late import deferred, lazy, torch
 from ssdprof.operators.operator import (
     BoundCall,
@@ -20,13 +21,15 @@ from ssdprof.operators.operator import (
     computed,
     from_call,
 )
-from ssdprof.operators.tensors import exact_fp32, requested_precisions
+from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.gdn import reference
+    from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.operators import gdn_tuning
 else:
-    reference = lazy("ssdprof.kernels.gdn.reference")
+    adapters, reference = (
+        lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference")
+    )
     gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
 STAGES = Stages.of(
@@ -183,21 +186,22 @@ BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
 
 # --- other libraries
 
-FLA = "flash-linear-attention"
-
-
-def states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    return requested_precisions(dtype, "exact", (dtype,))
-
 
 def fla_libraries(operator: str) -> dict[str, Library]:
     """fla's kernels of an operator: for prompts, and token by token."""
-    load, version = "gdn.adapters:load_fla", deferred("gdn.adapters:fla_version")
+
+    def load() -> Implementation:
+        return adapters.load_fla(fla.imported(adapters.FLA[operator]), operator)
+
+    def load_recurrent() -> Implementation:
+        return adapters.load_fla_recurrent(fla.imported(adapters.FLA[operator]), operator)
+
+    def version() -> str:
+        return adapters.fla_version()
+
     return {
-        "fla": installed(FLA, deferred(load, operator), states_as_inputs, version=version),
-        "fla_recurrent": installed(
-            FLA, deferred(f"{load}_recurrent", operator), exact_fp32, version=version
-        ),
+        "fla": installed(fla.PACKAGE, load, states_as_inputs, version=version),
+        "fla_recurrent": installed(fla.PACKAGE, load_recurrent, exact_fp32, version=version),
     }
 
 
@@ -207,7 +211,7 @@ def sglang(operator: str) -> Library:
 
 def of_transformers(operator: str) -> dict[str, Library]:
     return generate.of_transformers(
-        "fla", FLA, states_as_inputs, "gdn.adapters:load_model", operator
+        "fla", fla.PACKAGE, states_as_inputs, "gdn.adapters:load_model", operator
     )
 
 

@@ -15,7 +15,7 @@ from ssdprof.operators.kda_inputs import WAYS, draw, edges
 from ssdprof.operators.kda_oracle import ORACLE
 from ssdprof.operators.late import deferred, lazy, packages
 from ssdprof.operators.operator import CallBinding, Output, Stages, computed
-from ssdprof.operators.tensors import exact_fp32
+from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 
 if TYPE_CHECKING:
     from ssdprof.kernels.kda import reference
@@ -91,7 +91,7 @@ LIBRARIES = {
     "flash_kda": installed(
         "git+https://github.com/MoonshotAI/FlashKDA",
         deferred("gdn.adapters:load_flash_kda"),
-        gdn.states_as_inputs,
+        states_as_inputs,
         version=lambda: packages.package_version("flash_kda"),
     ),
     "sglang": gdn.sglang("kda"),

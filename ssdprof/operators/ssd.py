@@ -23,7 +23,7 @@ from ssdprof.operators.operator import (
 )
 from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
-from ssdprof.operators.tensors import exact_fp32, requested_precisions
+from ssdprof.operators.tensors import exact_fp32, requested_precisions, states_as_inputs
 
 if TYPE_CHECKING:
     from ssdprof.kernels.ssd import adapters, reference
@@ -219,10 +219,6 @@ def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     return exact_fp32(dtype)
 
 
-def _states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    return requested_precisions(dtype, "exact", (dtype,))
-
-
 def _load_published(checkout: Path | None) -> Implementation:
     folder = checkout or Path()
     return replace(
@@ -252,7 +248,7 @@ LIBRARIES = {
         hint="Give a checkout of github.com/RishiAstra/mamba.",
         repository="github.com/RishiAstra/mamba",
     ),
-    **generate.of_transformers("mamba_ssm", _MAMBA, _states_as_inputs, "ssd.adapters:load_model"),
+    **generate.of_transformers("mamba_ssm", _MAMBA, states_as_inputs, "ssd.adapters:load_model"),
 }
 
 

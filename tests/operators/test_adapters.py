@@ -323,7 +323,7 @@ def load(calls: Calls, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
         word = f"published={checkout}" if name == "published" else name
         return required(resolve(GDN if name in GDN_LIBRARIES else SSD, word))
 
-    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.import_module", import_module)
+    monkeypatch.setattr("ssdprof.operators.fla.import_module", import_module)
     return of
 
 
@@ -710,7 +710,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Implementation:
         return out[0], final_states
 
     put(monkeypatch, "cudnn.linear_attention.ops", kimi_delta_attention=kimi_delta_attention)
-    monkeypatch.setattr("ssdprof.kernels.gdn.adapters.import_module", sys.modules.__getitem__)
+    monkeypatch.setattr("ssdprof.operators.fla.import_module", sys.modules.__getitem__)
     return required(resolve(KDA, "cudnn"))
 
 

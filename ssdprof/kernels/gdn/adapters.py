@@ -2,7 +2,7 @@
 raises ImportError if it, or one of its dependencies, is missing.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
-            calls to other installed libraries; this is turned off
+            calls to other installed libraries; `operators/fla.py` turns this off
 model       the torch function of transformers, in fp32; model:installed: fla's function, as
             transformers calls it
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long
@@ -23,19 +23,17 @@ flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its ope
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import inf
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import FLA_ALONE, SHORT, Tunings, library_kernel, model_function, once
+from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel, model_function, once
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
@@ -45,6 +43,7 @@ CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
 _FLASH_KDA_BOUND = -5.0  # of the gates
 CUDNN_PLAN = "kda_hopper_cuda"
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
+# the module to pass to `load_fla...`
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
 _MODEL = {
@@ -75,23 +74,8 @@ def plain_gates(inputs: GDNInputs) -> Reasons:
     yield low == -inf or high > 0, "g is finite and at most 0"
 
 
-def fla_operator(name: str) -> ModuleType:
-    """fla's module of an operator, so that its own kernels are timed.
-
-    Raises ImportError if it is not installed, and if it was imported before while it passed calls
-    to other libraries.
-    """
-    if FLA[name] in sys.modules and os.environ.get(FLA_ALONE) != "1":
-        raise ImportError(
-            f"fla was imported before {FLA_ALONE}=1 was set, and may call other libraries"
-        )
-    os.environ[FLA_ALONE] = "1"
-    return import_module(FLA[name])
-
-
-def load_fla(name: str = "gdn") -> Implementation:
+def load_fla(operator: Any, name: str = "gdn") -> Implementation:
     """The chunked kernels of the library's operator.  name: ours; of KDA, gates arrive computed."""
-    operator = fla_operator(name)
     kernels = (FLA[name], *_FLA_KERNELS)
     tunings = Tunings(
         module for file, module in sorted(sys.modules.items()) if file.startswith(kernels)
@@ -123,7 +107,7 @@ def load_fla(name: str = "gdn") -> Implementation:
     return library_kernel(name, "fla", unsupported, call, plan)
 
 
-def load_fla_recurrent(name: str = "gdn") -> Implementation:
+def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
     """The library's token-by-token kernel.  name: of our operator."""
 
     @first_reason
@@ -133,7 +117,7 @@ def load_fla_recurrent(name: str = "gdn") -> Implementation:
         yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
         yield from plain_gates(inputs)
 
-    call = _function(getattr(fla_operator(name), f"fused_recurrent_{_FUNCTION[name]}"))
+    call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
     return library_kernel(name, "fla_recurrent", unsupported, call, plan)
 
