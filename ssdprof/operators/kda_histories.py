@@ -49,7 +49,7 @@ def histories(
 def _long_histories(
     like: kernels.GDNInputs, heads: int, windows: Sequence[int]
 ) -> Iterator[History[kernels.GDNInputs]]:
-    """Of `LONG` tokens: several heads as a pack with initial states, then as a row with them; at
+    """Histories of `LONG` tokens: several heads as a pack with initial states, then as a row with them; at
     last a row without.
     """
     key_dim, value_dim, device = like.q.shape[3], like.v.shape[3], like.v.device
