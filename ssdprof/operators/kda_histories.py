@@ -49,8 +49,8 @@ def histories(
 def _long_histories(
     like: kernels.GDNInputs, heads: int, windows: Sequence[int]
 ) -> Iterator[History[kernels.GDNInputs]]:
-    """Histories of `LONG` tokens: several heads as a pack with initial states, then as a row with them; at
-    last a row without.
+    """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
+    row with them; at last as a row without.
     """
     key_dim, value_dim, device = like.q.shape[3], like.v.shape[3], like.v.device
     shape = gdn_inputs.GENERATOR.shape("turning keys", heads, heads, key_dim, value_dim)
