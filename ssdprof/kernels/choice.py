@@ -37,14 +37,6 @@ class FusedCall(Generic[I_call]):
     state_v_first: bool = False
 
 
-def _supports_all(_call: object) -> str:
-    return ""
-
-
-def _refuses_none(_inputs: object) -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant(Generic[I_kernel, C]):
     """A kernel.
@@ -56,7 +48,7 @@ class Variant(Generic[I_kernel, C]):
     """
 
     name: str
-    unsupported: Callable[[FusedCall[I_kernel]], str] = _supports_all
+    unsupported: Callable[[FusedCall[I_kernel]], str] = lambda _call: ""
     configure: Callable[[FusedCall[I_kernel]], C]
     prepare: Callable[[FusedCall[I_kernel], C], PreparedLaunch[I_kernel]]
     work: Callable[[FusedCall[I_kernel], C], tuple[int, int, str]]
@@ -91,7 +83,7 @@ class Fused(Generic[I]):
         name: str,
         variants: Sequence[Variant[I, Any]],
         rows: tuple[str, ...] = (),
-        refuse: Callable[[I], None] = _refuses_none,
+        refuse: Callable[[I], None] = lambda _inputs: None,
     ) -> None:
         self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
         # without one, a call chooses its kernel and configuration

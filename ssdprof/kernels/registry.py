@@ -33,12 +33,9 @@ class Plan:
     reason: str = ""  # reason for this variant and configuration
 
 
-def _keeps_none(_inputs: Inputs) -> bool:
-    return False
-
-
-def _no_copies(_inputs: Inputs) -> Sequence[torch.Tensor]:
-    return ()
+def keeps_every_state(inputs: Inputs) -> bool:
+    """Of an implementation that returns the state after each token."""
+    return inputs.state_every == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +78,12 @@ class Implementation:
     needs_gpu: bool = False
     cuts_operands: bool = False
     neglects: float = 0.0
-    keeps: Callable[..., bool] = _keeps_none
+    keeps: Callable[..., bool] = lambda _inputs: False
     pools: bool = False
     in_place: Callable[..., Output] | None = None
     batch_invariant: bool = False
     precisions: Callable[..., tuple[Precision, ...]] | None = None
-    copies: Callable[..., Sequence[torch.Tensor]] = _no_copies
+    copies: Callable[..., Sequence[torch.Tensor]] = lambda _inputs: ()
 
     def __post_init__(self) -> None:
         run = self.run

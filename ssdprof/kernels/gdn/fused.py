@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -169,12 +169,10 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(
-    q: torch.Tensor, _k: torch.Tensor, v: torch.Tensor, *others: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
-    cu_seqlens, state_v_first = others[5], others[8:9] == (True,)  # a default is not passed
-    assert cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor)
+    q, _, v, *_ = arguments
+    cu_seqlens, state_v_first = arguments[8], arguments[11:12] == (True,)  # a default is not passed
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)

@@ -30,6 +30,7 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 
 import torch
 import triton
@@ -49,7 +50,13 @@ from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Kernel, Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.registry import (
+    Implementation,
+    Plan,
+    UnsupportedError,
+    keeps_every_state,
+    register,
+)
 from ssdprof.kernels.tensors import is_expanded, strides_of, strides_of_each
 
 _STEP = "unfused_step"
@@ -58,7 +65,6 @@ MANY_HEADS = 512  # of all sequences, from which every state is written by wider
 
 STAGES = {
     "_load_tokens": "recurrence",
-    "_token": "recurrence",
     "_gdn_recurrent_kernel": "setup",
     "_gdn_step_write_kernel": "step_write",
     "_gdn_step_state_kernel": "step_state",
@@ -124,26 +130,6 @@ def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
     return qs, ks, vs, gs, betas
 
 
-@triton.jit
-def _token(state, q, k, v, g, beta, scale, S: tl.constexpr):
-    """The state (K, V) after a token, and the token's output (V)."""
-    q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
-    decay, k_scale = decay_exp(g.to(tl.float32)), _scale_of_norm(k, S.L2NORM)
-    if S.PER_CHANNEL:
-        state = state * decay[:, None]
-        u = beta.to(tl.float32) * k_scale * (v - k_scale * tl.sum(state * k[:, None], axis=0))
-        state = state + k[:, None] * u[None, :]
-    else:
-        u = (
-            beta.to(tl.float32)
-            * k_scale
-            * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
-        )
-        state = state * decay + k[:, None] * u[None, :]
-    out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
-    return state, out
-
-
 @triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     """One slice of V of one head of one sequence of `gdn_recurrent`, token after token, with the
@@ -204,7 +190,24 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             (q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), steps, first, length, m_k, m_v, S
         )
         for i in tl.static_range(S.BLOCK_T):
-            state, out = _token(state, qs[i], ks[i], vs[i], gs[i], betas[i], scale, S)
+            q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
+            decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
+            if S.PER_CHANNEL:
+                state = state * decay[:, None]
+                u = (
+                    betas[i].to(tl.float32)
+                    * k_scale
+                    * (v - k_scale * tl.sum(state * k[:, None], axis=0))
+                )
+                state = state + k[:, None] * u[None, :]
+            else:
+                u = (
+                    betas[i].to(tl.float32)
+                    * k_scale
+                    * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
+                )
+                state = state * decay + k[:, None] * u[None, :]
+            out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
             tl.store(
                 out_ptr + step * out_strides[1],
@@ -247,7 +250,7 @@ def recurrent_launch(
     launcher = Launcher(
         _gdn_recurrent_kernel,
         (
-            (*map(strides_of, (*_tensors(inputs), new)), states),
+            (*map(strides_of, (*inputs.kernel_tensors, new)), states),
             inputs.v.shape[1],
             inputs.scale_or_default,
         ),
@@ -278,36 +281,24 @@ def recurrent_launch(
                 states = torch.empty_strided(
                     inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device
                 )
-            launcher(programs, *_tensors(inputs), out, states)
+            launcher(programs, *inputs.kernel_tensors, out, states)
         return GDNOutput(out, states)
 
     return call
-
-
-def _tensors(inputs: GDNInputs) -> tuple[torch.Tensor | None, ...]:
-    """The kernel's tensors before the outputs, in its order."""
-    return (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.g,
-        inputs.beta,
-        inputs.initial_state,
-        inputs.cu_seqlens,
-        inputs.state_indices,
-        inputs.accepted,
-        inputs.write_indices,
-    )
 
 
 _launches: dict[Hashable, PreparedLaunch[GDNInputs]] = {}
 
 
 def gdn_recurrent(
-    inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False
+    inputs: GDNInputs,
+    _precision: Precision = Precision(),  # noqa: B008
+    *,
+    in_place: bool = False,
+    batch_invariant: bool = False,
 ) -> GDNOutput:
-    """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for
-    short T.
+    """Output in v's dtype, final states in fp32, whatever the precision.  Takes T dependent steps,
+    and so is meant for short T.
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is
         returned; of a pool, slots as in `kernels/inputs.py`.
@@ -524,29 +515,17 @@ def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
     )
 
 
-def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-    return gdn_recurrent(inputs)
-
-
-def _run_in_place(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-    return gdn_recurrent(inputs, in_place=True)
-
-
-def _keeps_every_state(inputs: GDNInputs) -> bool:
-    return inputs.state_every == 1
-
-
 for _operator in ("gdn", "kda"):
     register(Implementation(operator=_operator, name=_STEP, run=_run_step, plan=_plan_step))
     register(
         Implementation(
             operator=_operator,
             name="recurrent",
-            run=_run,
+            run=gdn_recurrent,
             plan=_plan,
-            keeps=_keeps_every_state,
+            keeps=keeps_every_state,
             pools=True,
-            in_place=_run_in_place,
+            in_place=partial(gdn_recurrent, in_place=True),
             batch_invariant=True,
         )
     )

@@ -36,34 +36,23 @@ Settings = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigRow(Generic[C]):
-    """A configuration, why it is as it is, and the calls that it fits: None is any.
+    """A configuration, why it is as it is, and the calls that it fits.
 
-    majors: of compute capabilities.  wide: fp32 inputs.  headdim, dstate: the largest
+    majors: of compute capabilities; empty: any
+    limits: `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate
     """
 
     take: C
     why: str
-    majors: tuple[int, ...] | None = None
-    wide: bool | None = None
-    exact: bool | None = None
-    gate: bool | None = None
-    headdim: int | None = None
-    dstate: int | None = None
-
-    def fits(
-        self, *, wide: bool, exact: bool, gate: bool, headdim: int, dstate: int, major: int
-    ) -> bool:
-        return (
-            (self.majors is None or major in self.majors)
-            and self.wide in (None, wide)
-            and self.exact in (None, exact)
-            and self.gate in (None, gate)
-            and (self.headdim is None or headdim <= self.headdim)
-            and (self.dstate is None or dstate <= self.dstate)
-        )
+    majors: tuple[int, ...]
+    limits: Mapping[str, int]
 
 
 ConfigTable = Sequence[ConfigRow[C]]  # the last row fits every call
+
+
+def _row(*, take: C, why: str, majors: tuple[int, ...] = (), **limits: int) -> ConfigRow[C]:
+    return ConfigRow(take=take, why=why, majors=majors, limits=limits)
 
 
 def first_fit(
@@ -77,9 +66,13 @@ def first_fit(
     exact: bool = True,
 ) -> ConfigRow[C]:
     """The first row that fits."""
-    call = dict(wide=wide, exact=exact, gate=gate)
+    equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
     return next(
-        row for row in table if row.fits(**call, headdim=headdim, dstate=dstate, major=major)
+        row
+        for row in table
+        if major in (row.majors or (major,))
+        and all(row.limits.get(name, value) == value for name, value in equal.items())
+        and all(row.limits.get(name, value) >= value for name, value in largest.items())
     )
 
 
@@ -120,7 +113,7 @@ def call_key(
 # --- the fused kernel for Hopper: see `SSDHopperConfig`
 
 HOPPER: ConfigTable[Settings] = (
-    ConfigRow(
+    _row(
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
         why=(
@@ -128,7 +121,7 @@ HOPPER: ConfigTable[Settings] = (
             "the scores need"
         ),
     ),
-    ConfigRow(
+    _row(
         take=dict(ring=2, score_ring=3, unit_registers=208, other_registers=24),
         why=(
             "two chunks, and scores of three, fill shared memory; with fewer registers ptxas "
@@ -260,24 +253,24 @@ _ONE_TF32 = (
     "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
 )
 PORTABLE: ConfigTable[SSDPortableConfig] = (
-    ConfigRow(
+    _row(
         wide=True,
         exact=False,
         dstate=64,
         take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
         why=_ONE_TF32 + "; with one stage in the second pass three do",
     ),
-    ConfigRow(
+    _row(
         wide=True,
         exact=False,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
         why=_ONE_TF32,
     ),
-    ConfigRow(
+    _row(
         wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT
     ),
-    ConfigRow(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
-    ConfigRow(
+    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
+    _row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
@@ -286,18 +279,8 @@ PORTABLE: ConfigTable[SSDPortableConfig] = (
             "short for them"
         ),
     ),
-    ConfigRow(
-        majors=(9,),
-        gate=True,
-        dstate=128,
-        take=SSDPortableConfig(p_rows=False, state_stages=2),
-        why=_TWO_PROGRAMS
-        + "; two chunks in flight in the first pass, because beside a gate a third makes them "
-        "spill; "
-        "the state as (n, p), which ptxas compiles in three quarters of the time",
-    ),
-    ConfigRow(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
-    ConfigRow(
+    _row(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
+    _row(
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
         why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N "
@@ -305,13 +288,13 @@ PORTABLE: ConfigTable[SSDPortableConfig] = (
         "of which a stage reads by itself, because whole rows of B and C do not fit beside the "
         "state",
     ),
-    ConfigRow(
+    _row(
         majors=FROM_SHARED_MEMORY,
         take=SSDPortableConfig(block_p=32, p_rows=False),
         why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
     ),
-    ConfigRow(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
-    ConfigRow(
+    _row(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
+    _row(
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
@@ -328,33 +311,33 @@ _LARGE = (
 )
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE: ConfigTable[Settings] = (
-    ConfigRow(
+    _row(
         wide=True,
         take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
         why=_LARGE,
     ),
-    ConfigRow(
+    _row(
         headdim=64,
         take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3),
         why=_WHOLE_STATE,
     ),
-    ConfigRow(
+    _row(
         dstate=64,
         take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3),
         why=_WHOLE_STATE,
     ),
-    ConfigRow(
+    _row(
         take=dict(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
 BMM_CHUNK: ConfigTable[Settings] = (
-    ConfigRow(
+    _row(
         wide=True,
         take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
         why=_LARGE,
     ),
-    ConfigRow(
+    _row(
         take=dict(block_q=64, block_s=64, block_n=64, num_warps=4, num_stages=3),
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
     ),
@@ -384,26 +367,24 @@ _SLICED = (
 # to 3.8 overwrites registers of a product's operand while the product may still read them
 # (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: ConfigTable[Settings] = (
-    ConfigRow(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
-    ConfigRow(
+    _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
+    _row(
         gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
     ),
-    ConfigRow(
-        gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED
-    ),
-    ConfigRow(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
-    ConfigRow(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
-    ConfigRow(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
-    ConfigRow(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
+    _row(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
+    _row(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
+    _row(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
+    _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
+    _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
 UNFUSED: Mapping[str, ConfigTable[Settings]] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
-    "chunk_cumsum": (ConfigRow(take=dict(block_h=16, num_warps=4), why="one sector"),),
+    "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
     # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads
     # run 4 ahead
     "state_passing": (
-        ConfigRow(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
+        _row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),
     ),
     "bmm_chunk": BMM_CHUNK,
     "chunk_scan": CHUNK_SCAN,

@@ -6,6 +6,8 @@ for use without the rest of ssdprof; the registered implementation takes `SSDInp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
@@ -164,12 +166,10 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(
-    x: torch.Tensor, _dt: torch.Tensor, _A: torch.Tensor, B: torch.Tensor, *others: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
-    cu_seqlens = others[9]
-    assert cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor)
+    x, _, _, B, *_ = arguments
+    cu_seqlens = arguments[13]
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty(x.shape), x.new_empty(
         sequences, *x.shape[2:], B.shape[3], dtype=torch.float32

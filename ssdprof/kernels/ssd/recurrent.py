@@ -41,7 +41,13 @@ from ssdprof.kernels.functions import (
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.registry import (
+    Implementation,
+    Plan,
+    UnsupportedError,
+    keeps_every_state,
+    register,
+)
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import prepared
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
@@ -86,19 +92,6 @@ def _own_slice(S: tl.constexpr):
     return sequence, i_h, o_p, o_n, o_p < S.HEADDIM, o_n < S.DSTATE
 
 
-@triton.jit
-def _skip_weights(D_ptr, D_strides, i_h, o_p, m_p, S: tl.constexpr):
-    """D (p) of a head in fp32; zeros if there is none."""
-    D = tl.zeros((S.BLOCK_P,), tl.float32)
-    if D_ptr is not None:
-        if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0)
-            D = D.to(tl.float32)
-        else:
-            D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
-    return D
-
-
 @triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
     """One slice of P of one head of one sequence of `ssd_recurrent`, token after token, with the
@@ -138,7 +131,14 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
-    D = _skip_weights(D_ptr, D_strides, i_h, o_p, m_p, S)
+    D = tl.zeros((S.BLOCK_P,), tl.float32)
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )
+        else:
+            D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
 
     # stage setup.load
     final_row, m_final = sequence, m_state  # of the final state
@@ -207,30 +207,20 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLa
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a launch.  new: out, final_states."""
-    return (
-        inputs.x,
-        inputs.dt,
-        inputs.A,
-        inputs.B,
-        inputs.C,
-        inputs.D,
-        inputs.z,
-        inputs.dt_bias,
-        inputs.initial_states,
-        inputs.cu_seqlens,
-        inputs.state_indices,
-        inputs.accepted,
-        inputs.write_indices,
-        *new,
-    )
+    return *inputs.kernel_tensors, *new
 
 
 _launches: dict[Hashable, PreparedLaunch[SSDInputs]] = {}
 
 
-def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
-    """Output in x's dtype, final states in fp32.  Takes l dependent steps, and so is meant for
-    short l.
+def ssd_recurrent(
+    inputs: SSDInputs,
+    _precision: Precision = Precision(),  # noqa: B008
+    *,
+    in_place: bool = False,
+) -> SSDOutput:
+    """Output in x's dtype, final states in fp32, whatever the precision.  Takes l dependent steps,
+    and so is meant for short l.
 
     in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is
         returned; of a pool, slots as in `kernels/inputs.py`.
@@ -384,28 +374,16 @@ def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: P
     )
 
 
-def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-    return ssd_recurrent(inputs)
-
-
-def _serve(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-    return ssd_recurrent(inputs, in_place=True)
-
-
-def _keeps_every_state(inputs: SSDInputs) -> bool:
-    return inputs.state_every == 1
-
-
 _ONE = "one launch, position by position"
 register(
     Implementation(
         operator="ssd",
         name="recurrent",
-        run=_run,
+        run=ssd_recurrent,
         plan=partial(_plan, "recurrent", 1, _ONE),
-        keeps=_keeps_every_state,
+        keeps=keeps_every_state,
         pools=True,
-        in_place=_serve,
+        in_place=partial(ssd_recurrent, in_place=True),
         batch_invariant=True,
     )
 )

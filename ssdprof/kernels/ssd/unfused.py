@@ -38,9 +38,6 @@ STAGES = {
     "_chunk_state_kernel": "chunk_state",
     "_state_passing_kernel": "state_passing",
     "_bmm_chunk_kernel": "bmm_chunk",
-    "_scan_previous": "chunk_scan.previous",
-    "_load_sources": "chunk_scan.current",
-    "_skip_and_gate": "chunk_scan.residual",
     "_chunk_scan_kernel": "chunk_scan",
 }
 
@@ -407,83 +404,6 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.
 
 
 @triton.jit
-def _scan_previous(C, prev_states, place, rows, columns, S: tl.constexpr):
-    """What entered the chunk, sum_n C[q, n] prev_states[p, n], of a block (q, p).
-
-    C, prev_states: pointer and strides.  place: batch, chunk, head, group, and the chunk's first
-    position.  rows, columns: indices of q and p, and whether they exist.
-    """
-    C_ptr, C_strides = C
-    states_ptr, states_strides = prev_states
-    i_b, i_c, i_h, i_g, start = place
-    o_q, m_q = rows
-    o_p, m_p = columns
-    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
-    for n in range(0, S.DSTATE, S.BLOCK_N):
-        o_n = n + tl.arange(0, S.BLOCK_N)
-        m_n = o_n < S.DSTATE
-        b_C = tl.load(
-            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
-            mask=m_q[:, None] & m_n[None, :],
-            other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]
-        b_state = tl.load(
-            states_ptr + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), states_strides),
-            mask=m_n[:, None] & m_p[None, :],
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_P]
-        acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
-    return acc
-
-
-@triton.jit
-def _load_sources(dt, dA_cumsum_log2, CB, x, place, o_q, o_s, m_s, columns):
-    """dt and a (s), CB (q, s) and x (s, p) of a block of source positions of a chunk.  m_s: which
-    of them exist; None: all.
-    """
-    dt_ptr, dt_strides = dt
-    dA_ptr, dA_strides = dA_cumsum_log2
-    CB_ptr, CB_strides = CB
-    x_ptr, x_strides = x
-    i_b, i_c, i_h, i_g, start = place
-    o_p, m_p = columns
-    b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-    b_dA = tl.load(dA_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_strides))
-    b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-    b_x = tl.load(
-        x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-        mask=m_p[None, :] if m_s is None else m_s[:, None] & m_p[None, :],
-        other=0.0,
-    )
-    return b_dt, b_dA, b_CB, b_x
-
-
-@triton.jit
-def _skip_and_gate(acc, x, D, z, place, rows, columns):
-    """(acc + D x) silu(z) of a block (q, p); x, D, z: pointer and strides."""
-    x_ptr, x_strides = x
-    D_ptr, D_strides = D
-    z_ptr, z_strides = z
-    i_b, _, i_h, _, start = place
-    o_q, m_q = rows
-    o_p, m_p = columns
-    index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
-    m = m_q[:, None] & m_p[None, :]
-    if D_ptr is not None:
-        if len(D_strides) == 2:
-            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0)
-            b_D = b_D.to(tl.float32)[None, :]
-        else:
-            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
-        b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0)
-        acc += b_D * b_x.to(tl.float32)
-    if z_ptr is not None:
-        b_z = tl.load(z_ptr + ptr_offset(index, z_strides), mask=m, other=0.0).to(tl.float32)
-        acc *= b_z * tl.sigmoid(b_z)
-    return acc
-
-
-@triton.jit
 def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
     """One block of positions and one p-tile of one chunk of one head of `chunk_scan`."""
     (
@@ -494,8 +414,6 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides,
         D_strides, z_strides, out_strides,
     ) = strides  # fmt: skip
-    CB, x, dt = (CB_ptr, CB_strides), (x_ptr, x_strides), (dt_ptr, dt_strides)
-    dA_cumsum_log2 = (dA_cumsum_log2_ptr, dA_cumsum_log2_strides)
     # --- this program's block; heads of one chunk are in neighbouring programs, because they share
     #   CB and C
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
@@ -506,7 +424,6 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     i_g = i_h // heads_per_group
     start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
-    place = (i_b, i_c, i_h, i_g, start)
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
@@ -515,24 +432,44 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P),
     )
     m_q, m_p = o_q < length, o_p < S.HEADDIM
-    rows, columns = (o_q, m_q), (o_p, m_p)
     b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
     dA_first = tl.load(
         dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
     )
 
     # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
-    prev_states = (prev_states_ptr, prev_states_strides)
-    acc = _scan_previous((C_ptr, C_strides), prev_states, place, rows, columns, S)
+    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
+    for n in range(0, S.DSTATE, S.BLOCK_N):
+        o_n = n + tl.arange(0, S.BLOCK_N)
+        m_n = o_n < S.DSTATE
+        b_C = tl.load(
+            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+            mask=m_q[:, None] & m_n[None, :],
+            other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]
+        b_state = tl.load(
+            prev_states_ptr
+            + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
+            mask=m_n[:, None] & m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_P]
+        acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
     # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row,
     # then to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
-        b_dt, b_dA_s, b_CB, b_x = _load_sources(
-            dt, dA_cumsum_log2, CB, x, place, o_q, o_s, None, columns
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
         )
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
         acc = tl.dot(
             (b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION
@@ -543,19 +480,38 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
-        b_dt, b_dA_s, b_CB, b_x = _load_sources(
-            dt, dA_cumsum_log2, CB, x, place, o_q, o_s, m_s, columns
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
         )
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_s[:, None] & m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
         acc = tl.dot(b_scores.to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
 
     # stage chunk_scan.residual: skip and gate
-    acc = _skip_and_gate(acc, x, (D_ptr, D_strides), (z_ptr, z_strides), place, rows, columns)
-    index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
+    row_index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
     m = m_q[:, None] & m_p[None, :]
-    tl.store(out_ptr + ptr_offset(index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )[None, :]
+        else:
+            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
+            tl.float32
+        )
+    if z_ptr is not None:
+        b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
+        acc *= b_z * tl.sigmoid(b_z)
+    tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
 
 
 def chunk_scan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton import next_power_of_2
@@ -88,8 +88,7 @@ def hopper_launch(
     return call
 
 
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """A call after its first launch.  parts: of the workspace, by name.  q, k, inverse: descriptors
     for the later launches.
     """
