@@ -199,9 +199,8 @@ def nth_slow_row(slow_rows, n):
 
 
 @gluon.jit
-def value_at(values, i):
-    """Element i of a vector; 0 outside of it."""
-    o_r = gl.arange(0, values.shape[0], values.type.layout)
+def value_at(values, o_r, i):
+    """Element i of a vector with indices o_r; 0 outside of it."""
     return gl.sum(gl.where(o_r == i, values, 0), 0)
 
 
@@ -245,7 +244,7 @@ def parts_of(
         t = program + k * programs
         row = nth_slow_row(slow_rows, t // PARTS)
         # 0 if that segment begins its sequence
-        previous = value_at(warmup_lengths, row - pairs)
+        previous = value_at(warmup_lengths, o_r, row - pairs)
         sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
     role_barrier()
