@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
@@ -196,3 +197,30 @@ def whole_words(text: str, most: int) -> str:
     """About so many characters of a text, which ends with a word; what is left out is counted."""
     kept = text if len(text) <= most else text[: most - 30].rpartition(" ")[0] or text[: most - 30]
     return text if kept == text else f"{kept} ({len(text) - len(kept):,} characters more)"
+
+
+_LONGEST_REASON = 200  # characters
+
+
+def failed_import(error: Exception) -> SsdprofError | None:
+    """The message for a library that cannot be imported: most often it does not understand a
+    variable, such as TORCH_LOGS.  None for any other error.
+    """
+    packages = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    libraries = [name for name in packages if name not in ("ssdprof", "__main__")]
+    if not libraries:
+        return None
+    prefixes = tuple(prefix + name.upper() for name in libraries for prefix in ("", "PY"))
+    read = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(prefixes)]
+    why = whole_words(library_message(error), _LONGEST_REASON)
+    hint = f"Install {libraries[0]} again."
+    if read:
+        hint = (
+            f"These variables are set; unset those that you do not need: {', '.join(read)}.  "
+            f"Otherwise install {libraries[0]} again."
+        )
+    return MissingCapabilityError(f"{libraries[0]} cannot be imported: {why}.", hint)
