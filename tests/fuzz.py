@@ -373,10 +373,12 @@ def of_copies(draw: random.Random, file: Path) -> str:
             elif way == "single":
                 save_file({key: torch.zeros(shapes[key])}, single, {"format": "pt"})
     expected, is_wrong = {}, False
+    used = {name.removeprefix("./") for name in entries.values()}
     for key, shape in shapes.items():
-        holders = [name for name, weights in shards.items() if key in weights]
-        names = [entries[key].removeprefix("./")] if key in entries else holders
-        expected[key] = shards[names[0]].get(key, torch.empty(0))
+        names = [name for name in used if key in shards[name]]
+        if key in entries:
+            names = [entries[key].removeprefix("./")]
+        expected[key] = shards[names[0]].get(key, torch.empty(0)) if names else torch.empty(0)
         is_wrong = is_wrong or len(names) > 1 or expected[key].shape != shape
     save_file(shards[file.name], file, {"format": "pt"})
     index.write_text(json.dumps({"weight_map": entries}))
