@@ -170,14 +170,22 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
+# begins what does not help, in messages of torch and transformers
+_NO_HELP = re.compile(
+    "Exception raised from|If you were trying to load it from|Model type should be one of"
+    "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
+)
+
+
 def library_message(error: BaseException) -> str:
     """A library's message on one line, without a final full stop.
 
     The type of the error precedes a text that is only a value, such as that of a KeyError.  Very
-    long words and messages, which a damaged file may cause, are shortened.
+    long words and messages, which a damaged file may cause, are shortened; a stack of C++, lists of
+    all known classes and advice on other errors are left out.
     """
     said = first_fault(error) if type(error).__name__ == "ValidationError" else str(error)
-    words = printable(said).rstrip(". ").split()
+    words = printable(_NO_HELP.split(said)[0]).rstrip(". ").split()
     text = " ".join(
         word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words
     )
