@@ -8,7 +8,6 @@ are not found.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -100,7 +99,7 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
 def test_what_a_thread_computes_after_the_call_is_no_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The threads wait until the output has been read once, and are waited for: no clock decides."""
+    """The threads wait until the output has been read once; no clock decides."""
     threads: list[threading.Thread] = []
     calls: list[None] = []
     was_read = threading.Event()
@@ -155,7 +154,6 @@ def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
 
 KERNELS = """
 import threading
-import time
 
 import torch
 from ssdprof.kernels import get
