@@ -10,7 +10,8 @@ def main() -> None:
     PYTHONWARNINGS=error is for tests of one's own code: a warning of a library would end the
     command, or count as a failure of a kernel.
     """
-    warnings.filters[:] = [rule for rule in warnings.filters if rule[0] != "error"]  # type: ignore[index]
+    for rule in [rule for rule in warnings.filters if rule[0] == "error"]:
+        warnings.filters.remove(rule)  # type: ignore[attr-defined]
     try:
         from ssdprof.cli import main as command_line
 
