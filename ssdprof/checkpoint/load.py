@@ -278,7 +278,7 @@ def _fit(
 
 
 def _renamings(ref: CheckpointRef) -> dict[str, str]:
-    """Of keys that transformers does not know: ModelOpt's scales, the original embedding."""
+    """For keys that transformers does not know: ModelOpt's scales, the original embedding."""
     names = {r"\.weight_scale$": ".weight_scale_inv"} if ref.quantization == "fp8" else {}
     return names | ({r"\bembedding\.": "embeddings."} if ref.model_type == "mamba2" else {})
 
