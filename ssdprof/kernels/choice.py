@@ -5,9 +5,8 @@ kept launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Generic, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,26 +18,22 @@ from ssdprof.kernels.registry import Plan, when_overridden
 from ssdprof.kernels.tensors import contiguous_copy, contiguous_view, is_scattered, overlaps
 
 I = TypeVar("I", bound=Inputs)
-C = TypeVar("C")  # the configuration of a kernel
-I_call = TypeVar("I_call", bound=Inputs, covariant=True)
-# a kernel for the inputs of GDN also runs those of KDA
-I_kernel = TypeVar("I_kernel", bound=Inputs, contravariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedCall(Generic[I_call]):
+class FusedCall:
     """batch_invariant: a sequence's result must not depend on the number of others
     state_v_first: of GDN: V precedes K in the memory of final states
     """
 
-    inputs: I_call
+    inputs: Any  # the operator's own `Inputs`
     precision: Precision
     batch_invariant: bool = False
     state_v_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant(Generic[I_kernel, C]):
+class Variant:
     """A kernel.
 
     unsupported: why the kernel does not support a call, or should not run it; "" if it runs
@@ -48,14 +43,14 @@ class Variant(Generic[I_kernel, C]):
     """
 
     name: str
-    unsupported: Callable[[FusedCall[I_kernel]], str] = lambda _call: ""
-    configure: Callable[[FusedCall[I_kernel]], C]
-    prepare: Callable[[FusedCall[I_kernel], C], PreparedLaunch[I_kernel]]
-    work: Callable[[FusedCall[I_kernel], C], tuple[int, int, str]]
+    unsupported: Callable[[FusedCall], str] = lambda _call: ""
+    configure: Callable[[FusedCall], Any]
+    prepare: Callable[[FusedCall, Any], PreparedLaunch]
+    work: Callable[[FusedCall, Any], tuple[int, int, str]]
 
-    def plan(self, call: FusedCall[I_kernel]) -> Plan:
+    def plan(self, call: FusedCall) -> Plan:
         config = self.configure(call)
-        settings = dict(config if isinstance(config, Mapping) else vars(config))
+        settings = dict(config) if isinstance(config, Mapping) else asdict(config)
         settings.pop("reason", None)
         launches, workspace_bytes, reason = self.work(call, config)
         return Plan(
@@ -67,11 +62,8 @@ class Variant(Generic[I_kernel, C]):
         )
 
 
-class Fused(Generic[I]):
-    """The implementation `fused` of an operator: chooses a kernel for each call, and keeps
-    launches.
-
-    name: of the implementation
+class Fused:
+    """name: of the implementation
     variants: in order of preference.  The last one supports every call
     rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the
     call
@@ -81,20 +73,20 @@ class Fused(Generic[I]):
     def __init__(
         self,
         name: str,
-        variants: Sequence[Variant[I, Any]],
+        variants: Sequence[Variant],
         rows: tuple[str, ...] = (),
-        refuse: Callable[[I], None] = lambda _inputs: None,
+        refuse: Callable[[Any], None] = lambda _inputs: None,
     ) -> None:
         self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
         # without one, a call chooses its kernel and configuration
-        self.launches: dict[Hashable, PreparedLaunch[I]] = {}
+        self.launches: dict[Hashable, PreparedLaunch] = {}
         when_overridden(self.launches.clear)
 
-    def choose(self, call: FusedCall[I]) -> Variant[I, Any]:
+    def choose(self, call: FusedCall) -> Variant:
         """By the GPU, shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
-    def place(self, call: FusedCall[I]) -> tuple[Variant[I, Any], FusedCall[I], tuple[str, ...]]:
+    def place(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
         """The kernel, the call as it gets it, and the names of tensors to copy first.
 
         In that call, tensors that are to be copied have the shapes and strides of copies, and no
@@ -115,7 +107,7 @@ class Fused(Generic[I]):
 
     def run(
         self,
-        inputs: I,
+        inputs: Inputs,
         precision: Precision = Precision(),  # noqa: B008
         *,
         batch_invariant: bool = False,
@@ -140,11 +132,11 @@ class Fused(Generic[I]):
 
     def prepare(
         self,
-        inputs: I,
+        inputs: Inputs,
         precision: Precision,
         batch_invariant: bool = False,
         state_v_first: bool = False,
-    ) -> PreparedLaunch[I]:
+    ) -> PreparedLaunch:
         """The launch of a call, which is not kept here."""
         inputs.check()
         call = FusedCall(
@@ -155,11 +147,13 @@ class Fused(Generic[I]):
         )
         variant, call, names = self.place(call)
         launch = variant.prepare(call, variant.configure(call))
-        return partial(_launch_copies, launch, names) if names else launch
+        if not names:
+            return launch
+        return lambda inputs: launch(_replaced(inputs, names, contiguous_copy))
 
     def plan(
         self,
-        inputs: I,
+        inputs: Inputs,
         precision: Precision = Precision(),  # noqa: B008
         *,
         batch_invariant: bool = False,
@@ -170,21 +164,17 @@ class Fused(Generic[I]):
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         variant, call, names = self.place(call)
         plan = variant.plan(call)
-        if not names:
-            return plan
-        copied = [tensor for name, tensor in inputs.tensors.items() if name in names]
-        copies = sum(tensor.numel() * tensor.itemsize for tensor in copied)
+        copies = sum(
+            getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names
+        )
         return replace(
             plan,
             launches=plan.launches + len(names),
             workspace_bytes=plan.workspace_bytes + copies,
-            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}",
+            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}"
+            if names
+            else plan.reason,
         )
-
-
-def _launch_copies(launch: PreparedLaunch[I], names: Sequence[str], inputs: I) -> Output:
-    """Launch with contiguous copies of the named tensors."""
-    return launch(_replaced(inputs, names, contiguous_copy))
 
 
 def _replaced(inputs: I, names: Sequence[str], by: Callable[[torch.Tensor], torch.Tensor]) -> I:

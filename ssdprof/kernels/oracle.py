@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -45,8 +45,7 @@ class Span:
 # ...) after it, and the row of the call's final states in which that state is; None: in none of
 # them
 Block = tuple[Span, torch.Tensor, torch.Tensor, int | None]
-I = TypeVar("I", bound=Inputs)
-Evaluate = Callable[[I, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[Span]:
@@ -74,7 +73,7 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 
 
 def blocks_of(
-    evaluate: Evaluate[I], inputs: I, dtype: torch.dtype = torch.float64, *, block: int = 2048
+    evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Iterator[Block]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after
     sequence.
@@ -103,7 +102,7 @@ def blocks_of(
 
 
 def chunked(
-    evaluate: Evaluate[I], inputs: I, dtype: torch.dtype = torch.float64, *, block: int = 2048
+    evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Output:
     """The blocks of `blocks_of` joined.  Output and final states in `dtype`."""
     return joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype)
@@ -121,7 +120,7 @@ def joined(
     return Output(out, final_states)
 
 
-def register_oracle(operator: str, evaluate: Evaluate[I]) -> Callable[..., Output]:
+def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     """The oracle as an implementation: computes in fp64 at every precision, and rounds once.  Torch
     operations only.
     """
@@ -132,17 +131,17 @@ def register_oracle(operator: str, evaluate: Evaluate[I]) -> Callable[..., Outpu
         reason="fp64, rounded once at the end; torch operations, not kernels of ours",
     )
 
-    def run(inputs: I, _precision: object = None) -> Output:
+    def run(inputs: Inputs, _precision: object = None) -> Output:
         return joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32)
 
-    def plan_of(_inputs: I, _precision: object) -> Plan:
-        return plan
-
-    def keeps_all(_inputs: I) -> bool:
-        return True
-
     register(
-        Implementation(operator=operator, name="reference", run=run, plan=plan_of, keeps=keeps_all)
+        Implementation(
+            operator=operator,
+            name="reference",
+            run=run,
+            plan=lambda _inputs, _precision: plan,
+            keeps=lambda _: True,
+        )
     )
     return run
 

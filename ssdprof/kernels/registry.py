@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec
 
 if TYPE_CHECKING:
     import torch
@@ -180,19 +180,17 @@ def names(operator: str) -> list[str]:
 
 # The calls of one kernel that share a configuration: names and values of gpu (torch's name),
 # operator, kernel, and the properties on which the configuration depends, in alphabetical order
-CallValue: TypeAlias = "str | int | bool | torch.dtype"
-CallKey = tuple[tuple[str, CallValue], ...]
+CallKey = tuple[tuple[str, Any], ...]
 
 
-def key_of_calls(**properties: CallValue) -> CallKey:
+def key_of_calls(**properties: Any) -> CallKey:
     return tuple(sorted(properties.items()))
 
 
 # Configurations that a search has found to be faster on a GPU than the committed ones.  There are
 # none until a program calls `use_overrides`: the library reads no file.  `ssdprof` loads those that
 # `ssdprof tune` has saved.
-C = TypeVar("C")  # the configuration of a kernel
-_overrides: dict[CallKey, object] = {}
+_overrides: dict[CallKey, Any] = {}
 _listeners: list[Callable[[], None]] = []
 
 
@@ -207,10 +205,9 @@ def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
         listener()
 
 
-def override(key: CallKey, kind: type[C]) -> C | None:
+def override(key: CallKey) -> Any | None:
     """The configuration for these calls, or None."""
-    config = _overrides.get(key)
-    return config if isinstance(config, kind) else None
+    return _overrides.get(key)
 
 
 def when_overridden(listener: Callable[[], None]) -> None:

@@ -17,9 +17,9 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.choice import Fused, FusedCall
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.fused import FUSED, committed_portable
-from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable import portable_launch
-from ssdprof.kernels.inputs import I, Output, PreparedLaunch
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import kept
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
@@ -72,7 +72,7 @@ _AXES: tuple[Axis, ...] = (
 )
 
 
-def kernel_of(fused: Fused[I], tuned: Collection[str], inputs: I) -> str:
+def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
     """The kernel that runs the inputs.  BadInputError if it is not one of those that are tuned."""
     name = fused.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
     if name not in tuned:
@@ -83,13 +83,13 @@ def kernel_of(fused: Fused[I], tuned: Collection[str], inputs: I) -> str:
     return name
 
 
-def runner(prepare: Callable[..., PreparedLaunch[I]]) -> Callable[[I, Precision, Any], Output]:
+def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
     """Runs inputs with a configuration, by launches that are prepared once.  prepare: as
     `portable_launch`.
     """
-    launches: dict[Hashable, PreparedLaunch[I]] = {}
+    launches: dict[Hashable, PreparedLaunch] = {}
 
-    def run(inputs: I, precision: Precision, config: Any) -> Output:
+    def run(inputs: GDNInputs, precision: Precision, config: Any) -> GDNOutput:
         key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
         return kept(launches, key, lambda: prepare(inputs, precision, config, state_v_first=False))(
             inputs

@@ -100,7 +100,7 @@ class Tuning:
 
     def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
         """The stored form of `key`, of any GPU."""
-        key: dict[str, Any] = dict(self.key(inputs, Precision(intermediates=intermediates), kernel))
+        key = dict(self.key(inputs, Precision(intermediates=intermediates), kernel))
         for name in ("gpu", "exact"):  # exact: in `intermediates`
             del key[name]
         return key | {"intermediates": intermediates, "dtype": dtype_name(key["dtype"])}

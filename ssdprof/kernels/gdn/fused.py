@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,15 +23,11 @@ from ssdprof.kernels.gdn.hopper import slices as hopper_slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import hopper_launch, launch_count, workspace
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable import Shapes, handed_on, portable_launch
+from ssdprof.kernels.gdn.portable import handed_on, portable_launch
 from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
-from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, override, register
 
-GDNCall = FusedCall[GDNInputs]
-I_gdn = TypeVar("I_gdn", bound=GDNInputs)
-C = TypeVar("C")  # the configuration of a kernel
 # sequences of up to this many positions are faster token by token than in a chunk
 _RECURRENT_LENGTH = 16
 # capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
@@ -181,7 +177,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 # --- the kernels
 
 
-def equals_text(call: GDNCall) -> str:
+def equals_text(call: FusedCall) -> str:
     """The part of a plan's reason that names another precision with the same bits; "" if there is
     none.
 
@@ -193,7 +189,7 @@ def equals_text(call: GDNCall) -> str:
     return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
 
 
-def _recurrent_unsupported(call: GDNCall) -> str:
+def _recurrent_unsupported(call: FusedCall) -> str:
     """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes
     a step of each.
 
@@ -207,35 +203,14 @@ def _recurrent_unsupported(call: GDNCall) -> str:
     return "" if length <= most else f"more than {most} positions"
 
 
-def _recurrent_blocks(call: GDNCall) -> dict[str, int]:
-    return blocks_of(call.inputs)
-
-
-def _recurrent_launch(call: GDNCall, blocks: dict[str, int]) -> PreparedLaunch[GDNInputs]:
-    return recurrent_launch(call.inputs, blocks, state_v_first=call.state_v_first)
-
-
-def _recurrent_work(call: GDNCall, _blocks: dict[str, int]) -> tuple[int, int, str]:
-    reason = "one launch, token by token: the sequences are short"
-    return 1, 0, reason + call.precision.as_exact
-
-
-def _hopper_unsupported(call: GDNCall) -> str:
-    return hopper_config.unsupported(call.inputs)
-
-
-def hopper_cut(call: GDNCall) -> GDNHopperConfig:
+def hopper_cut(call: FusedCall) -> GDNHopperConfig:
     """The division of the call into programs on a Hopper GPU."""
     return GDNHopperConfig.choose(
         call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant
     )
 
 
-def _hopper_launch(call: GDNCall, config: GDNHopperConfig) -> PreparedLaunch[GDNInputs]:
-    return hopper_launch(call.inputs, config, state_v_first=call.state_v_first)
-
-
-def _hopper_work(call: GDNCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
     reason = (
         f"two launches: inverses of all chunks, then the states{slow}; "
@@ -244,24 +219,12 @@ def _hopper_work(call: GDNCall, config: GDNHopperConfig) -> tuple[int, int, str]
     return launch_count(call.inputs, config), workspace(call.inputs, config)[0], reason
 
 
-def _slices_unsupported(call: GDNCall) -> str:
-    return hopper_slices.unsupported(call.inputs)
-
-
-def _by_slice(call: GDNCall) -> GDNCall:
+def _by_slice(call: FusedCall) -> FusedCall:
     """The call with each slice of V as a head."""
     return replace(call, inputs=hopper_slices.by_slice(call.inputs))
 
 
-def _slices_cut(call: GDNCall) -> GDNHopperConfig:
-    return hopper_cut(_by_slice(call))
-
-
-def _slices_launch(call: GDNCall, config: GDNHopperConfig) -> PreparedLaunch[GDNInputs]:
-    return hopper_slices.sliced_launch(call.inputs, config, state_v_first=call.state_v_first)
-
-
-def _slices_work(call: GDNCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+def _slices_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
     count = hopper_slices.slice_count(call.inputs)
     launches, _, reason = _hopper_work(_by_slice(call), config)
     copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
@@ -269,16 +232,14 @@ def _slices_work(call: GDNCall, config: GDNHopperConfig) -> tuple[int, int, str]
     return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
 
 
-def configured(
-    kind: type[C], committed: Callable[..., C], kernel: str, call: FusedCall[I_gdn]
-) -> C:
+def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> Any:
     """A tuned configuration, or the committed one, which packed sequences keep."""
+    tuned = None
     if call.inputs.cu_seqlens is None:
-        key = call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant)
-        tuned = override(key, kind)
-        if tuned is not None:
-            return tuned
-    return committed(call.inputs, batch_invariant=call.batch_invariant)
+        tuned = override(
+            call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant)
+        )
+    return tuned or committed(call.inputs, batch_invariant=call.batch_invariant)
 
 
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
@@ -287,58 +248,61 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
     return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
 
-def _portable_launch(call: GDNCall, config: GDNPortableConfig) -> PreparedLaunch[GDNInputs]:
-    return portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first)
-
-
-def two_launches_work(call: GDNCall, factors: Shapes, why: str) -> tuple[int, int, str]:
-    """Launches, bytes of the workspace, and a plan's reason.  factors: what the first launch writes
-    for the second.
-    """
-    nbytes = sum(prod(shape) * dtype.itemsize for shape, dtype in factors)
-    reason = f"two launches: factors of all chunks, then the states; {why}{equals_text(call)}"
-    return 2, nbytes, reason
-
-
-def _portable_work(call: GDNCall, config: GDNPortableConfig) -> tuple[int, int, str]:
-    return two_launches_work(call, handed_on(call.inputs, call.precision, config), config.reason)
+def portable_work(
+    call: FusedCall, config: Any, handed_on: Callable[..., Any] = handed_on
+) -> tuple[int, int, str]:
+    handed = handed_on(call.inputs, call.precision, config)
+    reason = (
+        f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
+    )
+    return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
 
 
 RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
-    configure=_recurrent_blocks,
-    prepare=_recurrent_launch,
-    work=_recurrent_work,
+    configure=lambda call: blocks_of(call.inputs),
+    prepare=lambda call, blocks: recurrent_launch(
+        call.inputs, blocks, state_v_first=call.state_v_first
+    ),
+    work=lambda call, _blocks: (
+        1,
+        0,
+        f"one launch, token by token: the sequences are short{call.precision.as_exact}",
+    ),
 )
 HOPPER = Variant(
     name="hopper",
-    unsupported=_hopper_unsupported,
+    unsupported=lambda call: hopper_config.unsupported(call.inputs),
     configure=hopper_cut,
-    prepare=_hopper_launch,
+    prepare=lambda call, config: hopper_launch(
+        call.inputs, config, state_v_first=call.state_v_first
+    ),
     work=_hopper_work,
 )
 SLICES = Variant(
     name="hopper, slices",
-    unsupported=_slices_unsupported,
-    configure=_slices_cut,
-    prepare=_slices_launch,
+    unsupported=lambda call: hopper_slices.unsupported(call.inputs),
+    configure=lambda call: hopper_cut(_by_slice(call)),
     work=_slices_work,
+    prepare=lambda call, config: hopper_slices.sliced_launch(
+        call.inputs, config, state_v_first=call.state_v_first
+    ),
 )
 PORTABLE = Variant(
     name="portable",
-    configure=partial(configured, GDNPortableConfig, committed_portable, "portable"),
-    prepare=_portable_launch,
-    work=_portable_work,
+    configure=partial(configured, committed_portable, "portable"),
+    prepare=lambda call, config: portable_launch(
+        call.inputs, call.precision, config, state_v_first=call.state_v_first
+    ),
+    work=portable_work,
 )
 
 
-FUSED: Fused[GDNInputs] = Fused(
-    "fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v")
-)
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v"))
 # a form that a bench times only when it is named, for calls for which `fused` chooses another
 # kernel
-FUSED_PORTABLE: Fused[GDNInputs] = Fused("fused_portable", (PORTABLE,))
+FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
 run, plan = FUSED.run, FUSED.plan
 for _fused in (FUSED, FUSED_PORTABLE):
     register(

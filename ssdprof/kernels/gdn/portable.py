@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import gcd
-from typing import TypeVar
 
 import torch
 import triton
@@ -66,7 +65,6 @@ LEAF = tl.constexpr(16)  # least rows of a product
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
-I = TypeVar("I", bound=GDNInputs)
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each of several tensors
 
 STAGES = {
@@ -575,7 +573,7 @@ def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig
 
 def portable_launch(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
-) -> PreparedLaunch[GDNInputs]:
+) -> PreparedLaunch:
     """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
     (sequences, HV, V, K).
     """
@@ -634,19 +632,19 @@ def _launchers(
 
 
 def two_launches(
-    inputs: I,
+    inputs: GDNInputs,
     factors: Shapes,
     states: tuple[int, ...],
     launchers: tuple[Callable[..., None], Callable[..., None]],
     programs: tuple[int, int],
     names: tuple[str, ...],
-) -> PreparedLaunch[I]:
+) -> PreparedLaunch:
     """A call of two kernels.  factors: what the first one writes for the second.  states: strides
     of the final states.  names: the inputs that the second one takes before the factors.
     """
     index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
 
-    def call(inputs: I) -> GDNOutput:
+    def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
             device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
             between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in factors]

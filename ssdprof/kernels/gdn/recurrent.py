@@ -235,7 +235,7 @@ def recurrent_launch(
     *,
     in_place: bool = False,
     state_v_first: bool = False,
-) -> PreparedLaunch[GDNInputs]:
+) -> PreparedLaunch:
     """The launch of a call, for all inputs of one signature.  in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
@@ -287,7 +287,7 @@ def recurrent_launch(
     return call
 
 
-_launches: dict[Hashable, PreparedLaunch[GDNInputs]] = {}
+_launches: dict[Hashable, PreparedLaunch] = {}
 
 
 def gdn_recurrent(
@@ -323,7 +323,7 @@ def gdn_recurrent(
     )
 
 
-def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch[GDNInputs]:
+def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
     inputs.check()
     if inputs.state_every > 1:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")

@@ -39,11 +39,11 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.choice import Fused, FusedCall, Variant
+from ssdprof.kernels.choice import Fused, Variant
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.config import operand_dtype
-from ssdprof.kernels.gdn.fused import RECURRENT, configured, two_launches_work
+from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
@@ -430,7 +430,7 @@ def handed_on(
 
 def portable_launch(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
-) -> PreparedLaunch[KDAInputs]:
+) -> PreparedLaunch:
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
     handed, states = (
         handed_on(inputs, precision, config),
@@ -588,32 +588,20 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
     yield reason != "", reason
 
 
-def _launch(call: FusedCall[KDAInputs], config: KDAPortableConfig) -> PreparedLaunch[KDAInputs]:
-    return portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first)
-
-
-def _work(call: FusedCall[KDAInputs], config: KDAPortableConfig) -> tuple[int, int, str]:
-    return two_launches_work(call, handed_on(call.inputs, call.precision, config), config.reason)
-
-
-def _hopper_unsupported(call: FusedCall[KDAInputs]) -> str:
-    return hopper_unsupported(call.inputs)
-
-
-PORTABLE = Variant(
+PORTABLE: Variant = Variant(
     name="portable",
-    configure=partial(
-        configured, KDAPortableConfig, partial(committed, kernel="portable"), "portable"
+    configure=partial(configured, partial(committed, kernel="portable"), "portable"),
+    prepare=lambda call, config: portable_launch(
+        call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
-    prepare=_launch,
-    work=_work,
+    work=partial(portable_work, handed_on=handed_on),
 )
-HOPPER = replace(
+HOPPER: Variant = replace(
     PORTABLE,
     name="hopper",
-    unsupported=_hopper_unsupported,
-    configure=partial(configured, KDAPortableConfig, partial(committed, kernel="hopper"), "hopper"),
+    unsupported=lambda call: hopper_unsupported(call.inputs),
+    configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
 )
-FUSED: Fused[KDAInputs] = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -30,33 +30,19 @@ FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
 HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
 
-C = TypeVar("C")  # a configuration, or some of its settings
-Settings = dict[str, int]
+Row = tuple[dict[str, Any], Any, str]  # limits of a call, what it takes, and why
+Table = Sequence[Row]  # the last row fits every call
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigRow(Generic[C]):
-    """A configuration, why it is as it is, and the calls that it fits.
-
-    majors: of compute capabilities; empty: any
-    limits: `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate
+def _row(*, take: Any, why: str, **limits: Any) -> Row:
+    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks
+    are limits, too.
     """
-
-    take: C
-    why: str
-    majors: tuple[int, ...]
-    limits: Mapping[str, int]
-
-
-ConfigTable = Sequence[ConfigRow[C]]  # the last row fits every call
-
-
-def _row(*, take: C, why: str, majors: tuple[int, ...] = (), **limits: int) -> ConfigRow[C]:
-    return ConfigRow(take=take, why=why, majors=majors, limits=limits)
+    return limits, take, why
 
 
 def first_fit(
-    table: ConfigTable[C],
+    table: Table,
     *,
     wide: bool,
     dstate: int,
@@ -64,15 +50,15 @@ def first_fit(
     gate: bool = False,
     major: int = 0,
     exact: bool = True,
-) -> ConfigRow[C]:
+) -> Row:
     """The first row that fits."""
     equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
     return next(
         row
         for row in table
-        if major in (row.majors or (major,))
-        and all(row.limits.get(name, value) == value for name, value in equal.items())
-        and all(row.limits.get(name, value) >= value for name, value in largest.items())
+        if major in row[0].get("majors", (major,))
+        and all(row[0].get(name, value) == value for name, value in equal.items())
+        and all(row[0].get(name, value) >= value for name, value in largest.items())
     )
 
 
@@ -112,7 +98,7 @@ def call_key(
 
 # --- the fused kernel for Hopper: see `SSDHopperConfig`
 
-HOPPER: ConfigTable[Settings] = (
+HOPPER: Table = (
     _row(
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
@@ -173,7 +159,7 @@ class SSDPortableConfig:
         """
         headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
         wide = inputs.x.dtype == torch.float32
-        row = first_fit(
+        _, take, why = first_fit(
             PORTABLE,
             major=capability[0],
             wide=wide,
@@ -182,13 +168,13 @@ class SSDPortableConfig:
             dstate=dstate,
             gate=gate,
         )
-        config = replace(
-            row.take,
-            min_chunks=_MIN_SEGMENT // row.take.chunk,
-            max_chunks=_MAX_SEGMENT // row.take.chunk,
-            block_p=min(whole_block(headdim), row.take.block_p),
-            block_n=min(whole_block(dstate), row.take.block_n),
-            reason=row.why,
+        config: SSDPortableConfig = replace(
+            take,
+            min_chunks=_MIN_SEGMENT // take.chunk,
+            max_chunks=_MAX_SEGMENT // take.chunk,
+            block_p=min(whole_block(headdim), take.block_p),
+            block_n=min(whole_block(dstate), take.block_n),
+            reason=why,
         )
         return config.fitted(inputs)
 
@@ -252,7 +238,7 @@ _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 _ONE_TF32 = (
     "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
 )
-PORTABLE: ConfigTable[SSDPortableConfig] = (
+PORTABLE: Table = (
     _row(
         wide=True,
         exact=False,
@@ -310,7 +296,7 @@ _LARGE = (
     "two stages"
 )
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
-CHUNK_STATE: ConfigTable[Settings] = (
+CHUNK_STATE: Table = (
     _row(
         wide=True,
         take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
@@ -331,7 +317,7 @@ CHUNK_STATE: ConfigTable[Settings] = (
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
-BMM_CHUNK: ConfigTable[Settings] = (
+BMM_CHUNK: Table = (
     _row(
         wide=True,
         take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
@@ -366,7 +352,7 @@ _SLICED = (
 # 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6
 # to 3.8 overwrites registers of a product's operand while the product may still read them
 # (`tests/kernels/operand_races.py`).
-CHUNK_SCAN: ConfigTable[Settings] = (
+CHUNK_SCAN: Table = (
     _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     _row(
         gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
@@ -377,7 +363,7 @@ CHUNK_SCAN: ConfigTable[Settings] = (
     _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
     _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
-UNFUSED: Mapping[str, ConfigTable[Settings]] = {
+UNFUSED: Mapping[str, Table] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
     "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
@@ -402,11 +388,11 @@ def unfused_blocks(
 ) -> dict[str, int]:
     """The row of `UNFUSED` for a stage, with blocks limited to the sizes of the call."""
     wide = dtype == torch.float32
-    row = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+    _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     most = {
         "block_p": whole_block(headdim),
         "block_n": whole_block(dstate),
         "block_q": chunk,
         "block_s": chunk,
     }
-    return {name: min(most.get(name, value), value) for name, value in row.take.items()}
+    return {name: min(most.get(name, value), value) for name, value in take.items()}

@@ -12,7 +12,6 @@ import torch
 
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import capability, refuse_gradient, sm_count
-from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError, override, register
 from ssdprof.kernels.ssd import portable
@@ -25,7 +24,6 @@ from ssdprof.kernels.ssd.launch import Buffers, nbytes
 from ssdprof.kernels.ssd.recurrent import blocks_of, recurrent_launch
 
 MAX_DSTATE = 256
-SSDCall = FusedCall[SSDInputs]
 
 
 def ssd_fused(
@@ -179,7 +177,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 # --- the kernels
 
 
-def _recurrent_unsupported(call: SSDCall) -> str:
+def _recurrent_unsupported(call: FusedCall) -> str:
     """On an H200, `recurrent` is faster for sequences of one position, whatever their number.
 
     Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a
@@ -189,93 +187,71 @@ def _recurrent_unsupported(call: SSDCall) -> str:
     return "" if step else "longer or packed sequences"
 
 
-def _recurrent_blocks(call: SSDCall) -> dict[str, int]:
-    return blocks_of(call.inputs)
-
-
-def _recurrent_launch(call: SSDCall, _blocks: dict[str, int]) -> PreparedLaunch[SSDInputs]:
-    return recurrent_launch(call.inputs)
-
-
-def _recurrent_work(call: SSDCall, _blocks: dict[str, int]) -> tuple[int, int, str]:
-    reason = "one launch, position by position: sequences are one position long"
-    return 1, 0, reason + call.precision.as_exact
-
-
-def _hopper_unsupported(call: SSDCall) -> str:
-    return hopper_config.unsupported(call.inputs)
-
-
-def hopper_cut(call: SSDCall) -> SSDHopperConfig:
-    """The division of the call into programs on a Hopper GPU: a tuned one, or the committed one,
-    which packed sequences keep.
-    """
+def hopper_cut(call: FusedCall) -> SSDHopperConfig:
+    """The division of the call into programs on a Hopper GPU."""
     inputs, batch_invariant = call.inputs, call.batch_invariant
-    if inputs.cu_seqlens is None:
-        key = call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant)
-        tuned = override(key, SSDHopperConfig)
-        if tuned is not None:
-            return tuned
-    return SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
+    packed = inputs.cu_seqlens is not None  # these keep the committed rule
+    tuned = (
+        None
+        if packed
+        else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
+    )
+    return tuned or SSDHopperConfig.choose(
+        inputs, sm_count(inputs.x), batch_invariant=batch_invariant
+    )
 
 
-def _hopper_launch(call: SSDCall, config: SSDHopperConfig) -> PreparedLaunch[SSDInputs]:
-    return hopper.hopper_launch(call.inputs, call.precision, config)
-
-
-def _hopper_work(call: SSDCall, config: SSDHopperConfig) -> tuple[int, int, str]:
-    return _work(hopper.buffer_sizes(call.inputs, call.precision, config), config.reason)
-
-
-def portable_config(call: SSDCall) -> SSDPortableConfig:
-    """The configuration of the portable kernel: a tuned one, or the committed one."""
-    tuned = override(call_key(call.inputs, call.precision, "portable"), SSDPortableConfig)
-    if tuned is not None:
-        return tuned.fitted(call.inputs)
+def portable_config(call: FusedCall) -> SSDPortableConfig:
+    tuned: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
-
-
-def _portable_launch(call: SSDCall, config: SSDPortableConfig) -> PreparedLaunch[SSDInputs]:
-    return portable.portable_launch(call.inputs, call.precision, config)
-
-
-def _portable_work(call: SSDCall, config: SSDPortableConfig) -> tuple[int, int, str]:
-    return _work(
-        portable.buffer_sizes(call.inputs, call.precision, config),
-        config.reason,
-        f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
-        scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
+    return (
+        tuned.fitted(call.inputs)
+        if tuned
+        else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
     )
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
-    """Launches, bytes of the workspace, and a plan's reason."""
-    parts = ["one launch"]
-    if scores_first:
-        parts.append("one for C B^T")
-    if "sync" in buffers:
-        parts.append("one to zero the flags")
-    return len(parts), nbytes(buffers), "; ".join((", and ".join(parts), *reasons))
+    others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * ("sync" in buffers)
+    return (
+        1 + len(others),
+        nbytes(buffers),
+        "; ".join((", and ".join(("one launch", *others)), *reasons)),
+    )
 
 
 RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
-    configure=_recurrent_blocks,
-    prepare=_recurrent_launch,
-    work=_recurrent_work,
+    configure=lambda call: blocks_of(call.inputs),
+    prepare=lambda call, _blocks: recurrent_launch(call.inputs),
+    work=lambda call, _blocks: (
+        1,
+        0,
+        "one launch, position by position: sequences are one position long"
+        + call.precision.as_exact,
+    ),
 )
 HOPPER = Variant(
     name="hopper",
-    unsupported=_hopper_unsupported,
+    unsupported=lambda call: hopper_config.unsupported(call.inputs),
     configure=hopper_cut,
-    prepare=_hopper_launch,
-    work=_hopper_work,
+    prepare=lambda call, config: hopper.hopper_launch(call.inputs, call.precision, config),
+    work=lambda call, config: _work(
+        hopper.buffer_sizes(call.inputs, call.precision, config), config.reason
+    ),
 )
 PORTABLE = Variant(
-    name="portable", configure=portable_config, prepare=_portable_launch, work=_portable_work
+    name="portable",
+    configure=portable_config,
+    prepare=lambda call, config: portable.portable_launch(call.inputs, call.precision, config),
+    work=lambda call, config: _work(
+        portable.buffer_sizes(call.inputs, call.precision, config),
+        config.reason,
+        f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
+        scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
+    ),
 )
 
 
@@ -284,8 +260,6 @@ def _refuse(inputs: SSDInputs) -> None:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
 
 
-FUSED: Fused[SSDInputs] = Fused(
-    "fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse
-)
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse)
 run, plan = FUSED.run, FUSED.plan
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

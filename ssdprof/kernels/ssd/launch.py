@@ -37,7 +37,7 @@ def prepared(
     buffers: Buffers,
     *,
     in_place: bool = False,
-) -> PreparedLaunch[SSDInputs]:
+) -> PreparedLaunch:
     """inputs: any of the signature.  tensors: the launch's, of inputs, out, final states and, by
     name, the buffers.
 

@@ -52,7 +52,7 @@ docs/ssd-mathematics.md for segments.
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -96,10 +96,10 @@ STAGES = {
 class TokenRows(NamedTuple):
     """One row per position, of a tensor of one sequence, head or group."""
 
-    ptr: tl.tensor  # position 0
-    tile: tl.tensor  # offsets of a chunk's rows and columns
-    stride: tl.tensor  # between positions
-    step: tl.tensor = 0  # between blocks of N
+    ptr: Any  # position 0
+    tile: Any  # offsets of a chunk's rows and columns
+    stride: Any  # between positions
+    step: Any = 0  # between blocks of N
 
 
 # --- the segment of a program
@@ -593,9 +593,6 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
-    """Elements and dtype of each buffer of a call, by name: flags and states if segments pass
-    states on, then gates with the scores before them.
-    """
     units, buffers = config.units(inputs), Buffers()
     if config.handover(inputs):
         buffers["sync"] = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value, torch.int32
@@ -619,21 +616,37 @@ def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...
 
 def portable_launch(
     inputs: SSDInputs, precision: Precision, config: SSDPortableConfig
-) -> PreparedLaunch[SSDInputs]:
+) -> PreparedLaunch:
     """The launch of a call, for all inputs of one signature.  Inputs in fp32 that are not packed
     get C B^T from a launch before it.
     """
-    shape = scores_shape(inputs, config)
-    scores = _scores_launcher(inputs, config) if len(shape) > 1 else None
+    (seqlen, nheads, headdim), dstate, chunk = inputs.x.shape[1:], inputs.B.shape[3], config.chunk
+    new, shape, initial = (
+        torch.empty(inputs.x.shape, device="meta"),
+        scores_shape(inputs, config),
+        inputs.initial_states,
+    )
+    scores: Launcher | None = None
+    # a program for each chunk and group, whose products are exact at every precision
+    if len(shape) > 1:
+        of_scores = inputs.C.stride(), inputs.B.stride(), torch.empty(shape, device="meta").stride()
+        scores = Launcher(
+            _bmm_chunk_kernel,
+            (of_scores, seqlen, shape[2], shape[1]),
+            dict(
+                CHUNK_SIZE=chunk,
+                BLOCK_Q=chunk,
+                BLOCK_S=chunk,
+                DSTATE=dstate,
+                BLOCK_N=32,
+                num_warps=4,
+                num_stages=3,
+            ),
+        )
 
     def tensors(
-        inputs: SSDInputs,
-        out: torch.Tensor,
-        final: torch.Tensor,
-        gates: torch.Tensor,
-        sync: torch.Tensor | None = None,
-        states: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, ...]:
+        inputs: SSDInputs, out: Any, final: Any, gates: Any, sync: Any = None, states: Any = None
+    ) -> tuple[Any, ...]:
         """The kernel's tensors in its order.  Launches the kernel of C B^T, if there is one, into
         the end of its buffer.
         """
@@ -660,50 +673,16 @@ def portable_launch(
         strides_of(inputs.D),
         tile_strides(inputs.z),
         strides_of(inputs.dt_bias),
-        strides_of(inputs.initial_states),
+        strides_of(initial),
         strides_of(inputs.cu_seqlens),
-        tile_strides(torch.empty(inputs.x.shape, device="meta")),
+        tile_strides(new),
     )
-    scalars = (strides, inputs.length, inputs.sequences, *map(float, inputs.dt_limit))
-    launcher = Launcher(_fused_kernel, scalars, _options(inputs, precision, config))
-    programs = config.segments(inputs) * config.units(inputs)
-    buffers = buffer_sizes(inputs, precision, config)
-    return prepared(launcher, programs, inputs, tensors, buffers)
-
-
-def _scores_launcher(inputs: SSDInputs, config: SSDPortableConfig) -> Launcher:
-    """C B^T of every chunk: a program for each chunk and group, whose products are exact at every
-    precision.
-    """
-    shape = scores_shape(inputs, config)
-    strides = inputs.C.stride(), inputs.B.stride(), torch.empty(shape, device="meta").stride()
-    return Launcher(
-        _bmm_chunk_kernel,
-        (strides, inputs.length, shape[2], shape[1]),
-        dict(
-            CHUNK_SIZE=config.chunk,
-            BLOCK_Q=config.chunk,
-            BLOCK_S=config.chunk,
-            DSTATE=inputs.B.shape[3],
-            BLOCK_N=32,
-            num_warps=4,
-            num_stages=3,
-        ),
-    )
-
-
-def _options(
-    inputs: SSDInputs, precision: Precision, config: SSDPortableConfig
-) -> dict[str, object]:
-    """Compile-time arguments of the fused kernel."""
-    (nheads, headdim), dstate, chunk = inputs.x.shape[2:], inputs.B.shape[3], config.chunk
     # relaxed fp32 inputs: products of one tf32 number for each operand have smaller errors than
     # 16-bit intermediates
     wide = inputs.x.dtype == torch.float32
     intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
-    new = torch.empty(inputs.x.shape, device="meta")
     tiles = (inputs.x, inputs.B, inputs.C, inputs.z, new)
-    return dict(
+    options = dict(
         HEADS=nheads,
         HEADS_PER_GROUP=inputs.heads_per_group,
         HEADDIM=headdim,
@@ -717,9 +696,15 @@ def _options(
         DT_SOFTPLUS=inputs.dt_softplus,
         INTERMEDIATE=TL_DTYPE[intermediate],
         PRODUCT="tf32" if wide and not precision.exact else DOT_PRECISION.value,
-        ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0,
-        OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(inputs.initial_states)),
+        ALIGNED=inputs.cu_seqlens is None and seqlen % chunk == 0,
+        OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(initial)),
         STATE_STAGES=config.state_stages,
         SCAN_STAGES=config.scan_stages,
         num_warps=config.num_warps,
     )
+    scalars = (strides, seqlen, inputs.sequences, *map(float, inputs.dt_limit))
+    programs, buffers = (
+        config.segments(inputs) * config.units(inputs),
+        buffer_sizes(inputs, precision, config),
+    )
+    return prepared(Launcher(_fused_kernel, scalars, options), programs, inputs, tensors, buffers)

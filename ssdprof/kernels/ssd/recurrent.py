@@ -193,7 +193,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_final)
 
 
-def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch[SSDInputs]:
+def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
     """The launch of a call, for all inputs of one signature.  in_place: as of `ssd_recurrent`."""
     new = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
@@ -210,7 +210,7 @@ def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor
     return *inputs.kernel_tensors, *new
 
 
-_launches: dict[Hashable, PreparedLaunch[SSDInputs]] = {}
+_launches: dict[Hashable, PreparedLaunch] = {}
 
 
 def ssd_recurrent(
@@ -237,7 +237,7 @@ def ssd_recurrent(
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch[SSDInputs]:
+def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     inputs.check()
     _refuse_unsupported("recurrent", inputs)
     if inputs.state_every > 1:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from triton import next_power_of_2
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kernel
@@ -18,7 +18,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
-from ssdprof.kernels.tensors import Described, Part, Place, places, row_stride, rows, steps, tiles
+from ssdprof.kernels.tensors import Described, Part, places, row_stride, rows, steps, tiles
 
 AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 RING, PARTS_RING = 2, 3  # slots of the rings, and of those of `parts.py`
@@ -27,10 +27,13 @@ STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
 # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
 WIDE = 16
 
+# the workspace; descriptors of q, k and the inverses
+Begun = tuple[dict[str, Part | None], tuple[Any, Any, Any]]
+
 
 def workspace(
     inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False
-) -> tuple[int, dict[str, Place | None]]:
+) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
     """Bytes and places of the tensors that one launch writes for another; None if a call has no
     such launch.
 
@@ -60,168 +63,74 @@ def workspace(
 
 
 def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
-    """Kernels of a call: two, and two more for states that enter segments of slow heads."""
     return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
 def hopper_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False
-) -> PreparedLaunch[GDNInputs]:
-    """A call with K = V = 128, for all inputs of one signature.  Requires that `config.unsupported`
-    is empty.
-    """
-    launches = HopperLaunches(inputs, config, state_v_first=state_v_first)
-    index, shape = inputs.q.get_device(), inputs.states_shape
-    strides = state_strides(*shape[1:], v_first=state_v_first)
+) -> PreparedLaunch:
+    index, (begin, finish) = (
+        inputs.q.get_device(),
+        launches(inputs, config, state_v_first=state_v_first),
+    )
+    shape, strides = (
+        inputs.states_shape,
+        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
+    )
 
     def call(inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            begun = launches.begin(inputs)
+            begun = begin(inputs)
             # the host does the rest while the GPU runs the first launch
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             final_states = torch.empty_strided(
                 shape, strides, dtype=torch.float32, device=inputs.q.device
             )
-            launches.finish(begun, inputs, out, final_states)
+            finish(begun, inputs, out, final_states)
         return GDNOutput(out, final_states)
 
     return call
 
 
-class Begun(NamedTuple):
-    """A call after its first launch.  parts: of the workspace, by name.  q, k, inverse: descriptors
-    for the later launches.
-    """
+def launches(
+    inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool, padded: bool = False
+) -> tuple[Callable[[GDNInputs], Begun], Callable[..., None]]:
+    """Two halves of a call, which keep no tensors; the current device must be that of the inputs in
+    both.
 
-    parts: dict[str, Part | None]
-    q: TensorDescriptor
-    k: TensorDescriptor
-    inverse: TensorDescriptor
-
-    @property
-    def gates(self) -> tuple[Part | None, ...]:
-        """What `prep_kernel.py` computes from gates and norms."""
-        return self.parts["decays"], self.parts["bounds"], self.parts["norms"]
-
-
-class HopperLaunches:
-    """The kernels of a call, without its tensors.  The current device must be that of the inputs.
-
+    begin: allocates the workspace, and launches the kernel that inverts the chunks.  finish:
+        launches the others; its arguments: what `begin` returned, inputs, out, final states.
     padded: final states are written to the workspace with K = V = 128.
     """
-
-    def __init__(
-        self,
-        inputs: GDNInputs,
-        config: GDNHopperConfig,
-        *,
-        state_v_first: bool,
-        padded: bool = False,
-    ) -> None:
-        seqlen, slots = inputs.length, slot_count(inputs)
-        heads, value_dim = inputs.v.shape[2:]
-        packed = inputs.cu_seqlens is not None
-        self._nbytes, self._places = workspace(inputs, config, padded=padded)
-        self._q_tiles = _tiles(inputs.q, packed=packed)
-        self._k_tiles = _tiles(inputs.k, packed=packed)
-        self._v_tiles = _tiles(inputs.v, packed=packed)
-        row = heads * value_dim
-        self._out_tiles = _tiles(inputs.v, (seqlen * row, row, value_dim), packed=packed)
-        self._inverse_rows = rows(
-            inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value)
-        )
-        self._prep, self._prep_programs = _prep_launcher(inputs)
-        if config.persistent_programs:
-            self._programs = min(config.persistent_programs, inputs.sequences * heads)
-        else:
-            segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
-            self._programs = segments * inputs.sequences * heads
-        initial = inputs.initial_state
-        inner = (DIM.value, DIM.value) if padded else inputs.states_shape[2:]
-        options: dict[str, object] = dict(  # GROUP: value heads per key head
-            KEY_HEADS=inputs.q.shape[2],
-            HEADS=heads,
-            GROUP=inputs.values_per_key,
-            PACKED=packed,
-            PERSISTENT=config.persistent_programs > 0,
-            FIRST_SEGMENT_EXTRA=config.first_segment_extra,
-            STATE_STRIDES=(
-                *((0, 0, 0, 0) if initial is None else initial.stride()),
-                *state_strides(heads, *inner, v_first=state_v_first),
-            ),
-            DEPTH=RING,
-            STATE_REGISTERS=STATE_REGISTERS,
-            OTHER_REGISTERS=OTHER_REGISTERS,
-            num_warps=4,
-        )
-        scalars = (
-            _cu_strides(inputs),
-            inputs.scale_or_default,
-            config.truncation_log2,
-            *(seqlen, inputs.sequences, slots),
-            config.segment,
-        )
-        self._main = Launcher(_hopper_kernel, scalars, options)
-        self._entering: _EnteringLaunches | None = None
-        if launch_count(inputs, config) == 4:
-            self._entering = _EnteringLaunches(inputs, config, scalars, options)
-
-    def begin(self, inputs: GDNInputs) -> Begun:
-        """Allocate the workspace, and launch the kernel that inverts the chunks."""
-        memory = torch.empty(self._nbytes // 4, dtype=torch.float32, device=inputs.q.device)
-        parts = {
-            name: None if place is None else Part(memory, *place)
-            for name, place in self._places.items()
-        }
-        inverse = parts["inverse"]
-        assert inverse is not None
-        begun = Begun(
-            parts, self._q_tiles(inputs.q), self._k_tiles(inputs.k), self._inverse_rows(inverse)
-        )
-        gates = inputs.g, inputs.beta, inputs.cu_seqlens, *begun.gates
-        self._prep(self._prep_programs, begun.k, begun.q, begun.inverse, *gates)
-        return begun
-
-    def finish(
-        self, begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
-    ) -> None:
-        """Launch the other kernels, which write `out` and `final_states`."""
-        v = self._v_tiles(inputs.v)
-        if self._entering is not None:
-            self._entering.launch(begun, v, inputs)
-        self._main(
-            self._programs,
-            begun.q,
-            begun.k,
-            v,
-            begun.inverse,
-            self._out_tiles(out),
-            inputs.initial_state,
-            inputs.cu_seqlens,
-            begun.parts["entering"],
-            begun.parts["warmup_lengths"],
-            final_states,
-            *begun.gates,
-        )
-
-
-def _cu_strides(inputs: GDNInputs) -> tuple[int, ...]:
-    return (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
-
-
-def _prep_launcher(inputs: GDNInputs) -> tuple[Launcher, int]:
-    """The kernel that inverts the chunks, and its number of programs."""
-    heads, slots = inputs.v.shape[2], slot_count(inputs)
-    # value heads per program
-    at_once = next((count for count in (2, 3) if inputs.values_per_key % count == 0), 1)
+    seqlen, key_heads = inputs.q.shape[1:3]
+    heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
+    slots, device = slot_count(inputs), inputs.q.device
+    nbytes, part_places = workspace(inputs, config, padded=padded)
+    q_tiles, k_tiles, v_tiles = (
+        _tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v)
+    )
+    row = heads * inputs.v.shape[3]
+    out_tiles = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
+    inverse_rows = rows(
+        inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value)
+    )
+    # value heads per program of the first kernel
+    at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
+    if config.persistent_programs:
+        programs = min(config.persistent_programs, inputs.sequences * heads)
+    else:
+        segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
+        programs = segments * inputs.sequences * heads
+    sizes = (seqlen, inputs.sequences, slots)
+    cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
     gate_strides = tuple(
         (gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta)
     )
-    launcher = Launcher(
+    prep = Launcher(
         _prep_kernel,
-        (*gate_strides, _cu_strides(inputs), inputs.length, inputs.sequences, slots),
+        (*gate_strides, cu_strides, *sizes),
         dict(
-            KEY_HEADS=inputs.q.shape[2],
+            KEY_HEADS=key_heads,
             HEADS=heads,
             AT_ONCE=at_once,
             NORMALISE=inputs.use_qk_l2norm,
@@ -229,70 +138,108 @@ def _prep_launcher(inputs: GDNInputs) -> tuple[Launcher, int]:
             maxnreg=96,  # five programs per SM
         ),
     )
-    return launcher, slots * heads // at_once
+    initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
+    final = state_strides(
+        heads, *((DIM.value,) * 2 if padded else inputs.states_shape[2:]), v_first=state_v_first
+    )
+    options: dict[str, Any] = dict(  # GROUP: value heads per key head
+        KEY_HEADS=key_heads,
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        PACKED=packed,
+        PERSISTENT=config.persistent_programs > 0,
+        FIRST_SEGMENT_EXTRA=config.first_segment_extra,
+        STATE_STRIDES=(*initial, *final),
+        DEPTH=RING,
+        STATE_REGISTERS=STATE_REGISTERS,
+        OTHER_REGISTERS=OTHER_REGISTERS,
+        num_warps=4,
+    )
+    scalars = (cu_strides, inputs.scale_or_default, config.truncation_log2, *sizes, config.segment)
+    main = Launcher(_hopper_kernel, scalars, options)
+    enter = _entering(inputs, config, scalars, options)
 
+    def begin(inputs: GDNInputs) -> Begun:
+        memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device)
+        parts = {
+            name: None if place is None else Part(memory, *place)
+            for name, place in part_places.items()
+        }
+        assert parts["inverse"] is not None
+        q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), inverse_rows(parts["inverse"])
+        gates = parts["decays"], parts["bounds"], parts["norms"]
+        programs_of_prep = slots * heads // at_once
+        prep(programs_of_prep, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
+        return parts, (q, k, inverse)
 
-class _EnteringLaunches:
-    """The two kernels that compute the states entering segments of slow heads."""
-
-    def __init__(
-        self,
-        inputs: GDNInputs,
-        config: GDNHopperConfig,
-        scalars: tuple[object, ...],
-        options: dict[str, object],
+    def finish(
+        begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
     ) -> None:
-        """scalars, options: those of `_hopper_kernel`."""
-        count = row_count(inputs, config.segment)
-        heads = inputs.v.shape[2]
-        pairs, tasks = inputs.sequences * heads, config.transition_parts * count
-        boundaries = count // pairs
-        self._part_programs = min(config.transition_programs, tasks)
-        parts_options = options | dict(
-            ROWS=max(LEAST_ROWS, next_power_of_2(count)),
-            PARTS=config.transition_parts,
-            MOST=next_power_of_2(ceil_div(tasks, self._part_programs)),
-            DEPTH=PARTS_RING,
-            STATE_REGISTERS=PARTS_REGISTERS,
-        )
-        limits = config.longest_first_pass, config.least_first_pass
-        self._parts = Launcher(_parts_kernel, (*scalars, count, *limits), parts_options)
-        block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
-        self._combine_programs = pairs * DIM.value // block_v
-        initial = inputs.initial_state
-        self._combine = Launcher(
-            _combine_kernel,
-            (
-                (0, 0, 0, 0) if initial is None else initial.stride(),
-                pairs,
-                boundaries,
-                config.segment,
-            ),
-            dict(
-                HEADS=heads,
-                PARTS=config.transition_parts,
-                BOUNDARIES=next_power_of_2(boundaries),
-                DIM=DIM.value,
-                BLOCK_V=block_v,
-                AHEAD=AHEAD,
-                num_warps=warps,
-            ),
+        parts, (q, k, inverse) = begun
+        v, gates = v_tiles(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
+        if enter is not None:
+            enter(parts, k, v, inverse, inputs, gates)
+        main(
+            programs,
+            q,
+            k,
+            v,
+            inverse,
+            out_tiles(out),
+            inputs.initial_state,
+            inputs.cu_seqlens,
+            parts["entering"],
+            parts["warmup_lengths"],
+            final_states,
+            *gates,
         )
 
-    def launch(self, begun: Begun, v: TensorDescriptor, inputs: GDNInputs) -> None:
-        """Compute the parts, then combine them."""
-        parts = begun.parts
+    return begin, finish
+
+
+def _entering(
+    inputs: GDNInputs, config: GDNHopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
+) -> Callable[..., None] | None:
+    """The launches that compute the states entering segments of slow heads; None without such
+    segments.
+    """
+    count = row_count(inputs, config.segment) if config.transition_parts else 0
+    if not count:
+        return None
+    pairs, tasks = inputs.sequences * inputs.v.shape[2], config.transition_parts * count
+    boundaries, programs = count // pairs, min(config.transition_programs, tasks)
+    block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
+    parts_options = options | dict(
+        ROWS=max(LEAST_ROWS, next_power_of_2(count)),
+        PARTS=config.transition_parts,
+        MOST=next_power_of_2(ceil_div(tasks, programs)),
+        DEPTH=PARTS_RING,
+        STATE_REGISTERS=PARTS_REGISTERS,
+    )
+    limits = config.longest_first_pass, config.least_first_pass
+    make = Launcher(_parts_kernel, (*scalars, count, *limits), parts_options)
+    combine = Launcher(
+        _combine_kernel,
+        (options["STATE_STRIDES"][:4], pairs, boundaries, config.segment),
+        dict(
+            HEADS=inputs.v.shape[2],
+            PARTS=config.transition_parts,
+            BOUNDARIES=next_power_of_2(boundaries),
+            DIM=DIM.value,
+            BLOCK_V=block_v,
+            AHEAD=AHEAD,
+            num_warps=warps,
+        ),
+    )
+
+    def enter(
+        parts: dict[str, Part | None], k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: Any
+    ) -> None:
         written = parts["parts"], parts["moves"], parts["warmup_lengths"]
-        self._parts(
-            self._part_programs,
-            begun.k,
-            v,
-            begun.inverse,
-            inputs.cu_seqlens,
-            *written,
-            *begun.gates,
-        )
-        self._combine(self._combine_programs, *written, inputs.initial_state, parts["entering"])
+        make(programs, k, v, inverse, inputs.cu_seqlens, *written, *gates)
+        combine(pairs * DIM.value // block_v, *written, inputs.initial_state, parts["entering"])
+
+    return enter
 
 
 def _tiles(

@@ -48,7 +48,6 @@ from ssdprof.kernels.gdn.hopper.inverse import (
     diagonal_blocks,
     invert_blocks,
     narrow,
-    of_block,
     side_by_side,
     store_lower,
 )
@@ -67,9 +66,6 @@ STAGES = {
     "load_gates": "gate_cumsum",
     "store_decays": "gate_cumsum",
     "store_bounds": "gate_cumsum",
-    "overlaps_of": "scaled_dot_kkt",
-    "in_fours": "solve_tril",
-    "round_with_carry": "solve_tril",
     "inverses_of": "solve_tril",
     "_prep_kernel": "setup",
 }
@@ -144,59 +140,9 @@ def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def overlaps_of(blocks, NORMALISE: gl.constexpr):
-    """(k_p . k_i) / |k_i|^2 for each i, of the diagonal blocks of K K^T.
-
-    p is the index of the number that a thread rounds before number i of a row of the inverse
-    (`round_with_carry`): i - 1 for odd i, else i - 7; 0 if that is in another block.
-    """
-    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, of_block)))[None, :, None]
-    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, of_block)))[None, None, :]
-    previous = o_i - gl.where(o_i % 2 == 1, 1, 7)
-    overlaps = gl.sum(gl.where(previous == o_j, blocks, 0.0), 2)
-    if not NORMALISE:
-        overlaps /= gl.sum(gl.where(o_i == o_j, blocks, 0.0), 2) + EPSILON
-    return overlaps.reshape([CHUNK])
-
-
-@gluon.jit
-def in_fours(row):
-    """Split a block of 16 columns (j, i) into the four numbers that a thread has of each row, in
-    their order, each (j, i // 2 % 4).
-    """
-    numbers = row.reshape([CHUNK, 2, BLOCK // 4, 2]).permute((0, 2, 1, 3))
-    even, odd = gl.split(numbers)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
-
-
-@gluon.jit
-def round_with_carry(row, overlap, error, dtype: gl.constexpr):
-    """Round a block of 16 columns (j, i) to `dtype`.  Returns it, and the error to carry on.
-
-    X_j and W_ij are sums over i of B_ij k_i.  For equal keys, roundings of the entries of a row j
-    add up in them, while the entries themselves nearly cancel each other.  So the error of an entry
-    is carried to the next one of the same thread, as far as their keys overlap: what is left are
-    the errors of the last entries.  For keys that do not overlap, nothing is carried.
-    """
-    overlaps, _ = gl.broadcast(overlap[None, :], row)
-    numbers, shares = in_fours(row), in_fours(overlaps)
-    rounded = ()
-    for k in gl.static_range(4):
-        # the first number's predecessor is in the block before: about as the third's
-        number = numbers[k] + error * shares[max(k, 2 - k)]
-        rounded += (number.to(dtype),)
-        error = number - rounded[k].to(gl.float32)
-    pairs = gl.join(gl.join(rounded[0], rounded[1]), gl.join(rounded[2], rounded[3]))
-    joined = pairs.permute((0, 3, 1, 2)).reshape([CHUNK, BLOCK])
-    return gl.convert_layout(joined, narrow(gl.num_warps())), error
-
-
-@gluon.jit
 def inverses_of(
-    scratch, betas, factors, overlaps, dtype: gl.constexpr, FIRST: gl.constexpr,
-    HEADS: gl.constexpr, NORMALISE: gl.constexpr,
+    scratch, betas, factors, dtype: gl.constexpr, FIRST: gl.constexpr, HEADS: gl.constexpr,
+    NORMALISE: gl.constexpr,
 ):  # fmt: skip
     """Compute e_i A_ij beta_j (j, i) of these heads, in shared memory."""
     layout: gl.constexpr = narrow(gl.num_warps())
@@ -204,10 +150,7 @@ def inverses_of(
     square_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     invert_blocks(scratch.diagonal, scratch.inverted, HEADS)
     rows, scaled = (), ()
-    errors = (in_fours(gl.full([CHUNK, BLOCK], 0.0, gl.float32, layout))[0],) * HEADS
     for i in gl.static_range(BLOCKS):
-        overlap = overlaps.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))
-        carried = ()
         for head in gl.static_range(HEADS):
             row = block_row(
                 i, head, HEADS, rows, scratch.lower.index(head), scratch.inverted, 0, CHUNK
@@ -216,10 +159,7 @@ def inverses_of(
             row *= betas.index(FIRST + head).load(gl.SliceLayout(1, layout))[:, None]
             if NORMALISE:
                 row *= factors.slice(BLOCK * i, BLOCK).load(gl.SliceLayout(0, layout))[None, :]
-            rounded, error = round_with_carry(row, overlap, errors[head], dtype)
-            carried += (error,)
-            scaled += (rounded,)
-        errors = carried
+            scaled += (row.to(dtype),)
     results = ()
     for head in gl.static_range(HEADS):
         results += (gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], square_tiles),)
@@ -280,7 +220,6 @@ def _prep_kernel(
         betas = reinterpret(all_betas, gl.float32, [ROWS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        overlaps = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)
         begun = begin_times_transposed(k)
         g = log2_decays(g)
@@ -320,11 +259,9 @@ def _prep_kernel(
         if AT_ONCE == 3:
             third = begin_inverses(KK, blocks, betas, 2, 1)
         role_barrier()
-        # beside the substitution, whose steps wait for each other
-        overlaps.store(overlaps_of(blocks, NORMALISE))
-        results = inverses_of(pair, betas, factors, overlaps, k_desc.dtype, 0, PAIR, NORMALISE)
+        results = inverses_of(pair, betas, factors, k_desc.dtype, 0, PAIR, NORMALISE)
         if AT_ONCE == 3:
-            results += inverses_of(third, betas, factors, overlaps, k_desc.dtype, 2, 1, NORMALISE)
+            results += inverses_of(third, betas, factors, k_desc.dtype, 2, 1, NORMALISE)
         fence_async_shared()
         role_barrier()
         for head in gl.static_range(AT_ONCE):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import torch
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported_otherwise
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunches, workspace
+from ssdprof.kernels.gdn.hopper.launch import launches, workspace
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
-from ssdprof.kernels.tensors import Part
 
 # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
 LEAST = 64
@@ -69,80 +68,67 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return workspace(of_slices, config, padded=True)[0] + gates + initial
 
 
-class _PaddedStates:
-    """Copies between states (sequences, HV, K, V) and those of the kernels, (sequences, HV *
-    slices, 128, 128), whose rows and columns past K and V of a slice are zeros.
-
-    Both are viewed as (sequences, HV, slices, K, V of a slice).
-    """
-
-    def __init__(self, inputs: GDNInputs) -> None:
-        self._count = slice_count(inputs)
-        sequences, heads, key_dim, value_dim = inputs.states_shape
-        self._pieces = sequences, heads, self._count, key_dim, value_dim // self._count
-        self._padded_shape = heads * self._count, DIM.value, DIM.value
-
-    def _cut(self, strides: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of states (sequences, HV, K, V), for the view."""
-        sequence, head, key, value = strides
-        return sequence, head, self._pieces[-1] * value, key, value
-
-    def _joined(self, *, v_first: bool) -> tuple[int, ...]:
-        """Strides of padded states, for the view."""
-        sequence, piece, key, value = state_strides(*self._padded_shape, v_first=v_first)
-        return sequence, self._count * piece, piece, key, value
-
-    def pad(self, states: torch.Tensor) -> torch.Tensor:
-        """A padded copy of initial states."""
-        padded = states.new_zeros(self._pieces[0], *self._padded_shape)
-        target = padded.as_strided(self._pieces, self._joined(v_first=False))
-        target.copy_(states.as_strided(self._pieces, self._cut(states.stride())))
-        return padded
-
-    def unpad(self, padded: Part, final_states: torch.Tensor, *, v_first: bool) -> None:
-        """Copy padded final states to `final_states`."""
-        source = padded.strided(self._pieces, self._joined(v_first=v_first))
-        final_states.as_strided(self._pieces, self._cut(final_states.stride())).copy_(source)
-
-
 def sliced_launch(
     inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool
-) -> PreparedLaunch[GDNInputs]:
-    """A call with slices of V as heads, for all inputs of one signature.  config: for
-    `by_slice(inputs)`.
-    """
-    launches = HopperLaunches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
-    states = _PaddedStates(inputs)
+) -> PreparedLaunch:
+    """config: for `by_slice(inputs)`."""
+    begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
     index, count, shape = inputs.q.get_device(), slice_count(inputs), inputs.states_shape
-    strides = state_strides(*shape[1:], v_first=state_v_first)
+    of_gates, g_strides, beta_strides = (
+        (*inputs.g.shape, count),
+        (*inputs.g.stride(), 0),
+        (*inputs.beta.stride(), 0),
+    )
+    sequences, heads, key_dim, value_dim = shape
+    pieces = sequences, heads, count, key_dim, value_dim // count
+    padded_shape = heads * count, DIM.value, DIM.value
+
+    def cut(strides: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
+        sequence, head, key, value = strides
+        return sequence, head, pieces[-1] * value, key, value
+
+    def joined(*, v_first: bool) -> tuple[int, ...]:
+        """Strides of padded states (sequences, HV * slices, K, V of a slice) as those of `cut`."""
+        sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
+        return sequence, count * piece, piece, key, value
+
+    states = state_strides(heads, key_dim, value_dim, v_first=state_v_first)
+    initial = None if inputs.initial_state is None else cut(inputs.initial_state.stride())
+    initial_padded, final, final_padded = (
+        joined(v_first=False),
+        cut(states),
+        joined(v_first=state_v_first),
+    )
+
+    def pad(given: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        padded = given.new_zeros(sequences, *padded_shape)
+        to, of = padded.as_strided(pieces, initial_padded), given.as_strided(pieces, strides)
+        to.copy_(of)
+        return padded
 
     def call(inputs: GDNInputs) -> GDNOutput:
-        """Copies of gates for each slice, the kernels, and copies of states."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
             if count > 1:
-                inputs = _with_gates_of_slices(inputs, count)
-            begun = launches.begin(inputs)
+                gates = {
+                    "g": inputs.g.as_strided(of_gates, g_strides).contiguous(),
+                    "beta": inputs.beta.as_strided(of_gates, beta_strides).contiguous(),
+                }
+                inputs = GDNInputs.unchecked(**vars(inputs) | gates)
+            begun = begin(inputs)
             # the host does the rest while the GPU runs the first launch
-            if inputs.initial_state is not None:
-                padded_states = states.pad(inputs.initial_state)
-                inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": padded_states})
+            if inputs.initial_state is not None and initial is not None:
+                inputs = GDNInputs.unchecked(
+                    **vars(inputs) | {"initial_state": pad(inputs.initial_state, initial)}
+                )
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            padded = begun.parts["padded"]
+            padded = begun[0]["padded"]
             assert padded is not None
-            launches.finish(begun, inputs, out, padded)
+            finish(begun, inputs, out, padded)
             final_states = torch.empty_strided(
-                shape, strides, dtype=torch.float32, device=out.device
+                shape, states, dtype=torch.float32, device=out.device
             )
-            states.unpad(padded, final_states, v_first=state_v_first)
+            final_states.as_strided(pieces, final).copy_(padded.strided(pieces, final_padded))
         return GDNOutput(out, final_states)
 
     return call
-
-
-def _with_gates_of_slices(inputs: GDNInputs, count: int) -> GDNInputs:
-    """With gates (B, T, HV * count), a copy for each slice of a head."""
-    g, beta = (
-        gate.as_strided((*gate.shape, count), (*gate.stride(), 0)).contiguous()
-        for gate in (inputs.g, inputs.beta)
-    )
-    return GDNInputs.unchecked(**vars(inputs) | {"g": g, "beta": beta})

@@ -53,10 +53,10 @@ class SSDHopperConfig(Cut):
     loads and stores
     """
 
-    ring: int = HOPPER[0].take["ring"]
-    score_ring: int = HOPPER[0].take["score_ring"]
-    unit_registers: int = HOPPER[0].take["unit_registers"]
-    other_registers: int = HOPPER[0].take["other_registers"]
+    ring: int = HOPPER[0][1]["ring"]
+    score_ring: int = HOPPER[0][1]["score_ring"]
+    unit_registers: int = HOPPER[0][1]["unit_registers"]
+    other_registers: int = HOPPER[0][1]["other_registers"]
     reason: str = ""
 
     @classmethod
@@ -81,8 +81,8 @@ class SSDHopperConfig(Cut):
                 else "least simulated time"
             )
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
-        row = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
-        return cls(**asdict(segments) | row.take, reason=f"{reason}; {row.why}")
+        _, take, why = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
+        return cls(**asdict(segments) | take, reason=f"{reason}; {why}")
 
 
 def unit_count(inputs: SSDInputs) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ssdprof.kernels.hopper.ring import CHUNK
@@ -73,13 +75,11 @@ def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
 
 def hopper_launch(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
-) -> PreparedLaunch[SSDInputs]:
-    """A call in one launch, for all inputs of one signature.  Requires that `config.unsupported` is
-    empty.
-    """
-    packed, D = inputs.cu_seqlens is not None, inputs.D
-    (seqlen, nheads, headdim), split = inputs.x.shape[1:], n_split(inputs.B.shape[3])
-    row = nheads * headdim
+) -> PreparedLaunch:
+    """Requires that `config.unsupported` is empty."""
+    packed, D, initial = inputs.cu_seqlens is not None, inputs.D, inputs.initial_states
+    (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
+    split, row = n_split(dstate), nheads * headdim
     x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
     # one lane finishes the output of some positions of a chunk
     out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
@@ -89,12 +89,8 @@ def hopper_launch(
         segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
 
     def tensors(
-        inputs: SSDInputs,
-        out: torch.Tensor,
-        final: torch.Tensor,
-        sync: torch.Tensor | None = None,
-        states: torch.Tensor | None = None,
-    ) -> tuple[object, ...]:
+        inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None
+    ) -> tuple[Any, ...]:
         """The kernel's descriptors and tensors in its order."""
         return (
             x_tiles(inputs.x),
@@ -120,20 +116,7 @@ def hopper_launch(
         strides_of(inputs.cu_seqlens) or (0,),
     )
     sizes = (seqlen, inputs.sequences, config.segment, config.long_count, config.long_segment)
-    launcher = Launcher(
-        _fused_hopper_kernel,
-        (strides, tuple(map(float, inputs.dt_limit)), *sizes),
-        _options(inputs, precision, config),
-    )
-    programs = share_count(inputs, config) or segments * program_count(inputs)
-    return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))
-
-
-def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> dict[str, object]:
-    """Compile-time arguments.  UNITS: units per program; PAIRS: programs per segment."""
-    (nheads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
-    split = n_split(dstate)
-    return dict(
+    options = dict(  # UNITS: units per program; PAIRS: programs per segment
         HEADS=nheads,
         HEADS_PER_GROUP=inputs.heads_per_group,
         HEADDIM=headdim,
@@ -145,13 +128,18 @@ def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -
         DT_SOFTPLUS=inputs.dt_softplus,
         RELAXED=not precision.exact,
         PASSING=passing(inputs, config),
-        INITIAL_STRIDES=strides_of(inputs.initial_states) or (0, 0, 0, 0),
+        INITIAL_STRIDES=strides_of(initial) or (0, 0, 0, 0),
         DEPTH=config.ring,
         SCORE_DEPTH=config.score_ring,
         UNIT_REGISTERS=config.unit_registers,
         OTHER_REGISTERS=config.other_registers,
         num_warps=8,
     )
+    launcher = Launcher(
+        _fused_hopper_kernel, (strides, tuple(map(float, inputs.dt_limit)), *sizes), options
+    )
+    programs = share_count(inputs, config) or segments * program_count(inputs)
+    return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))
 
 
 def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:
