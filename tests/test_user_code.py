@@ -68,10 +68,6 @@ def run(body: str) -> str:
         ("time.sleep(1000)", "-9 None 1 None 0 a call of its kernel did not end within 2 s"),
         ("for _ in range(30): child.alive(); time.sleep(0.1)", "0 0 1 None 0"),
         ("child.tell('case'); time.sleep(2.5)", "0 0  None 0"),
-        (
-            "time.monotonic = lambda: 9.0; child.tell('case'); time.sleep(99)",
-            "-9 None  None 0 its clock is not that of this machine",
-        ),
     ],
 )
 def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str) -> None:

@@ -78,9 +78,16 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         found.append(find is not None)
         write(report)
 
-    header = {"subject": options.where or operator.name, "command": options.command}
     report = tune_job.tune(
-        operator, sources, wanted, device, watcher, keep, budget=options.budget, **header
+        operator,
+        sources,
+        wanted,
+        device,
+        watcher,
+        keep,
+        budget=options.budget,
+        subject=options.where or operator.name,
+        command=options.command,
     )
     write(report)
     if any(found) and report.environment.gpu:

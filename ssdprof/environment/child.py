@@ -22,7 +22,6 @@ from ssdprof.errors import BadInputError, how_ended
 _POLL_S = 0.1
 _LINGER_S = 10.0  # for a process that has done its work; threads of a user's kernel may keep it
 _SILENT_S = 600.0  # a user's kernel that is at work for so long without a sign of life hangs
-_SKEW_S = 2.0  # between a line's clock and the time when it came
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -84,7 +83,7 @@ class Forked:
 
     told: its lines.  code: as in `subprocess`, once it has ended.  stopped: signals that asked this
     process to stop.
-    fault: why this process ends the child; else empty.
+    fault: why this process ended the child; else empty.
     """
 
     def __init__(self, pid: int, pipe: int) -> None:
@@ -92,25 +91,21 @@ class Forked:
         self.code = self.stopped = 0
         self.fault = ""
         self._pid, self._pipe, self._cut = pid, pipe, b""
-        self._polled = time.monotonic()
-        self._silent_s = self._lingers_s = 0.0
-        self._at_work = self._done = False
 
     @property
     def how(self) -> str:
         """ "ended early, with SIGSEGV"."""
-        return (
-            f"was stopped: {self.fault}"
-            if self.fault
-            else f"ended early, with {how_ended(self.code)}"
-        )
+        if self.fault:
+            return f"was stopped: {self.fault}"
+        return f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
         """What follows a word in the last line that begins with it."""
-        return next(
-            (line.partition(" ")[2] for line in reversed(self.told) if line.split(" ")[0] == word),
-            None,
-        )
+        for line in reversed(self.told):
+            first, _, rest = line.partition(" ")
+            if first == word:
+                return rest
+        return None
 
     def stop(self, *_: object) -> None:
         """A handler of signals."""
@@ -118,42 +113,38 @@ class Forked:
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGTERM if self.stopped == 1 else signal.SIGKILL)
 
-    def listen(self) -> bool:
+    def wait(self) -> None:
+        """Read its lines until it ends.  It is killed if its kernel hangs, or if it lingers after
+        it has done its work.
+        """
+        quiet_s = 0.0
+        while not (ended := os.waitpid(self._pid, os.WNOHANG))[0]:
+            polled = time.monotonic()
+            if select.select([self._pipe], [], [], _POLL_S)[0] and self._listen():
+                quiet_s = 0.0
+                continue
+            time.sleep(_POLL_S)
+            quiet_s += min(1.0, time.monotonic() - polled)  # a pause of this process does not count
+            if self.last("exit") is not None:
+                if quiet_s > _LINGER_S:
+                    os.kill(self._pid, signal.SIGKILL)
+            elif self.last("case") and quiet_s > _SILENT_S:
+                self.fault = f"a call of its kernel did not end within {_SILENT_S:g} s"
+                os.kill(self._pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        self._listen()
+        self.code = os.waitstatus_to_exitcode(ended[1])
+
+    def _listen(self) -> bool:
         """Read what there is.  Whether there was anything."""
-        found = b""
+        data = b""
         with suppress(BlockingIOError):
             while more := os.read(self._pipe, 1 << 16):
-                found += more
-        *lines, self._cut = (self._cut + found).split(b"\n")
-        for line in lines:
-            clock, _, text = line.decode(errors="replace").partition(" ")
-            try:
-                known = self._polled - _SKEW_S <= float(clock) <= time.monotonic() + _SKEW_S
-            except ValueError:
-                known = False
-            if not known:
-                self.fault = "its clock is not that of this machine"
-            self.told.append(text)
-            self._silent_s = 0.0
-            self._at_work = (
-                text.startswith("case ") if text.split(" ")[0] == "case" else self._at_work
-            )
-            self._done = self._done or text.startswith("exit ")
-        return bool(found)
-
-    def must_end(self) -> bool:
-        """Whether the child must be killed.  Called at every poll; a pause of this process itself
-        does not count.
-        """
-        now = time.monotonic()
-        passed, self._polled = min(now - self._polled, 1.0), now
-        self._silent_s += passed
-        if self._done:
-            self._lingers_s += passed
-            return self._lingers_s > _LINGER_S
-        if self._at_work and self._silent_s > _SILENT_S:
-            self.fault = self.fault or f"a call of its kernel did not end within {_SILENT_S:g} s"
-        return bool(self.fault)
+                data += more
+        *lines, self._cut = (self._cut + data).split(b"\n")
+        self.told += [line.decode(errors="replace") for line in lines]
+        return bool(data)
 
 
 _parent: int | None = None  # where this process tells its parent, if it was forked by `fork`
@@ -170,12 +161,10 @@ def end_with(parent: int) -> None:
 def tell(line: str) -> None:
     """Tell the parent a line, the first word of which says what it is.  From "case CASE" to "case"
     a kernel is at work.
-
-    The line also has the time by this process's clock, which a user's kernel may have replaced.
     """
     if _parent is not None:
         with suppress(OSError):  # what runs here may have closed it
-            os.write(_parent, f"{time.monotonic()} {line}\n".encode())
+            os.write(_parent, f"{line}\n".encode())
 
 
 def alive() -> None:
@@ -223,19 +212,10 @@ def fork() -> Forked | None:
     os.close(write)
     os.set_blocking(read, False)
     child = Forked(pid, read)
-    before = {
-        number: signal.signal(number, child.stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    while not (gone := os.waitpid(pid, os.WNOHANG))[0]:
-        if not (select.select([read], [], [], _POLL_S)[0] and child.listen()):
-            time.sleep(_POLL_S)
-        if child.must_end():
-            os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    child.listen()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, child.stop) for number in signals}
+    child.wait()
     os.close(read)
     for number, handler in before.items():
         signal.signal(number, handler)
-    child.code = os.waitstatus_to_exitcode(gone[1])
     return child

@@ -35,8 +35,8 @@ def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
         bench_job.bench(request, operators.get(request.operator), watcher)
     else:
         of_calls = replace(asked, answers=False, prefill=False, stalls=False, trace=None)
-        replay, found, _ = subject.run(replace(of_calls, out=folder, sampler=number))
-        run_job.run(found, replay, watcher)
+        replay, model_or_captures, _ = subject.run(replace(of_calls, out=folder, sampler=number))
+        run_job.run(model_or_captures, replay, watcher)
 
 
 def main() -> None:
