@@ -14,7 +14,7 @@ import typer
 from ssdprof.commands import output, terminal
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import Record, Text
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu

@@ -21,7 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ssdprof.commands import terminal
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words

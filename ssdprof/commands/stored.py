@@ -23,7 +23,8 @@ from ssdprof.commands import output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import precisions_for
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
-from ssdprof.core.report import ListedRun, Report
+from ssdprof.core.outcome import ListedRun
+from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
 from ssdprof.environment.child import Forked
 from ssdprof.errors import BadInputError, ExitCode, nearest
@@ -328,7 +329,7 @@ SCHEMAS = {
     "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
-    "runs": ("runs", "ssdprof.core.report:ListedRun[]"),
+    "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),
     "stalls-v4": ("stalls", "ssdprof.core.stalls:StallReport"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),

@@ -24,8 +24,8 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import Outcome
-from ssdprof.core.report import ListedRun, Report
+from ssdprof.core.outcome import ListedRun, Outcome
+from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading

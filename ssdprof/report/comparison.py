@@ -114,7 +114,7 @@ def compose(
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
-            offenders = [": ".join(filter(None, (one.case, one.found))) for one in verdicts]
+            offenders = [": ".join(filter(None, (one.case, one.actual))) for one in verdicts]
             yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
     if held := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(held, 'or')}.", True)

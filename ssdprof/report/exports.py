@@ -29,7 +29,7 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
-from ssdprof.core.conditions import Outcome, judged
+from ssdprof.core.outcome import Outcome, judged
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import LayerRef

@@ -18,7 +18,8 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn
-from ssdprof.core.conditions import METRICS, Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.conditions import METRICS
+from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.calls import baseline_us
 from ssdprof.report.facts import gpu_name
@@ -71,7 +72,7 @@ def errors(report: Report) -> tuple[str, ...]:
     lines = shortcomings(found)
     for case in found.answers_failed:
         broken = "; ".join(
-            f"{one.condition}: {one.found}" for one in found.broken if one.case == case.name
+            f"{one.condition}: {one.actual}" for one in found.broken if one.case == case.name
         )
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
         lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
@@ -113,7 +114,7 @@ def shortcomings(found: Outcome) -> list[str]:
         lines.append(f"REFUSED: {case_words(found.refused)}: {why}.")
     answers = {case.name for case in found.answers}
     for gate, broken in by_gate(one for one in found.broken if one.case not in answers).items():
-        cases = [": ".join(filter(None, (one.case, one.found))) for one in broken]
+        cases = [": ".join(filter(None, (one.case, one.actual))) for one in broken]
         lines.append(f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}.")
     return lines
 

@@ -61,7 +61,7 @@ def near(found: Estimate | None, value: float) -> bool:
 
 def offences(found: Comparison) -> dict[str, list[str]]:
     return {
-        change: [f"{each.case}: {each.found}" for each in offenders]
+        change: [f"{each.case}: {each.actual}" for each in offenders]
         for change, offenders in found.verdicts.items()
     }
 
