@@ -8,7 +8,6 @@ are not found.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.jobs.compare import Entry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure import timing
+from ssdprof.measure import first_run, timing
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.store import reports
@@ -97,18 +96,31 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
     assert fingerprint(*entry.call.inputs.tensors.values()) == before
 
 
-def test_what_a_thread_computes_after_the_call_is_no_output() -> None:
+def test_what_a_thread_computes_after_the_call_is_no_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread computes as soon as the output was first looked at."""
     threads: list[threading.Thread] = []
     calls: list[None] = []
+    looked_at = threading.Event()
+
+    def noted(*tensors: torch.Tensor) -> tuple[int, ...]:
+        bits = fingerprint(*tensors)
+        looked_at.set()
+        return bits
+
+    monkeypatch.setattr(first_run, "fingerprint", noted)
+    monkeypatch.setattr(first_run, "_LATEST", 60.0)
 
     def later(output: SSDOutput) -> SSDOutput:
         empty = SSDOutput(*map(torch.zeros_like, output))
 
         def compute() -> None:
-            time.sleep(0.05)
-            for own, tensor in zip(empty, output, strict=True):
-                own.copy_(tensor)
+            looked_at.wait()
+            for later_output, tensor in zip(empty, output, strict=True):
+                later_output.copy_(tensor)
 
+        looked_at.clear()
         threads.append(threading.Thread(target=compute))
         threads[-1].start()
         return empty
@@ -120,6 +132,7 @@ def test_what_a_thread_computes_after_the_call_is_no_output() -> None:
     found = compared(
         entries("at once", spoil=later), entries("when timed", spoil=when_timed), timer=FakeTimer()
     )
+    looked_at.set()
     for thread in threads:
         thread.join()
     assert (found["at once"].result, found["at once"].why) == ("failed", LATE)
@@ -143,7 +156,6 @@ def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
 
 KERNELS = """
 import threading
-import time
 
 import torch
 from ssdprof.kernels import get
