@@ -131,14 +131,12 @@ def end(report: Report) -> None:
 
     The reasons are named on stderr; of the failed cases of a run its report tells.
     """
-    found = Outcome(report)
-    if not found.passed:
-        of_cases = report.kind in ("bench", "prefill")
-        fail(
-            statements.errors(report)
-            if of_cases
-            else (f"GATE FAILED: {one}" for one in found.broken)
-        )
+    outcome = Outcome(report)
+    if outcome.passed:
+        return
+    if report.kind in ("bench", "prefill"):
+        fail(statements.errors(report))
+    fail(f"GATE FAILED: {verdict}" for verdict in outcome.broken)
 
 
 def fail(lines: Iterable[str]) -> NoReturn:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 
-from ssdprof import kernels, operators
+from ssdprof import kernels, operators, settings
 from ssdprof.capture import store as captures
 from ssdprof.capture.layers import CapturedLayer, OnLayer
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
 from ssdprof.core.case import call_size
-from ssdprof.core.conditions import Condition
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import (
     CallRef,
@@ -34,7 +33,7 @@ from ssdprof.core.subject import (
 )
 from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import collect
-from ssdprof.environment.toolchain import require_gpu, unusable_gpu
+from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
@@ -254,23 +253,6 @@ def refuse_sharding(
         )
 
 
-def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
-    """The conditions without those on times if there is no GPU.  MissingCapabilityError if an
-    option gave one.
-    """
-    if torch.cuda.is_available():
-        return options.conditions
-    of_times = [gate for gate in options.conditions if gate.metric in ("speedup", "time")]
-    for gate in of_times:
-        if gate.text in (options.gate or ()):
-            option = f"--gate {gate.text}"
-            require_gpu(
-                f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out."
-            )
-        watcher.say(f"{gate.text} of the settings file is not judged: this machine has no GPU.")
-    return tuple(gate for gate in options.conditions if gate not in of_times)
-
-
 def run(
     subject: Subject | Stored, options: RunOptions, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
@@ -280,7 +262,11 @@ def run(
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
-    options = replace(options, conditions=_judged_here(options, watcher))
+    if not torch.cuda.is_available():
+        conditions = settings.without_speed(
+            options.conditions, options.gate or (), "--gate", "this machine", watcher.say
+        )
+        options = replace(options, conditions=conditions)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
     resolved = check(subject, options, ranks)
