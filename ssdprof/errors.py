@@ -106,11 +106,13 @@ def _secrets() -> dict[str, str]:
     """
     values = {name.upper(): value for name, value in os.environ.items()}
     addresses = [values[name] for name in _ADDRESSES if name in values]
-    addresses += [word for word in sys.argv[1:] if "://" in word]
+    addresses += [word for word in sys.argv[1:] if "://" in word or ":" in word.rpartition("@")[0]]
     users = [address.rpartition("://")[2].rpartition("@")[0] for address in addresses]
     users += [quote(user, safe=":") for user in users]
     tokens = [values[name] for name in _TOKENS if len(values.get(name, "")) >= _SHORTEST_TOKEN]
-    return {f"{user}@": "...@" for user in users if user} | dict.fromkeys(tokens, "...")
+    instead = {f"{user}@": "...@" for user in users if user}
+    passwords = [user for user in users if ":" in user]  # as a part of an address shows them
+    return instead | dict.fromkeys((*passwords, *tokens), "...")
 
 
 def how_ended(exit_code: int) -> str:
