@@ -3,7 +3,7 @@
 R=ssd-new
 M=mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano
 O=nemotron-nano-9b-v2,codestral-mamba-7b,falcon-h1-3b,zamba2-2.7b,zamba2-7b
-P="--dtype fp16 --against published --published $HOME/mamba"
+P="--dtype fp16 --against published=$HOME/mamba"
 ssdprof bench ssd --shape mamba2-2.7b --seq 1 --batch 1,4,16,64,256 --against selective_state_update --also recurrent_in_place --out $R-decoding
 ssdprof bench ssd --shape nemotron-3-nano --seq 4k,128k $P --out $R-published-nemotron-3-nano
 ssdprof bench ssd --shape granite-4.0-h-small --seq 4k,32k,128k $P --out $R-published-granite-4.0-h-small

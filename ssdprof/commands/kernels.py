@@ -49,8 +49,7 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
         )
 
 
-def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...] | None) -> None:
-    """cells: random inputs; seqlens: of stored captures, if the options name some."""
+def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
     if options.clear:
         gone = [f"Removed {file}." for file in tuned.clear()] or [
             f"There is nothing in {tuned.folder()}."
@@ -59,10 +58,6 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         return
     device = tune_job.gpu_to_tune()
     operator = operators.get(options.operator)
-    if options.where is None:
-        sources = tune_job.drawn(operator, cells, device)
-    else:
-        sources = tune_job.captured(operator, options.where, seqlens, device)
     wanted: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
     )
@@ -82,13 +77,12 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
 
     report = tune_job.tune(
         operator,
-        sources,
+        cells,
         wanted,
         device,
         watcher,
         keep,
         budget=options.budget,
-        subject=options.where or operator.name,
         command=options.command,
     )
     write(report)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -192,20 +191,6 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 # --- case
 
 _OF_OUTPUT = ("json", "full", "dry_run", "prefill", "stalls")  # options that no function has
-_SCRIPT = """{title}
-
-import ssdprof
-
-report = ssdprof.{kind}(
-{arguments}
-)
-case = next(case for case in report.cases if case.id == "{id}")
-print(case.name, case.result, case.why, sep="\\n")
-for tensor in case.accuracy:
-    rms, floor = tensor.vs_oracle.rms_ratio, tensor.floor.rms_ratio
-    print(tensor.tensor, "rms error against fp64", rms, "floor", floor)
-print("device time [us]", case.device_us)
-"""
 
 
 def case(options: options.CaseOptions) -> None:
@@ -223,34 +208,9 @@ def case(options: options.CaseOptions) -> None:
         print(case.model_dump_json(exclude_defaults=True, indent=1))
     elif not words:
         raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
-    elif options.script:
-        shown = "\n".join(
-            f"    {name}={value!r}," if name else f"    {value!r},"
-            for name, value in _arguments(words[2:]).items()
-        )
-        title = repr(f"{case.name}, of report {report.id}.")
-        print(_SCRIPT.format(title=title, kind=words[1], arguments=shown, id=case.id), end="")
     else:
         result = ": ".join(filter(None, (case.result, case.why)))
         print(f"{case.id}  {case.name}\n{result}\n{shlex.join(words)}")
-
-
-def _arguments(words: Sequence[str]) -> dict[str, str | bool | list[str]]:
-    """The words of a command as the arguments of its function; a positional one has the name ""."""
-    arguments: dict[str, str | bool | list[str]] = {}
-    gates: list[str] = []
-    name = ""
-    for word in words:
-        value = word
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-        if name != "gate":
-            arguments[name] = value or True
-        elif value:
-            gates.append(value)
-    if gates:
-        arguments["gate"] = gates
-    return {name: value for name, value in arguments.items() if name not in _OF_OUTPUT}
 
 
 # --- compare

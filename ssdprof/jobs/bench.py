@@ -16,7 +16,7 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.core.case import Case, Drawn
-from ssdprof.core.report import LeftOut, Report, Requested
+from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import Dims
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
@@ -260,8 +260,7 @@ class CellBench:
             reason = f"the budget of {request.budget:g} s was spent{error}"
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {first_line(error)}"
-        left_out = LeftOut(place=_place(cell), reason=reason)
-        self._writer.update(left_out=(*self._writer.report.left_out, left_out))
+        self._writer.leave_out(_place(cell), reason)
 
     def measured(self, cell: Cell, comparer: Comparer) -> Iterable[Case]:
         """The cases of a cell: a cell that is left out has none, also if some were verified before.

@@ -530,7 +530,6 @@ class CaseOptions:
     run: str | None = argument(
         None, "RUN", "A report's folder, or its name under runs/.", shown="the latest report"
     )
-    script: bool = flag("--script", "Print a Python file that runs it again.")
     json: Json = False
 
 
@@ -682,9 +681,6 @@ class BenchOptions:
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
-    published: Path | None = option(
-        None, "DIR", "The same as --against published=DIR.", exists=True, file_okay=False
-    )
     also: str = option(
         "",
         "I[,I...]",
@@ -745,13 +741,10 @@ class TuneOptions:
     """
 
     operator: str = argument("ssd", "OPERATOR", "ssd, gdn or kda.", shown=True)
-    where: str | None = argument(
-        None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones."
-    )
     shape: ShapeOption = None
-    seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
-    batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
-    dtype: str | None = option(None, "D[,D...]", _DTYPES, shown="bf16")
+    seq: str = option("1k,8k,64k", "N[,N...]", _LENGTHS)
+    batch: str = option("1", "B[,B...]", _BATCHES)
+    dtype: str = option("bf16", "D[,D...]", _DTYPES)
     intermediates: SomeIntermediates = "exact"
     budget: float | None = option(
         None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1

@@ -23,7 +23,7 @@ from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.report import LeftOut, Report, Requested
+from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.environment.machine import collect, installed_version, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
@@ -266,12 +266,9 @@ class _Length:
         """Note what the budget left no time for.  begun: whether anything of this length ran."""
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
-            left_out = LeftOut(
-                place=next(iter(self.cases.values())).place,
-                implementations=unseen if begun else (),
-                reason=f"the budget of {self.request.budget or 0:g} s was spent",
-            )
-            writer.update(left_out=(*writer.report.left_out, left_out))
+            place = next(iter(self.cases.values())).place
+            reason = f"the budget of {self.request.budget or 0:g} s was spent"
+            writer.leave_out(place, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
         """A step begins only if the budget is not spent.  BadInputError if the model bypasses its

@@ -135,7 +135,9 @@ class _Replay:
         else:
             if self._is_done(entries):
                 self.writer.captured(layer)
-                self._note_laws(entries)
+                for entry in entries:  # laws that were tested are not tested again
+                    if self.writer.earlier[entry.case.name].probes:
+                        self.prober.probed(entry.call.implementation, inputs)
             else:
                 self._compare(entries, layer)
             self.writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
@@ -153,7 +155,8 @@ class _Replay:
             inputs = token_major(drafted(inputs, operator.binding, verify))
         self.writer.note(captured.remark)
         if lost:
-            self.writer.note(f"{_where(captured.layer, call)}: {lost}")
+            name = captured.layer.name
+            self.writer.note(f"{name}, {call}: {lost}" if call else f"{name}: {lost}")
         self.writer.doubt(captured.layer.index, doubts(operator, inputs))
         return call, inputs
 
@@ -189,12 +192,6 @@ class _Replay:
         earlier = [self.writer.earlier.get(entry.case.name) for entry in entries]
         return all(case and case.reason != NOT_TIMED for case in earlier)
 
-    def _note_laws(self, entries: Sequence[Entry]) -> None:
-        """Laws that an interrupted run has tested are not tested again."""
-        for entry in entries:
-            if self.writer.earlier[entry.case.name].probes:
-                self.prober.probed(entry.call.implementation, entry.call.inputs)
-
     def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
         for case in self.comparer.compare(entries, layer.name):
             self.writer.case(case)
@@ -212,8 +209,8 @@ class _Replay:
             entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
         }
         trace.write(file, calls, limits.device())
-        where = _where(entries[0].case.layer, entries[0].case.call)
-        self.watcher.say(f"Wrote {file}: {len(calls)} cases of {where}, one call of each.")
+        place = entries[0].case.place
+        self.watcher.say(f"Wrote {file}: {len(calls)} cases of {place}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
         """For the trace; a call that fails there fails its case."""
@@ -223,11 +220,6 @@ class _Replay:
         except Exception as error:
             status, reason = status_of(error, entry.call.device, entry.case.implementation)
             self.writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
-
-
-def _where(layer: LayerRef | None, call: CallRef | None) -> str:
-    name = layer.name if layer else ""
-    return f"{name}, {call}" if call else name
 
 
 def entries_of(

@@ -6,8 +6,8 @@ if requested
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,9 @@ from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load as load_report
 from ssdprof.store.reports import opened
 
+# the expected number of calls -> a context that compares on each: see `replaying`
+Replaying = Callable[[int], AbstractContextManager[OnLayer]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
@@ -94,7 +97,8 @@ class Resolved:
     ) -> list[Planned]:
         """`planned` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
-        in_place = [name for name in names if self._works_in_place(operator, name)]
+        known = {name: self.resolve(operator.name, name) for name in names}
+        in_place = [name for name, each in known.items() if each.kind == "own" and each.in_place]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
             names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)
@@ -106,10 +110,6 @@ class Resolved:
             if not implementation.absent:
                 compared.append(replace(implementation, named=implementation.kind == "library"))
         return planned(compared, self.resolve(operator.name, baseline), wanted, dtype)
-
-    def _works_in_place(self, operator: Operator, name: str) -> bool:
-        implementation = self.resolve(operator.name, name)
-        return implementation.kind == "own" and implementation.in_place is not None
 
 
 def planned(
@@ -271,16 +271,13 @@ def run(
         watcher.say(f"This run uses the CPU.  {why}")
     resolved = check(subject, options, ranks)
     layers = ranks.share(subject.layers) if ranks else subject.layers
-    source: _Captures | _Capturing
-    if isinstance(subject, Stored):
-        source = _Captures(subject, layers)
-    else:
-        source = _Capturing(subject, layers, load(subject, watcher))
+    source = subject if isinstance(subject, Stored) else load(subject, watcher)
+    dtype, prompts, header = _source_fields(source)
     precisions = partial(
         requested_precisions, intermediates=options.intermediates, states=options.states
     )
     planner = partial(resolved.plan, precisions)
-    cast = None if options.dtype == source.dtype else options.dtype
+    cast = None if options.dtype == dtype else options.dtype
     with opened(
         options.out,
         watcher,
@@ -292,81 +289,76 @@ def run(
         command=options.command,
         model=subject.ref,
         environment=collect(),
-        prompts=source.prompts,
-        requested=tuple(
-            _requested(subject, source.prompts, planner, cast or source.dtype, options.verify)
-        ),
+        prompts=prompts,
+        requested=tuple(_requested(subject, prompts, planner, cast or dtype, options.verify)),
         conditions=options.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
         smallest_difference=options.smallest_difference,
-        cast=(source.dtype, cast) if cast else None,
+        cast=(dtype, cast) if cast else None,
         tensor_parallel=options.tensor_parallel,
         absent=resolved.absent,
         samplers=options.processes if limits.device().type == "cuda" else 1,
-        **source.header,
+        **header,
     ) as writer:
-        with replaying(writer, options, planner, cast, watcher, source.calls) as on_layer:
-            source.run(on_layer, writer.captures if options.save_captures else None)
-        # with --decode the model is whole, but none are compared
-        if isinstance(source, _Capturing) and source.whole:
-            names = tuple(
-                dict.fromkeys(known.name for known in resolved.requested if known.kind != "library")
-            )
-            asked = AnswersOptions(model=options.model, implementations=names, weights="own")
-            compare_answers(source.loaded, asked, precisions, watcher, writer)
+        replay = partial(replaying, writer, options, planner, cast, watcher)
+        if isinstance(source, Stored):
+            _replay_stored(source, layers, replay)
+        else:
+            mine = replace(source, subject=replace(source.subject, layers=layers))
+            _replay_captured(mine, writer.captures if options.save_captures else None, replay)
+            # with --decode the model is whole, but none are compared
+            if source.subject.whole and not source.subject.serving.decode:
+                compared = (known.name for known in resolved.requested if known.kind != "library")
+                asked = AnswersOptions(
+                    model=options.model,
+                    implementations=tuple(dict.fromkeys(compared)),
+                    weights="own",
+                )
+                compare_answers(source, asked, precisions, watcher, writer)
     return load_report(writer.folder)
 
 
-class _Captures:
-    """The calls of a run from stored captures.  header: fields of the report.  calls: their
-    number.
-    """
+def _source_fields(source: Stored | Loaded) -> tuple[DType, tuple[Prompt, ...], dict[str, object]]:
+    """The model's dtype, the prompts, and other fields of the report."""
+    if isinstance(source, Stored):
+        manifest = source.manifest
+        return (
+            stored_dims(source.chosen[0]).dtype,
+            tuple(manifest.prompts),
+            {"segment_length": manifest.segment_length, "capture_complete": manifest.complete},
+        )
+    return (
+        dtype_name(source.model.dtype),
+        source.prompts,
+        {
+            "segment_length": max(source.segment_lengths),
+            "placement": source.placement,
+            "notes": source.subject.located.caveats,
+        },
+    )
 
-    def __init__(self, subject: Stored, layers: Sequence[LayerRef]) -> None:
-        self._chosen = [capture for capture in subject.chosen if capture.layer in layers]
-        manifest, self._load = captures.load(subject.folder)
-        self.dtype = stored_dims(subject.chosen[0]).dtype
-        self.prompts = tuple(manifest.prompts)
-        self.header: dict[str, object] = {
-            "segment_length": manifest.segment_length,
-            "capture_complete": manifest.complete,
-        }
-        self.calls = len(self._chosen)
 
-    def run(self, on_layer: OnLayer, _folder: Path | None) -> None:
-        for capture in self._chosen:
-            on_layer(self._load(capture, limits.device()))
+def _replay_stored(source: Stored, layers: Sequence[LayerRef], replay: Replaying) -> None:
+    """Compare on stored captures."""
+    _, read = captures.load(source.folder)
+    chosen = [capture for capture in source.chosen if capture.layer in layers]
+    with replay(len(chosen)) as on_layer:
+        for capture in chosen:
+            on_layer(read(capture, limits.device()))
 
 
-class _Capturing:
-    """The calls of a run from the model.  layers: those of this process."""
+def _replay_captured(loaded: Loaded, folder: Path | None, replay: Replaying) -> None:
+    """Compare while the model runs.  folder: where captures are stored too; None: nowhere."""
+    store = nullcontext() if folder is None else loaded.stored_in(folder, overwrite=True)
+    with replay(loaded.subject.calls) as on_layer, store as writer:
 
-    def __init__(self, subject: Subject, layers: tuple[LayerRef, ...], loaded: Loaded) -> None:
-        self.loaded = loaded
-        self.whole = subject.whole and not subject.serving.decode
-        self._mine = replace(loaded, subject=replace(subject, layers=layers))
-        self.dtype = dtype_name(loaded.model.dtype)
-        self.prompts = tuple(loaded.prompts)
-        self.header: dict[str, object] = {
-            "segment_length": max(loaded.segment_lengths),
-            "placement": loaded.placement,
-            "notes": subject.located.caveats,
-        }
-        self.calls = self._mine.subject.calls
+        def on_capture(captured: CapturedLayer) -> None:
+            if writer is not None:
+                writer.add(captured)
+            on_layer(captured)
 
-    def run(self, on_layer: OnLayer, folder: Path | None) -> None:
-        """folder: where captures are stored too; None: nowhere."""
-        if folder is None:
-            self._mine.run(on_layer)
-            return
-        with self._mine.stored_in(folder, overwrite=True) as store:
-
-            def stored(captured: CapturedLayer) -> None:
-                store.add(captured)
-                on_layer(captured)
-
-            self._mine.run(stored)
+        loaded.run(on_capture)
 
 
 def _requested(

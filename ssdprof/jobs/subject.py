@@ -435,12 +435,7 @@ def bench(
         if asked.implementations == declared.COMPARED:
             asked = replace(asked, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
-    against = [word.strip() for word in options.against.split(",") if word.strip()]
-    if options.published is not None:  # gives one of them its checkout
-        against = [
-            *(name for name in against if name != "published"),
-            f"published={options.published}",
-        ]
+    against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
     also = reading.parse_implementations("--also", options.also) if options.also else ()
     sizes = reading.parse_chunk_sizes(options.chunk_size)
@@ -464,32 +459,17 @@ def bench(
     return request, (*libraries, *asked.implementations, *also), too_large
 
 
-def tune(
-    options: declared.TuneOptions,
-) -> tuple[declared.TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
-    """The cells of drawn inputs, or none and the lengths of captured ones."""
+def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:
+    """The cells to search for; none to clear what was found."""
     refuse_ranks("ssdprof tune")
     if options.clear:
-        return options, (), None
+        return options, ()
     if options.out is not None:
         check_target(options.out, replace=options.force)
-    known = operators.get(options.operator).generated
-    if options.where is not None:
-        if options.shape is not None or options.batch is not None or options.dtype is not None:
-            raise BadInputError(
-                "Captured inputs have their own shape, batch and dtype.",
-                "Leave out --shape, --batch and --dtype.",
-            )
-        return options, (), None if options.seq is None else reading.lengths(options.seq)
-    tokens, _ = reading.parse_tokens(
-        options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31
-    )
-    dtypes = reading.parse_dtypes(options.dtype or "bf16")
-    return (
-        options,
-        reading.expand(reading.parse_shapes(known, options.shape), dtypes, tokens, "contiguous"),
-        None,
-    )
+    tokens, _ = reading.parse_tokens(options.seq, options.batch, "", "", max_tokens=2**31)
+    shapes = reading.parse_shapes(operators.get(options.operator).generated, options.shape)
+    dtypes = reading.parse_dtypes(options.dtype)
+    return options, reading.expand(shapes, dtypes, tokens, "contiguous")
 
 
 def stalls(options: declared.StallsOptions) -> declared.StallsOptions:

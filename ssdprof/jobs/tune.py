@@ -1,7 +1,7 @@
 """`ssdprof tune`: finds faster configurations of the fused kernels on this GPU.
 
-inputs drawn or captured -> a search for each layer, one axis after the other -> configurations for
-later runs
+random inputs, as in a bench -> a search for each layer, one axis after the other ->
+configurations for later runs
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ssdprof.capture import store as captures
-from ssdprof.capture.manifest import is_capture
-from ssdprof.core import statistics, words
+from ssdprof.core import statistics
 from ssdprof.core.base import Intermediates, grouped
-from ssdprof.core.case import Case, Drawn, LayerCall
-from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Dims
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
-from ssdprof.errors import BadInputError
 from ssdprof.jobs.bench import drawn_of
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels.inputs import Inputs, Output
@@ -44,7 +39,7 @@ from ssdprof.operators.tensors import requested_precisions
 from ssdprof.operators.tuning import Config
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
-from ssdprof.store.reports import CAPTURES, Writer, load
+from ssdprof.store.reports import Writer
 
 # a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
 MARGIN = 0.01
@@ -90,117 +85,44 @@ def difference(config: Config, committed: Config) -> str:
     )
 
 
-# --- the inputs: of each layer, whose inputs may share a find
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputSource:
-    """Inputs that are created when their search begins.
-
-    task: what a case says of inputs of these sizes.
-    """
-
-    task: Callable[[Dims], LayerCall | Drawn]
-    create: Callable[[], Inputs]
-
-
-def drawn(
-    operator: Operator, cells: Sequence[Cell], device: torch.device
-) -> list[list[InputSource]]:
-    """Random inputs of any shape, as in `ssdprof bench`."""
-    layers = grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").values()
-    return [
-        [_drawn(operator, cell, device) for cell in cells_of_layer] for cells_of_layer in layers
-    ]
-
-
-def _drawn(operator: Operator, cell: Cell, device: torch.device) -> InputSource:
-    return InputSource(
-        task=partial(drawn_of, cell, None), create=partial(operator.generated.draw, cell, device)
-    )
-
-
-def captured(
-    operator: Operator, where: str, seqlens: Sequence[int] | None, device: torch.device
-) -> list[list[InputSource]]:
-    """The operator's middle layer in a folder of captures, or in a run with stored captures, at
-    each length.
-
-    Decode steps are left out, because the tuned kernels are made for prompts.
-    seqlens: lengths; None: all.  Raises BadInputError if there is no such layer.
-    """
-    folder = Path(where).expanduser()
-    if not is_capture(folder):
-        folder = load(where)[0] / CAPTURES
-        if not is_capture(folder):
-            raise BadInputError(
-                f"The run {where} has kept no captures.",
-                "Run it with --save-captures, or name a --shape.",
-            )
-    manifest, read = captures.load(folder)
-    prompts = (
-        stored
-        for stored in manifest.layers
-        if stored.layer.operator == operator.name
-        and not (stored.call and stored.call.kind == "decode")
-    )
-    by_length = grouped(prompts, lambda stored: stored.seqlen)
-    lengths = sorted(by_length.keys() & set(seqlens or by_length))
-    if not lengths:
-        raise BadInputError(
-            f"{folder} holds no {operator.layers} layer of these lengths.",
-            f"It holds {', '.join(map(str, sorted(by_length))) or 'none'}.",
-        )
-
-    def source(length: int) -> InputSource:
-        stored = by_length[length][len(by_length[length]) // 2]
-
-        def task(dims: Dims) -> LayerCall:
-            return LayerCall(kind="layer", layer=stored.layer, call=stored.call, dims=dims)
-
-        def create() -> Inputs:
-            return read(stored, device).inputs
-
-        return InputSource(task=task, create=create)
-
-    return [list(map(source, lengths))]
+# --- the problems of a layer, whose inputs may share a find
 
 
 def problems(
-    operator: Operator, sources: Sequence[InputSource], intermediates: Intermediates
+    operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
-    """The problems of one layer's sources: one for each, or one for all if they share a find."""
-    waiting: dict[str, list[tuple[InputSource, Inputs]]] = {}
-    for source in sources:
-        inputs = source.create()
+    """The problems of one layer's cells: one for each, or one for all if they share a find."""
+    waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
+    for cell in cells:
+        inputs = operator.generated.draw(cell, device)
         kernel = operator.tunable.kernel(inputs)
         if operator.tunable.shares_find(kernel):
-            waiting.setdefault(kernel, []).append((source, inputs))
+            waiting.setdefault(kernel, []).append((cell, inputs))
         else:
-            yield _problem(operator, [(source, inputs)], kernel, intermediates)
+            yield _problem(operator, [(cell, inputs)], kernel, intermediates)
         del inputs
-    for kernel, loaded in waiting.items():
-        yield _problem(operator, loaded, kernel, intermediates)
+    for kernel, together in waiting.items():
+        yield _problem(operator, together, kernel, intermediates)
 
 
 def _problem(
     operator: Operator,
-    loaded: Sequence[tuple[InputSource, Inputs]],
+    together: Sequence[tuple[Cell, Inputs]],
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
     """The problem of inputs that share a find, the shortest first."""
     tuning = operator.tunable
-    costs = [(source, inputs, *operator.judged.cost(inputs)) for source, inputs in loaded]
-    costs.sort(key=lambda cost: cost[2].seqlen)
-    _, longest, dims, _ = costs[-1]
+    together = sorted(together, key=lambda drawn: drawn[0].tokens.seqlen)
+    cell, longest = together[-1]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
-    (precision,) = requested_precisions(dims.dtype, intermediates, None)
+    (precision,) = requested_precisions(cell.dtype, intermediates, None)
     cases = []
-    for source, _, dims, work in costs:
+    for cell, inputs in together:
+        dims, work = operator.judged.cost(inputs)
         fields: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, **work}
         case = Case(
-            task=source.task(dims),
+            task=drawn_of(cell, None, dims),
             implementation=COMMITTED,
             precision=str(precision),
             status="ran",
@@ -210,7 +132,7 @@ def _problem(
     return Problem(
         operator=operator,
         calls=tuning.calls(longest, intermediates, kernel),
-        inputs=tuple(inputs for _, inputs, *_ in costs),
+        inputs=tuple(inputs for _, inputs in together),
         cases=tuple(cases),
         precision=precision,
         committed=tuning.committed(longest, kernel),
@@ -234,18 +156,17 @@ def gpu_to_tune() -> torch.device:
 
 def tune(
     operator: Operator,
-    sources: Sequence[Sequence[InputSource]],
+    cells: Sequence[Cell],
     intermediates: Sequence[Intermediates],
     device: torch.device,
     watcher: Watcher,
     on_search: Callable[[Report, TunedCalls, TunedConfig | None], object],
     *,
     budget: float | None = None,
-    subject: str,
-    command: tuple[str, ...],
+    command: tuple[str, ...] = (),
 ) -> Report:
-    """Search for every source.  The report has a case for each candidate on each input, and a note
-    for each search.
+    """Search for every cell.  The report has a case for each candidate on each input, and a note
+    for each search that found nothing.
 
     on_search: called after each with the report so far, the calls that it was for, and what it
     found.
@@ -255,7 +176,7 @@ def tune(
     began, timer = time.monotonic(), CudaTimer(device)
     header = draft(
         kind="tune",
-        subject=subject,
+        subject=operator.name,
         command=command,
         environment=collect(),
         baseline=COMMITTED,
@@ -263,25 +184,25 @@ def tune(
     )
     writer = Writer(Path(), header, None)
 
-    def leave_out(place: str, reason: str) -> None:
-        writer.update(left_out=(*writer.report.left_out, LeftOut(place=place, reason=reason)))
-
-    for of_layer, wanted in product(sources, intermediates):
+    layers = grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").values()
+    for cells_of_layer, wanted in product(layers, intermediates):
         try:
-            for problem in problems(operator, of_layer, wanted):
+            for problem in problems(operator, cells_of_layer, wanted, device):
                 spent = time.monotonic() - began
                 if budget is not None and spent >= budget:
-                    leave_out(str(problem), f"the budget of {budget:g} s was spent")
+                    writer.leave_out(str(problem), f"the budget of {budget:g} s was spent")
                     continue
                 with watcher.step(f"Tuning {problem}"):
-                    cases, find, why = search(problem, timer)
+                    cases, outcome = search(problem, timer)
                 for case in cases:
                     writer.case(case)
-                writer.note(f"{problem}: {why}.")
+                find = None if isinstance(outcome, str) else outcome
+                if find is None:
+                    writer.note(f"{problem}: the committed configuration stays: {outcome}.")
                 writer.update(seconds=time.monotonic() - began)
                 on_search(writer.report, problem.calls, find)
         except torch.OutOfMemoryError as error:
-            leave_out(
+            writer.leave_out(
                 f"{operator.name}, {wanted}",
                 f"not all of it was searched: out of memory: {first_line(error)}",
             )
@@ -294,28 +215,23 @@ def tune(
 
 def search(
     problem: Problem, timer: CudaTimer, run: RunConfig | None = None
-) -> tuple[tuple[Case, ...], TunedConfig | None, str]:
+) -> tuple[tuple[Case, ...], TunedConfig | str]:
     """Search one axis after the other, each from the best so far; then time the best against the
     committed one.
 
     run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
-    Returns the cases of all candidates, what was found, and the outcome in words.
+    Returns the cases of all candidates, and what was found, or else the reason in words.
     """
     trials = _Trials(problem, timer, run or problem.run)
     best = _screened(trials)
-    cases = trials.cases
     if best is None:
-        faults = (cases[case.name].why for case in problem.cases)
+        faults = (trials.cases[case.name].why for case in problem.cases)
         outcome: TunedConfig | str = f"of itself: {next(filter(None, faults), '')}"
     elif best == trials.committed:
         outcome = "no candidate was faster"
     else:
         outcome = _decided(trials, best)
-    if isinstance(outcome, str):
-        return tuple(cases.values()), None, f"the committed configuration stays: {outcome}"
-    faster = words.speedup(Estimate(outcome.device_ratio, *outcome.device_interval))
-    what = f"found {difference(best, trials.committed)}, {faster}"
-    return tuple(cases.values()), outcome, what
+    return tuple(trials.cases.values()), outcome
 
 
 def _screened(trials: _Trials) -> Config | None:
