@@ -159,7 +159,54 @@ def _lengths(
             length.cases[case.implementation] = case
             length.of[case.implementation] = by_operator
         lengths.append(length)
+<<<<<<< HEAD
     return lengths
+=======
+    report = dict[str, Any](
+        kind="prefill",
+        subject=subject.ref.repo_id,
+        command=request.command,
+        model=subject.ref,
+        environment=collect(),
+        prompts=loaded.prompts,
+        notes=tuple(subject.located.caveats),
+        requested=tuple(
+            (case.place, case.implementation, case.precision)
+            for length in lengths
+            for case in length.cases.values()
+        ),
+        conditions=request.conditions,
+        baseline=resolved.baseline,
+        smallest_difference=request.smallest_difference,
+        absent=resolved.absent,
+    )
+    files = partial(sources, subject, (*resolved.found, *resolved.baselines))
+    with opened(request.out, watcher, None, files, **report) as writer, limits.memory_errors():
+        clocks = watch_clocks()
+        writer.update(steps=dict(steps))
+        for length in lengths:
+            earlier = [writer.earlier.get(case.name) for case in length.cases.values()]
+            if all(
+                case and (case.samples or case.reason or case.result != "passed")
+                for case in earlier
+            ):
+                continue
+            first = next(iter(length.cases.values()))
+            what = f"{first.size}, {first.where.removeprefix('prefill, ')}"
+            if begun := clock.left() > 0:
+                with watcher.step(f"Prefill of {what}"):
+                    length.run(writer, clock.within(what))
+            if unseen := tuple(name for name in length.cases if name not in length.seen):
+                left = LeftOut(
+                    place=first.place,
+                    implementations=unseen if begun else (),
+                    reason=f"the budget of {request.budget or 0:g} s was spent",
+                )
+                writer.update(left_out=(*writer.report.left_out, left))
+            if begun:
+                writer.update(clocks=clocks(), steps=dict(steps))
+    return load_report(writer.folder)
+>>>>>>> main
 
 
 def _cases(

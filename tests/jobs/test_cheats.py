@@ -99,28 +99,25 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
 def test_what_a_thread_computes_after_the_call_is_no_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread computes as soon as the output was first looked at."""
+    """The threads wait until the output has been read once; no clock decides."""
     threads: list[threading.Thread] = []
     calls: list[None] = []
-    looked_at = threading.Event()
+    was_read = threading.Event()
 
-    def noted(*tensors: torch.Tensor) -> tuple[int, ...]:
+    def read(*tensors: torch.Tensor) -> str:
         bits = fingerprint(*tensors)
-        looked_at.set()
+        was_read.set()
         return bits
-
-    monkeypatch.setattr(first_run, "fingerprint", noted)
-    monkeypatch.setattr(first_run, "_LATEST", 60.0)
 
     def later(output: SSDOutput) -> SSDOutput:
         empty = SSDOutput(*map(torch.zeros_like, output))
 
         def compute() -> None:
-            looked_at.wait()
-            for later_output, tensor in zip(empty, output, strict=True):
-                later_output.copy_(tensor)
+            was_read.wait(60)
+            for target, tensor in zip(empty, output, strict=True):
+                target.copy_(tensor)
 
-        looked_at.clear()
+        was_read.clear()
         threads.append(threading.Thread(target=compute))
         threads[-1].start()
         return empty
@@ -129,15 +126,16 @@ def test_what_a_thread_computes_after_the_call_is_no_output(
         calls.append(None)
         return output if len(calls) == 1 else later(output)
 
-    found = compared(
+    monkeypatch.setattr(first_run, "fingerprint", read)
+    monkeypatch.setattr(first_run, "_LATEST", 60.0)  # s, for threads of a busy machine
+    cases = compared(
         entries("at once", spoil=later), entries("when timed", spoil=when_timed), timer=FakeTimer()
     )
-    looked_at.set()
     for thread in threads:
         thread.join()
-    assert (found["at once"].result, found["at once"].why) == ("failed", LATE)
-    assert (found["when timed"].result, found["when timed"].samples) == ("inaccurate", ())
-    assert found["when timed"].why == f"after it was timed: {LATE}"
+    assert (cases["at once"].result, cases["at once"].why) == ("failed", LATE)
+    assert (cases["when timed"].result, cases["when timed"].samples) == ("inaccurate", ())
+    assert cases["when timed"].why == f"after it was timed: {LATE}"
 
 
 def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
