@@ -29,7 +29,7 @@ from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import Dims, LayerRef
+from ssdprof.core.subject import LayerRef
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.jobs import answers as answers_job
@@ -38,7 +38,7 @@ from ssdprof.jobs import limits, options, reading, subject
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.export import exported, format_of
-from ssdprof.jobs.replay import Planned, replaying
+from ssdprof.jobs.replay import replaying
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
@@ -293,16 +293,23 @@ def compare(
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     if isinstance(states, str):
         states = reading.parse_states(states)
-    plans = run_job.planned(
-        compared,
-        required(resolve(operator.name, baseline)),
-        requested_precisions(dims.dtype, dtypes, states),
-        dims.dtype,
-    )
+    first = required(resolve(operator.name, baseline))
+    precisions = requested_precisions(dims.dtype, dtypes, states)
+    plans = run_job.planned(compared, first, precisions, dims.dtype)
     wanted = options.RunOptions(
         model="", smallest_difference=parse_percent("smallest_difference", smallest_difference)
     )
-    writer = _in_memory(dims, plans, wanted)
+    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
+    header = draft(
+        kind="run",
+        subject="given tensors",
+        environment=collect(),
+        baseline=first.name,
+        matched_with=first.name,
+        smallest_difference=wanted.smallest_difference,
+        requested=tuple((place, plan.implementation.name, str(plan.precision)) for plan in plans),
+    )
+    writer = reports.Writer(Path(), header.changed(id="in memory"), None)
     with replaying(writer, wanted, lambda *_: plans, None, watcher or Watcher(), 1) as replay:
         replay(
             CapturedLayer(
@@ -313,22 +320,6 @@ def compare(
         )
     writer.update(complete=True)
     return Results(writer.report)
-
-
-def _in_memory(dims: Dims, plans: Sequence[Planned], wanted: options.RunOptions) -> reports.Writer:
-    """Collects a report that is stored nowhere."""
-    baseline = plans[0].implementation.name
-    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
-    header = draft(
-        kind="run",
-        subject="given tensors",
-        environment=collect(),
-        baseline=baseline,
-        matched_with=baseline,
-        smallest_difference=wanted.smallest_difference,
-        requested=tuple((place, plan.implementation.name, str(plan.precision)) for plan in plans),
-    )
-    return reports.Writer(Path(), header.changed(id="in memory"), None)
 
 
 def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:

@@ -65,15 +65,10 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
 
     improved: list[bool] = []
 
-    def write(report: Report) -> None:
-        if options.out is not None:
-            files.write_text(options.out, dump(report) + "\n")
-
     def keep(report: Report, calls: TunedCalls, find: TunedConfig | None) -> None:
         """After each search, so that an interruption loses nothing."""
         tuned.keep(report.environment, calls, find)
         improved.append(find is not None)
-        write(report)
 
     report = tune_job.tune(
         operator,
@@ -85,7 +80,6 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         budget=options.budget,
         command=options.command,
     )
-    write(report)
     if any(improved) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
         watcher.say(f"What was found is kept in {file}.")

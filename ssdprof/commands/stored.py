@@ -26,7 +26,7 @@ from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
-from ssdprof.environment.child import Forked
+from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
@@ -71,11 +71,11 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
 # --- after a process that did not come to its end
 
 
-def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None:
+def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     """End as a child process did that ran users' kernels; if it could not say how, report what it
     left.
     """
-    if not ended.fault and (code := ended.last("exit")) is not None:
+    if (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
     why = f"The process that ran {' and '.join(names)} {ended.how}"
     rank, _, place = (ended.last("report") or "").partition(" ")
@@ -101,11 +101,6 @@ def accuracy(options: options.AccuracyOptions) -> None:
     gates = tuple(map(parse_gate, options.gate or ()))
     limits = [gate for gate in settings.gates(options.config, ()) if gate.metric in _OF_ACCURACY]
     folder, report = reports.load(options.run, "run")
-    if options.baseline not in (None, report.baseline):
-        raise BadInputError(
-            f"Run {report.id} compared with {report.baseline}, not with {options.baseline}.",
-            f"Run the model again with --baseline {options.baseline}.",
-        )
     if options.impl is not None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)

@@ -119,15 +119,8 @@ class Entry:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FirstRun:
-    """output: None unless it ran.  fields: of the case.  interpreted: Triton's interpreter ran a
-    kernel.
-    """
-
-    output: Output | None
-    fields: dict[str, object]
-    interpreted: bool = False
+# of a first run: the output, if it ran; fields of its case; whether the interpreter ran a kernel
+FirstRun = tuple[Output | None, dict[str, Any], bool]
 
 
 @dataclass(kw_only=True)
@@ -225,26 +218,26 @@ class Comparer:
         """Run the entries, whose outputs fit in memory together, and compare them with the oracle
         in one pass; then test their laws.
         """
-        runs: dict[Entry, _FirstRun] = {}
+        runs: dict[Entry, FirstRun] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
             for entry in entries:
                 runs[entry] = self._first_run(entry)
                 advance(1)
-        outputs = {entry: run.output for entry, run in runs.items() if run.output is not None}
+        outputs = {entry: output for entry, (output, *_) in runs.items() if output is not None}
         if verdicts is None:
             verified = self._accuracies(outputs, label)
         else:
             verified = {
-                entry: _borrowed(verdicts[entry.key], runs[entry].fields, output)
+                entry: _borrowed(verdicts[entry.key], runs[entry][1], output)
                 for entry, output in outputs.items()
             }
         for entry, output in outputs.items():
             entry.bits = entry.bits or fingerprint(*output)
         cases = {
-            entry: entry.case.changed(**(run.fields | verified.get(entry, {})))
-            for entry, run in runs.items()
+            entry: entry.case.changed(**(fields | verified.get(entry, {})))
+            for entry, (_, fields, _) in runs.items()
         }
-        interpreted = {entry: run.interpreted for entry, run in runs.items()}
+        interpreted = {entry: interpreted for entry, (*_, interpreted) in runs.items()}
         del outputs, runs  # the laws need memory
         with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
             for entry, case in cases.items():
@@ -254,7 +247,7 @@ class Comparer:
                 advance(1)
         return cases
 
-    def _first_run(self, entry: Entry) -> _FirstRun:
+    def _first_run(self, entry: Entry) -> FirstRun:
         """Make the first call, within the time for it.  Raises TimeIsUp at the end of the bench."""
         call = entry.call
         interpreter_builder.grid_idx = None  # of the program that runs
@@ -267,7 +260,7 @@ class Comparer:
             if time.monotonic() >= self.until:
                 raise TimeIsUp(f" in the first call of {call.label}") from None
             reason = f"its first call was stopped after {self.first_call_s:g} s"
-            return _FirstRun(output=None, fields={"status": "failed", "reason": reason})
+            return None, {"status": "failed", "reason": reason}, False
         first_call = fields.pop("first_call", None)
         if output is not None and entry.case.kind == "library":
             # a library that tunes itself has launches and allocations of its own, and may leave any
@@ -278,9 +271,7 @@ class Comparer:
                 with_occupancy(launch, call.device) for launch in fields.get("launches", ())
             )
             fields |= {"first_call": first_call, "launches": launches}
-        return _FirstRun(
-            output=output, fields=fields, interpreted=interpreter_builder.grid_idx is not None
-        )
+        return output, fields, interpreter_builder.grid_idx is not None
 
     def _accuracies(
         self, outputs: Mapping[Entry, Output], label: str

@@ -70,7 +70,7 @@ def existing_file(text: str) -> Path:
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names among a command's options that are, or may be, kernels of the user."""
     words: dict[str, None] = {}
-    for name in ("implementations", "impl", "also", "baseline", "match_with"):
+    for name in ("implementations", "impl", "baseline", "match_with"):
         text = given.get(name) or ""
         words |= dict.fromkeys(word.strip() for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
@@ -439,12 +439,6 @@ class AccuracyOptions:
     impl: str | None = option(
         None, "I[,I...]", "Implementations that the run compared.", "--impl", shown="all of them"
     )
-    baseline: str | None = option(
-        None,
-        "NAME",
-        "The implementation that the run compared them with.",
-        shown="the run's baseline",
-    )
     intermediates: SomeIntermediates = "all"
     states: str = option("all", "D[,D...]", _STATES)
     gate: Gates = None
@@ -577,7 +571,6 @@ class PrefillOptions(ModelOptions):
     intermediates: OneIntermediates = "exact"
     state_dtype: OneState = "fp32"
     implementations: tuple[str, ...] = _implementations()
-    against: str = option("", "P[,P...]", "Additional names for --impl.")
     baseline: Baseline = "unfused"
     first_call_s: FirstCallOption = 180
     conv_and_norm: Literal["model", "bundled"] = option(
@@ -681,11 +674,6 @@ class BenchOptions:
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
-    also: str = option(
-        "",
-        "I[,I...]",
-        "Kernels that are not run by default: fused_portable (GDN), recurrent_in_place (SSD).",
-    )
     baseline: str | None = option(
         None,
         "NAME",
@@ -749,10 +737,6 @@ class TuneOptions:
     budget: float | None = option(
         None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1
     )
-    out: Path | None = option(
-        None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path
-    )
-    force: Force = False
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
     json: Json = False
     command: tuple[str, ...] = derived(())

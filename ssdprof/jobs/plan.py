@@ -509,7 +509,7 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.  files: the source of weights on the disk.
+    placement: where the model's weights are.
     """
 
     subject: Subject
@@ -518,7 +518,6 @@ class Loaded:
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
     placement: Placement
-    files: LocalCheckpoint
     whole: Any = None
 
     def run(self, on_layer: OnLayer) -> None:
@@ -587,7 +586,6 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=placed.segment_lengths,
         placement=record,
-        files=local,
         whole=loaded if subject.head else None,
     )
 

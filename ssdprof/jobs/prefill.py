@@ -106,7 +106,7 @@ def time_prefills(
             model=subject.ref,
             environment=collect(),
             prompts=loaded.prompts,
-            notes=subject.located.caveats,
+            notes=tuple(subject.located.caveats),
             requested=tuple(requested),
             conditions=request.conditions,
             baseline=resolved.baseline,
@@ -159,54 +159,7 @@ def _lengths(
             length.cases[case.implementation] = case
             length.of[case.implementation] = by_operator
         lengths.append(length)
-<<<<<<< HEAD
     return lengths
-=======
-    report = dict[str, Any](
-        kind="prefill",
-        subject=subject.ref.repo_id,
-        command=request.command,
-        model=subject.ref,
-        environment=collect(),
-        prompts=loaded.prompts,
-        notes=tuple(subject.located.caveats),
-        requested=tuple(
-            (case.place, case.implementation, case.precision)
-            for length in lengths
-            for case in length.cases.values()
-        ),
-        conditions=request.conditions,
-        baseline=resolved.baseline,
-        smallest_difference=request.smallest_difference,
-        absent=resolved.absent,
-    )
-    files = partial(sources, subject, (*resolved.found, *resolved.baselines))
-    with opened(request.out, watcher, None, files, **report) as writer, limits.memory_errors():
-        clocks = watch_clocks()
-        writer.update(steps=dict(steps))
-        for length in lengths:
-            earlier = [writer.earlier.get(case.name) for case in length.cases.values()]
-            if all(
-                case and (case.samples or case.reason or case.result != "passed")
-                for case in earlier
-            ):
-                continue
-            first = next(iter(length.cases.values()))
-            what = f"{first.size}, {first.where.removeprefix('prefill, ')}"
-            if begun := clock.left() > 0:
-                with watcher.step(f"Prefill of {what}"):
-                    length.run(writer, clock.within(what))
-            if unseen := tuple(name for name in length.cases if name not in length.seen):
-                left = LeftOut(
-                    place=first.place,
-                    implementations=unseen if begun else (),
-                    reason=f"the budget of {request.budget or 0:g} s was spent",
-                )
-                writer.update(left_out=(*writer.report.left_out, left))
-            if begun:
-                writer.update(clocks=clocks(), steps=dict(steps))
-    return load_report(writer.folder)
->>>>>>> main
 
 
 def _cases(
@@ -495,12 +448,7 @@ class _Length:
                 fields = {name: {"reason": reason} for name in runs}
             else:
                 fields = time_in_turns(
-                    runs,
-                    self.timer,
-                    plan,
-                    check=_unchecked,
-                    process=writer.process,
-                    clocks=("call",),
+                    runs, self.timer, plan, check=None, process=writer.process, clocks=("call",)
                 )
         for name in runs:
             self._change(name, **fields[name])
@@ -520,17 +468,12 @@ class _Length:
             if isinstance(task, Prefill):
                 busy_s += 1e-6 * sum(task.part_us.values())
         request = self.request
-        plan = sampling_plan(busy_s, request.seconds, request.smallest_difference)
-        if plan.warmup_rounds == 0:
+        if not sampling_plan(busy_s, request.seconds, request.smallest_difference).warmup_rounds:
             return busy_s
         began = clock.now()
         for name, run in runs.items():
             blaming(self.timer.device, name, partial(self.timer.call_us, run))
         return max(busy_s, clock.now() - began)
-
-
-def _unchecked(_name: str, _run: object) -> str:
-    return ""
 
 
 def sampling_plan(round_s: float, seconds: float, smallest_difference: float) -> SamplingPlan:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.domain import doubts
 from ssdprof.operators.operator import Operator, drafted
 from ssdprof.operators.tensors import dtype_named
-from ssdprof.progress import Advance, Watcher
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
 
@@ -72,7 +72,6 @@ def replaying(
     cast_to: see `cast_inputs`.  calls: expected number.
     """
     gpu = limits.device() if limits.device().type == "cuda" else None
-    isolated = IsolatedFirstCall(options.first_call_s)
     with (
         limits.memory_errors(),
         # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in
@@ -83,7 +82,35 @@ def replaying(
         if gpu:
             writer.update(ceilings=writer.report.ceilings or measure_ceilings(gpu))
             forget_peak(gpu)
-        comparer = Comparer(
+        replay = _Replay(writer, options, planner, cast_to, watcher, gpu)
+
+        def on_layer(captured: CapturedLayer) -> None:
+            replay.compare(captured)
+            advance(1)
+
+        yield on_layer
+
+
+class _Replay:
+    """Compares implementations on one captured call after another."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        options: RunOptions,
+        planner: Planner,
+        cast_to: DType | None,
+        watcher: Watcher,
+        gpu: torch.device | None,
+    ) -> None:
+        self._writer, self._options, self._planner = writer, options, planner
+        self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
+        # that of a run that goes on exists
+        self._untraced = options.trace if options.trace and not options.trace.is_file() else None
+        self._clocks = watch_clocks()
+        isolated = IsolatedFirstCall(options.first_call_s)
+        self._prober = Prober(isolated, thorough=options.thorough)
+        self._comparer = Comparer(
             timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
             ceilings=writer.report.ceilings,
             sampling=SamplingPlan(smallest_difference=options.smallest_difference),
@@ -91,73 +118,41 @@ def replaying(
             isolated=isolated,
             watcher=watcher,
         )
-        # that of a run that goes on exists
-        untraced = options.trace if options.trace and not options.trace.is_file() else None
-        yield _Replay(
-            writer=writer,
-            options=options,
-            planner=planner,
-            cast_to=cast_to,
-            watcher=watcher,
-            advance=advance,
-            comparer=comparer,
-            prober=Prober(isolated, thorough=options.thorough),
-            untraced=untraced,
-        )
 
-
-@dataclass(kw_only=True)
-class _Replay:
-    """untraced: the file for a trace of the first call; None: there is nothing to trace."""
-
-    writer: Writer
-    options: RunOptions
-    planner: Planner
-    cast_to: DType | None
-    watcher: Watcher
-    advance: Advance
-    comparer: Comparer
-    prober: Prober
-    untraced: Path | None
-
-    def __post_init__(self) -> None:
-        self._clocks = watch_clocks()
-
-    def __call__(self, captured: CapturedLayer) -> None:
+    def compare(self, captured: CapturedLayer) -> None:
         """Compare the implementations on a captured call."""
-        layer = captured.layer
+        layer, writer = captured.layer, self._writer
         operator = operators.get(layer.operator)
         call, inputs = self._prepared(operator, captured)
         entries = self._entries(operator, captured, call, inputs)
-        if self.options.sampler:
-            for case in self.comparer.sample_again(entries, layer.name, self.writer.earlier):
-                self.writer.case(case)
+        if self._options.sampler:
+            for case in self._comparer.sample_again(entries, layer.name, writer.earlier):
+                writer.case(case)
+            return
+        if self._is_done(entries):
+            writer.captured(layer)
+            for entry in entries:  # laws that were tested are not tested again
+                if writer.earlier[entry.case.name].probes:
+                    self._prober.probed(entry.call.implementation, inputs)
         else:
-            if self._is_done(entries):
-                self.writer.captured(layer)
-                for entry in entries:  # laws that were tested are not tested again
-                    if self.writer.earlier[entry.case.name].probes:
-                        self.prober.probed(entry.call.implementation, inputs)
-            else:
-                self._compare(entries, layer)
-            self.writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
-        self.advance(1)
+            self._compare(entries, layer)
+        writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
 
     def _prepared(
         self, operator: Operator, captured: CapturedLayer
     ) -> tuple[CallRef | None, Inputs]:
         """The call and its inputs as the options want them; remarks go to the report."""
-        call, verify = captured.call, self.options.verify
-        inputs = first_rank(operator, captured.inputs, self.options.tensor_parallel)
-        inputs, lost = cast_inputs(operator, inputs, self.cast_to)
+        call, verify = captured.call, self._options.verify
+        inputs = first_rank(operator, captured.inputs, self._options.tensor_parallel)
+        inputs, lost = cast_inputs(operator, inputs, self._cast_to)
         if verify:
             call = drafted_call(*inputs.values.shape[1::-1])
             inputs = token_major(drafted(inputs, operator.binding, verify))
-        self.writer.note(captured.remark)
+        self._writer.note(captured.remark)
         if lost:
             name = captured.layer.name
-            self.writer.note(f"{name}, {call}: {lost}" if call else f"{name}: {lost}")
-        self.writer.doubt(captured.layer.index, doubts(operator, inputs))
+            self._writer.note(f"{name}, {call}: {lost}" if call else f"{name}: {lost}")
+        self._writer.doubt(captured.layer.index, doubts(operator, inputs))
         return call, inputs
 
     def _entries(
@@ -167,16 +162,16 @@ class _Replay:
         computed on these inputs.
         """
         dims, work = operator.judged.cost(inputs)
-        planned = list(self.planner(operator, dims.dtype, call))
+        planned = list(self._planner(operator, dims.dtype, call))
         if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
-            model = self.writer.report.model
+            model = self._writer.report.model
             by = model.model_type if model else ""
             planned.append(Planned(*served(captured, by), planned[0].precision))
         prompt = (dims.seqlen, dims.batch)
         if call is not None:
             prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
         hashes = {
-            (known.seqlen, known.batch): known.token_sha256 for known in self.writer.report.prompts
+            (known.seqlen, known.batch): known.token_sha256 for known in self._writer.report.prompts
         }
         fields = {
             "task": LayerCall(kind="layer", layer=captured.layer, call=call, dims=dims),
@@ -185,23 +180,23 @@ class _Replay:
             "inputs": hashes.get(prompt, ""),
             **work,
         }
-        return entries_of(operator, inputs, planned, self.prober, fields)
+        return entries_of(operator, inputs, planned, self._prober, fields)
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
         """Whether an interrupted run that goes on has compared all of the call."""
-        earlier = [self.writer.earlier.get(entry.case.name) for entry in entries]
+        earlier = [self._writer.earlier.get(entry.case.name) for entry in entries]
         return all(case and case.reason != NOT_TIMED for case in earlier)
 
     def _compare(self, entries: Sequence[Entry], layer: LayerRef) -> None:
-        for case in self.comparer.compare(entries, layer.name):
-            self.writer.case(case)
+        for case in self._comparer.compare(entries, layer.name):
+            self._writer.case(case)
             if case.samples:
-                self.writer.update(clocks=self._clocks())
-        if self.untraced:
-            self._trace(entries, self.untraced)
-            self.untraced = None
-        if limits.device().type == "cuda":
-            self.writer.peaked(peak_bytes(limits.device()))
+                self._writer.update(clocks=self._clocks())
+        if self._untraced:
+            self._trace(entries, self._untraced)
+            self._untraced = None
+        if self._gpu:
+            self._writer.peaked(peak_bytes(self._gpu))
 
     def _trace(self, entries: Sequence[Entry], file: Path) -> None:
         """Write a trace of one call of each entry that ran."""
@@ -210,7 +205,7 @@ class _Replay:
         }
         trace.write(file, calls, limits.device())
         place = entries[0].case.place
-        self.watcher.say(f"Wrote {file}: {len(calls)} cases of {place}, one call of each.")
+        self._watcher.say(f"Wrote {file}: {len(calls)} cases of {place}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
         """For the trace; a call that fails there fails its case."""
@@ -219,7 +214,7 @@ class _Replay:
                 entry.call.run()
         except Exception as error:
             status, reason = status_of(error, entry.call.device, entry.case.implementation)
-            self.writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
+            self._writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
 
 
 def entries_of(
@@ -318,12 +313,8 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
-    bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
-    spans = [
-        span
-        for span in sequences(len(inputs.values), inputs.values.shape[1], bounds)
-        if span.length
-    ]
+    every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
+    spans = [span for span in every if span.length]
     decays = torch.stack(
         [operator.judged.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
     ).sum(0)

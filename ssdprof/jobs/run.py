@@ -269,28 +269,10 @@ def run(
         options = replace(options, conditions=conditions)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
-<<<<<<< HEAD
     resolved = check(subject, options, ranks)
     layers = ranks.share(subject.layers) if ranks else subject.layers
     source = subject if isinstance(subject, Stored) else load(subject, watcher)
     dtype, prompts, header = _source_fields(source)
-=======
-    resolved = check(found, replay, ranks)
-    layers = ranks.share(found.layers) if ranks else found.layers
-    fields: dict[str, Any]
-    if isinstance(found, Stored):
-        manifest, load_layer = captures.load(found.folder)
-        dtype, prompts = stored_dims(found.chosen[0]).dtype, manifest.prompts
-        fields = {"segment_length": manifest.segment_length, "capture_complete": manifest.complete}
-        calls = sum(capture.layer in layers for capture in found.chosen)
-    else:
-        loaded = load(found, watcher)
-        dtype, prompts = dtype_name(loaded.model.dtype), loaded.prompts
-        fields = {"segment_length": max(loaded.segment_lengths), "placement": loaded.placement}
-        fields |= {"notes": tuple(found.located.caveats)}
-        mine = replace(loaded, subject=replace(found, layers=layers))
-        calls = mine.subject.calls
->>>>>>> main
     precisions = partial(
         requested_precisions, intermediates=options.intermediates, states=options.states
     )
@@ -352,7 +334,7 @@ def _source_fields(source: Stored | Loaded) -> tuple[DType, tuple[Prompt, ...], 
         {
             "segment_length": max(source.segment_lengths),
             "placement": source.placement,
-            "notes": source.subject.located.caveats,
+            "notes": tuple(source.subject.located.caveats),
         },
     )
 

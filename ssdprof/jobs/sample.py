@@ -53,7 +53,7 @@ def main() -> None:
         except SsdprofError as error:
             print(f"error: {error.message}", file=sys.stderr)
         child.finish(0)
-    elif ended.fault or ended.last("exit") is None:
+    elif ended.last("exit") is None:
         reports.close(folder, number, ended.last("case") or "", f"Process {number} {ended.how}")
 
 

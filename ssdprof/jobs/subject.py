@@ -404,12 +404,10 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
     refuse_ranks("ssdprof prefill")
     asked = read(options)
-    more = reading.parse_implementations("--impl", options.against) if options.against else ()
-    names = tuple(dict.fromkeys((*asked.implementations, *more)))
     check_folder(asked.out)
-    refuse_unknown("--impl", names)
+    refuse_unknown("--impl", asked.implementations)
     refuse_unknown("--baseline", (asked.baseline,))
-    return replace(asked, implementations=names)
+    return asked
 
 
 def bench(
@@ -437,7 +435,6 @@ def bench(
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
-    also = reading.parse_implementations("--also", options.also) if options.also else ()
     sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
@@ -456,7 +453,7 @@ def bench(
         or next(iter(libraries), "fused" if options.verify else operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *asked.implementations, *also), too_large
+    return request, (*libraries, *asked.implementations), too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:
@@ -464,8 +461,6 @@ def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cel
     refuse_ranks("ssdprof tune")
     if options.clear:
         return options, ()
-    if options.out is not None:
-        check_target(options.out, replace=options.force)
     tokens, _ = reading.parse_tokens(options.seq, options.batch, "", "", max_tokens=2**31)
     shapes = reading.parse_shapes(operators.get(options.operator).generated, options.shape)
     dtypes = reading.parse_dtypes(options.dtype)

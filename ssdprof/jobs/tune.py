@@ -50,8 +50,6 @@ DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 # the name of this configuration; another one is named by its difference from it
 COMMITTED = "committed"
 
-RunConfig = Callable[[Inputs, Config], Output]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -213,16 +211,13 @@ def tune(
 # --- one search
 
 
-def search(
-    problem: Problem, timer: CudaTimer, run: RunConfig | None = None
-) -> tuple[tuple[Case, ...], TunedConfig | str]:
+def search(problem: Problem, timer: CudaTimer) -> tuple[tuple[Case, ...], TunedConfig | str]:
     """Search one axis after the other, each from the best so far; then time the best against the
     committed one.
 
-    run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
     Returns the cases of all candidates, and what was found, or else the reason in words.
     """
-    trials = _Trials(problem, timer, run or problem.run)
+    trials = _Trials(problem, timer)
     best = _screened(trials)
     if best is None:
         faults = (trials.cases[case.name].why for case in problem.cases)
@@ -302,8 +297,9 @@ class _Trials:
         their latest.
     """
 
-    def __init__(self, problem: Problem, timer: CudaTimer, run: RunConfig) -> None:
-        self.problem, self._run = problem, run
+    def __init__(self, problem: Problem, timer: CudaTimer) -> None:
+        self.problem = problem
+        self._tuning, self._longest = problem.operator.tunable, problem.inputs[-1]
         self.committed = replace(problem.committed, reason="")
         self.cases: dict[str, Case] = {}
         self._comparer = Comparer(timer=timer, oracle_must_fit=True)
@@ -312,10 +308,11 @@ class _Trials:
 
     def passing(self, configs: Sequence[Config]) -> list[Config]:
         """The configurations that pass on a short input; the others' cases say why not."""
-        tuning, longest = self.problem.operator.tunable, self.problem.inputs[-1]
-        short = {config: tuning.for_short(config, longest) for config in configs}
+        short = {config: self._for_short(config) for config in configs}
         new = [config for config in dict.fromkeys(short.values()) if config not in self._on_short]
-        self._on_short.update(zip(new, self.verify(new, tuning.short(longest)), strict=True))
+        self._on_short.update(
+            zip(new, self.verify(new, self._tuning.short(self._longest)), strict=True)
+        )
         passed = []
         for config, as_checked in short.items():
             verified = self._on_short[as_checked]
@@ -323,7 +320,7 @@ class _Trials:
                 passed.append(config)
                 continue
             for place in self.problem.cases:
-                case = self.entry(config, place, longest).case
+                case = self.entry(config, place, self._longest).case
                 fault = {name: getattr(verified, name) for name in ("status", "reason", "accuracy")}
                 self.keep(case.changed(**fault))
         return passed
@@ -337,7 +334,6 @@ class _Trials:
         """The cases, one for each input, of the configurations that are right and could be
         timed.
         """
-        tuning, longest = self.problem.operator.tunable, self.problem.inputs[-1]
         comparer = replace(self._comparer, sampling=plan, process=str(next(self._turns)))
         timed: dict[Config, list[Case]] = {
             config: [] for config in self.passing(list(dict.fromkeys(configs)))
@@ -345,7 +341,7 @@ class _Trials:
         for place, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
             entries = {config: self.entry(config, place, inputs) for config in timed}
             verdicts = {
-                entry.key: self._on_short[tuning.for_short(config, longest)]
+                entry.key: self._on_short[self._for_short(config)]
                 for config, entry in entries.items()
             }
             compared = comparer.compare(list(entries.values()), str(self.problem), verdicts)
@@ -357,6 +353,9 @@ class _Trials:
             config: cases for config, cases in timed.items() if all(case.samples for case in cases)
         }
 
+    def _for_short(self, config: Config) -> Config:
+        return self._tuning.for_short(config, self._longest)
+
     def keep(self, case: Case) -> None:
         known = self.cases.get(case.name)
         if known and case.samples and case.implementation == COMMITTED:
@@ -367,12 +366,12 @@ class _Trials:
         """place: the case of the committed configuration there."""
         problem = self.problem
         change, kernel = difference(config, self.committed), str(problem.calls["kernel"])
-        values = problem.operator.tunable.settings(config)
+        values = self._tuning.settings(config)
         settings = ", ".join(f"{name} {value}" for name, value in values.items())
         label = f"The candidate {change or 'the committed configuration'}"
 
         def run(inputs: Inputs, _precision: Precision) -> Output:
-            return self._run(inputs, config)
+            return problem.run(inputs, config)
 
         def plan(_inputs: Inputs, _precision: Precision) -> Plan:
             return Plan(variant=kernel, launches=1, reason=settings)
