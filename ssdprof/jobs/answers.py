@@ -232,11 +232,10 @@ class _Comparison:
         # with the reference: its own runs, and for each case the share of the layers that are left
         # to it
         count = len({mixer.layer_index for mixer in prompt.mixers})
-        runs = 1 + bool(request.generate)
         left = sum(1 - len(variant.layers) / count for variant in variants)
         with watcher.step("Running the reference"):
             self._reference, self._name, self._remark = choose_reference(
-                request.reference, prompt, runs + left
+                request.reference, prompt, 1 + bool(request.generate) + left
             )
             self._exact = hidden_states(prompt, self._reference)
             _check_finite(whole, self._exact)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from triton.runtime.interpreter import interpreter_builder
@@ -47,10 +47,6 @@ TRIALS = SamplingPlan(
 )
 
 
-def no_laws(_interpreted: bool) -> tuple[Probe, ...]:
-    return ()
-
-
 @dataclass(kw_only=True, eq=False)
 class Entry:
     """One implementation at one precision and chunk size, on one call.
@@ -59,7 +55,7 @@ class Entry:
     nobody's.
     turns: entries with equal ones are timed together.
     probes: (whether Triton's interpreter ran it) -> the laws that it obeys, tested after it was
-    found correct.
+    found correct.  None: none is tested.
     bits: the fingerprint of its first output.
     """
 
@@ -67,7 +63,7 @@ class Entry:
     call: Call
     baseline: Entry | None = None
     turns: Hashable = None
-    probes: Callable[[bool], tuple[Probe, ...]] = no_laws
+    probes: Callable[[bool], tuple[Probe, ...]] | None = None
     bits: tuple[int, ...] = ()
 
     @classmethod
@@ -120,7 +116,7 @@ class Entry:
 
 
 # of a first run: the output, if it ran; fields of its case; whether the interpreter ran a kernel
-FirstRun = tuple[Output | None, dict[str, Any], bool]
+FirstRun: TypeAlias = "tuple[Output | None, dict[str, Any], bool]"
 
 
 @dataclass(kw_only=True)
@@ -193,7 +189,7 @@ class Comparer:
                 continue
             verdicts[entry.key] = case
             if case.samples and case.chunk_size == entry.case.chunk_size:
-                entry.baseline, entry.probes = None, no_laws
+                entry.baseline = entry.probes = None
                 timed.append(entry)
         if not timed:
             return ()
@@ -242,8 +238,9 @@ class Comparer:
         with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
             for entry, case in cases.items():
                 with while_it_runs(case):
-                    if case.result == "passed" and (probes := entry.probes(interpreted[entry])):
-                        cases[entry] = case.changed(probes=(*case.probes, *probes))
+                    if case.result == "passed" and entry.probes:
+                        probes = (*case.probes, *entry.probes(interpreted[entry]))
+                        cases[entry] = case.changed(probes=probes)
                 advance(1)
         return cases
 

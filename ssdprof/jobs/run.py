@@ -97,19 +97,22 @@ class Resolved:
     ) -> list[Planned]:
         """`planned` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
-        known = {name: self.resolve(operator.name, name) for name in names}
-        in_place = [name for name, each in known.items() if each.kind == "own" and each.in_place]
+        resolve = partial(self.resolve, operator.name)
+        by_name = {name: resolve(name) for name in names}
+        in_place = [
+            name for name, kernel in by_name.items() if kernel.kind == "own" and kernel.in_place
+        ]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
             names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)
         elif self.decode:
             names = tuple(name for name in names if name not in in_place)
-        compared = []
-        for name in names:
-            implementation = self.resolve(operator.name, name)
-            if not implementation.absent:
-                compared.append(replace(implementation, named=implementation.kind == "library"))
-        return planned(compared, self.resolve(operator.name, baseline), wanted, dtype)
+        compared = [
+            replace(kernel, named=kernel.kind == "library")
+            for kernel in map(resolve, names)
+            if not kernel.absent
+        ]
+        return planned(compared, resolve(baseline), wanted, dtype)
 
 
 def planned(
