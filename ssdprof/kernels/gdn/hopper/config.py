@@ -131,7 +131,7 @@ def _with_parts(
         return rounds * each + PART_LAUNCHES + boundaries * parts * PART_STEP
 
     def expected_time(parts: int) -> float:
-        """If all heads are slow in three calls of four, and a quarter of them in the fourth."""
+        """The sum for three calls whose heads are all slow, and one where a quarter of them is."""
         return 3 * time(parts, 1) + time(parts, 4)
 
     parts = min((1 << k for k in range(max(most, 1).bit_length())), key=expected_time)
