@@ -21,7 +21,7 @@ from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.files import read_object
 
-Kind = Literal["default", "file", "random"]
+PromptKind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
 VOCABULARY = "tokenizer.json"
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
@@ -87,7 +87,7 @@ def build_prompt(
     tokenizer_folder: Path | None,
     seqlen: int,
     *,
-    kind: Kind = "default",
+    kind: PromptKind = "default",
     file: Path | None = None,
     seed: int = 0,
     vocab_size: int | None = None,

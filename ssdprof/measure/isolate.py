@@ -7,7 +7,7 @@ floating dtype, so that reads out of bounds give NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
-FOLDER holds the calls, and gets a `Verdict` of each.
+FOLDER holds the calls, and gets a `CallVerdict` of each.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ _START_S = 120.0  # for importing torch and loading the inputs, also on a busy m
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
 _STOPPED = 124  # exit code of a process that took too long
 _CALL, _VERDICTS, _WORDS = "call.pt", "verdicts.jsonl", "words.txt"
-Verdict = tuple[Status, str]  # of a first call, and the reason; "ran": the call may be made here
+# of a first call, and the reason; "ran": the call may be made here
+CallVerdict = tuple[Status, str]
 
 
 class IsolatedFirstCall:
@@ -237,11 +238,11 @@ class IsolatedFirstCall:
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
         self._limit_s = limit_s
-        self._verdicts: dict[Hashable, Verdict] = {}
+        self._verdicts: dict[Hashable, CallVerdict] = {}
 
     def verdict(
         self, implementation: Implementation, inputs: Inputs, precision: Precision
-    ) -> Verdict:
+    ) -> CallVerdict:
         """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
         return self._verdicts[implementation.name, precision, inputs.form]
@@ -275,7 +276,7 @@ class IsolatedFirstCall:
 
 def _tried(
     implementation: Implementation, several: Sequence[Inputs], precision: Precision, limit_s: float
-) -> list[Verdict]:
+) -> list[CallVerdict]:
     """The verdicts of the first calls, up to the one that ended the process; at least one."""
     inputs = several[0]
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
@@ -297,7 +298,7 @@ def _tried(
             if (folder / _VERDICTS).is_file()
             else []
         )
-        found: list[Verdict] = [tuple(json.loads(line)) for line in lines]
+        found: list[CallVerdict] = [tuple(json.loads(line)) for line in lines]
         if found and (code == 0 or len(found) == len(several)):
             return found
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -368,7 +369,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def judged(implementation: Implementation, inputs: Inputs, precision: Precision) -> Verdict:
+def judged(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(

@@ -44,14 +44,14 @@ NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to th
 CALLS = 64  # of a chain
 REPLAYS = 10
 SLACK = 2.0**-12  # of the largest number of a head
-Parts = dict[str, torch.Tensor]  # the tensors of some tokens, by name
+TokenTensors = dict[str, torch.Tensor]  # the tensors of some tokens, by name
 
 
 # --- calls
 
 
 @dataclass(frozen=True)
-class Row:
+class PoolRow:
     """A sequence of a call.
 
     tokens: how many.  columns: the slot that it begins with is columns[accepted - 1]; -1: zeros.
@@ -81,16 +81,16 @@ class Row:
         return self.tokens > 0 and (self.read >= 0 or bool(self.kept))
 
     @property
-    def padding(self) -> Row:
+    def padding(self) -> PoolRow:
         """A row of the same form that neither reads nor writes."""
-        return Row(self.tokens, (-1,) * len(self.columns), (-1,) * len(self.writes))
+        return PoolRow(self.tokens, (-1,) * len(self.columns), (-1,) * len(self.writes))
 
 
-def row(tokens: int, read: int, *writes: int) -> Row:
-    return Row(tokens, (read,), writes)
+def row(tokens: int, read: int, *writes: int) -> PoolRow:
+    return PoolRow(tokens, (read,), writes)
 
 
-def rows_of(*slots: int, tokens: int = 1) -> list[Row]:
+def rows_of(*slots: int, tokens: int = 1) -> list[PoolRow]:
     """Sequences that begin with these slots and write them."""
     return [row(tokens, slot) for slot in slots]
 
@@ -141,13 +141,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class PoolCall:
     """rows: its sequences.  parts: the tensors of all their tokens, (batch, tokens, ...)."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PoolRow]
     pool: Pool
-    parts: Parts
+    parts: TokenTensors
     inputs: Inputs
 
     @property
-    def live(self) -> list[tuple[int, Row]]:
+    def live(self) -> list[tuple[int, PoolRow]]:
         return [(i, row) for i, row in enumerate(self.rows) if row.live]
 
     def of_row(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class Room:
         self.calls = self.kept = 0  # made, and found to leave alone what they must
 
     @cached_property
-    def _stream(self) -> Parts:
+    def _stream(self) -> TokenTensors:
         """Random tokens of the layer's sizes (1, STREAM, ...), with the captured call's dtypes."""
         operator, like = operators.get(self._like.operator), self._like
         cell = Cell(
@@ -198,7 +198,7 @@ class Room:
             for name, tensor in operator.binding.positional(like).items()
         }
 
-    def take(self, batch: int, count: int) -> Parts:
+    def take(self, batch: int, count: int) -> TokenTensors:
         """The next tokens, (batch, count, ...), views of the stream."""
         if self._taken + batch * count > STREAM:
             self._taken = 0
@@ -243,9 +243,9 @@ class Room:
     def call(
         self,
         pool: Pool,
-        rows: Sequence[Row],
+        rows: Sequence[PoolRow],
         *,
-        parts: Parts | None = None,
+        parts: TokenTensors | None = None,
         padding: float | None = None,
         index: torch.dtype = torch.int32,
         wide: bool = False,
@@ -350,7 +350,7 @@ class Room:
         return out
 
     def alone(
-        self, parts: Sequence[Parts], initial: Sequence[torch.Tensor], *, every: bool = False
+        self, parts: Sequence[TokenTensors], initial: Sequence[torch.Tensor], *, every: bool = False
     ) -> Any:
         """Sequences without a pool, packed.  every: with the state after each token."""
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -413,14 +413,14 @@ class Chain:
         self.pool = room.pool(slots=count * width + 2)
         self.current: list[int | None] = [0] * count
         initial = [self.pool.states[slots[0]].clone() for slots in self.columns]
-        self.histories = [History(state, state) for state in initial]
-        self.ended: list[History] = []
+        self.histories = [PoolHistory(state, state) for state in initial]
+        self.ended: list[PoolHistory] = []
 
     def renew(self, i: int) -> None:
         """Sequence i ends, and another one takes its slots."""
         self.ended.append(self.histories[i])
         zeros = torch.zeros_like(self.pool.states[0])
-        self.histories[i], self.current[i] = History(zeros, zeros), None
+        self.histories[i], self.current[i] = PoolHistory(zeros, zeros), None
 
     def call(self, some: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]) -> None:
         """tokens: of each of these sequences; if all have as many, the state after each is kept,
@@ -434,7 +434,7 @@ class Chain:
             if packed:
                 rows.append(row(count, columns[current], self.columns[i][0]))
             else:
-                rows.append(Row(count, columns, self.columns[i][:count], current + 1))
+                rows.append(PoolRow(count, columns, self.columns[i][:count], current + 1))
         if not packed:
             rows.append(rows[0].padding)
         call = self.room.call(self.pool, rows, padding=None if packed else torch.nan, wide=True)
@@ -451,7 +451,7 @@ class Chain:
         histories = [one for one in (*self.ended, *self.histories) if one.taken]
         parts, places, outs = [], [], []
         for history in histories:
-            pieces: list[Parts] = []
+            pieces: list[TokenTensors] = []
             for call, place, count, out, number in history.taken:
                 pieces.append(
                     {name: call.of_row(place, one)[:count] for name, one in call.parts.items()}
@@ -469,7 +469,7 @@ class Chain:
 
 
 @dataclass
-class History:
+class PoolHistory:
     """initial, final: the states before and after what a sequence has taken: of each call, its
     row, how many tokens of it, out, and its number.
     """

@@ -24,7 +24,7 @@ from cases import (
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
-from ssdprof.core.pairs import Comparison, Pair, compare
+from ssdprof.core.pairs import CasePair, Comparison, compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.errors import BadInputError
@@ -50,7 +50,7 @@ def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -
     return compare(("base", base), ("new", new), smallest_difference=smallest, allowed=allowed)
 
 
-def pair_of(found: Comparison, name: str = FUSED) -> Pair:
+def pair_of(found: Comparison, name: str = FUSED) -> CasePair:
     (pair,) = (pair for pair in found.pairs if pair.case.name == name)
     return pair
 

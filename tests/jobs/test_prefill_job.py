@@ -197,7 +197,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsewhere(
     users_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried(implementation: Any, *_: Any) -> list[isolate.Verdict]:
+    def tried(implementation: Any, *_: Any) -> list[isolate.CallVerdict]:
         hangs = implementation.name.endswith("second")
         return [("failed", "it hangs") if hangs else ("ran", "")]
 

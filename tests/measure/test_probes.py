@@ -18,7 +18,7 @@ from ssdprof.kernels import GDNInputs, UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.isolate import IsolatedFirstCall, Verdict
+from ssdprof.measure.isolate import CallVerdict, IsolatedFirstCall
 from ssdprof.measure.laws import OF_THE_SAME_FORM
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import generate
@@ -37,7 +37,7 @@ RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one 
 class Here(IsolatedFirstCall):
     """Makes no first call elsewhere."""
 
-    def verdict(self, *_: Any) -> Verdict:
+    def verdict(self, *_: Any) -> CallVerdict:
         return "ran", ""
 
     def prepare(self, *_: Any) -> None: ...
