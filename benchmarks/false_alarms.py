@@ -52,11 +52,11 @@ def drawn(name: str, tokens: int, seed: int, slow: bool, device: torch.device) -
 def output(inputs: Any, precision: Precision, turn: int) -> Any:
     if inputs.device.type == "cuda":
         return kernels.get(inputs.operator, ("fused", "unfused")[turn % 2]).run(inputs, precision)
-    judged = operators.get(inputs.operator).judged
-    chunks = (judged.chunk_size(inputs), *judged.shorter_chunks(inputs))
+    oracle = operators.get(inputs.operator).oracle
+    chunks = (oracle.chunk_size(inputs), *oracle.shorter_chunks(inputs))
     (span,) = sequences(1, inputs.length, None)
-    gate = judged.gate(inputs, span, chunks[turn % len(chunks)])
-    out, states = judged.rounded(inputs, precision).advance(inputs, span, gate)
+    gate = oracle.gate(inputs, span, chunks[turn % len(chunks)])
+    out, states = oracle.rounded(inputs, precision).advance(inputs, span, gate)
     return out[None], states[None]
 
 

@@ -147,7 +147,7 @@ def entries(
         )
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
-            task=LayerCall(kind="layer", layer=layer(3), dims=SSD.judged.dims(own)),
+            task=LayerCall(kind="layer", layer=layer(3), dims=SSD.oracle.dims(own)),
             batch=1,
             seqlen=40,
             implementation=name,

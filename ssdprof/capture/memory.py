@@ -156,7 +156,7 @@ def predict_memory(
 def _outputs(call: OperatorCall) -> Result:
     """The outputs of the operator's kernels, without values."""
     device = call.inputs.device
-    forms = call.operator.judged.forms(call.inputs)
+    forms = call.operator.oracle.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
     return out, final_state
 

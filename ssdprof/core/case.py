@@ -539,7 +539,7 @@ class Case(Record):
         return self.reason or nonfinite or self.outside_budget
 
     @property
-    def judged(self) -> bool:
+    def is_gated(self) -> bool:
         """Whether gates apply: not to the baseline, other libraries, what was served, noise, and
         single layers.
         """

@@ -209,7 +209,7 @@ def _by_name(report: Report) -> dict[str, Case]:
     return {
         case.name: case
         for case in report.cases
-        if not isinstance(case.task, Answers) or case.judged
+        if not isinstance(case.task, Answers) or case.is_gated
     }
 
 
@@ -381,7 +381,7 @@ def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
     lost = [
         case.implementation
         for case in only_in_base
-        if case.judged and applies(case) and case.implementation not in present
+        if case.is_gated and applies(case) and case.implementation not in present
     ]
     return list(dict.fromkeys(lost))
 

@@ -301,7 +301,7 @@ class CellBench:
         inputs = operator.generated.draw(cell, self._device)
         sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
         inputs = sized[min(sized)] if sized else inputs
-        dims, work = operator.judged.cost(inputs)
+        dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {
             "task": drawn_of(cell, checked, dims),
             "batch": dims.batch,

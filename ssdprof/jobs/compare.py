@@ -358,10 +358,10 @@ class _Timed:
         call = entry.call
         _poison(run(), call.inputs)
 
-        def judged() -> Output:
-            return call.judged_output(run())
+        def run_once() -> Output:
+            return call.as_fp32(run())
 
-        output, late = completed(judged, call.device)
+        output, late = completed(run_once, call.device)
         if why := late or call.out_of_bounds():
             return why
         if fingerprint(*output) != entry.bits:
@@ -382,7 +382,7 @@ class _Timed:
         _poison(output, call.inputs)
         try:
             scale(factor)
-            output = call.judged_output(run())
+            output = call.as_fp32(run())
             why = "" if all(map(torch.equal, output, expected)) else self._outside(name, output)
         finally:
             scale(1.0)

@@ -490,7 +490,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
             for name, record in capture.tensors.items()
         }
         inputs = operator.inputs(**tensors, **capture.scalars)
-        return operator.judged.dims(inputs)
+        return operator.oracle.dims(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
         why_not = library_message(error)
         raise BadInputError(

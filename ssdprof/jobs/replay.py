@@ -161,7 +161,7 @@ class _Replay:
         """An entry for each implementation and precision of the call, also for what a server
         computed on these inputs.
         """
-        dims, work = operator.judged.cost(inputs)
+        dims, work = operator.oracle.cost(inputs)
         planned = list(self._planner(operator, dims.dtype, call))
         if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
             model = self._writer.report.model
@@ -316,7 +316,7 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
     spans = [span for span in every if span.length]
     decays = torch.stack(
-        [operator.judged.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
+        [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
     ).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]

@@ -117,7 +117,7 @@ def _problem(
     (precision,) = requested_precisions(cell.dtype, intermediates, None)
     cases = []
     for cell, inputs in together:
-        dims, work = operator.judged.cost(inputs)
+        dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, **work}
         case = Case(
             task=drawn_of(cell, None, dims),
@@ -275,7 +275,7 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     if slower:
         return f"the fastest was slower at {' and '.join(slower)} tokens"
     # the timed inputs, and others to which a find would apply
-    for inputs in (*problem.inputs, *tuning.also_judged(best, problem.inputs[-1])):
+    for inputs in (*problem.inputs, *tuning.also_checked(best, problem.inputs[-1])):
         (verified,) = trials.verify([best], inputs)
         if verified.result != "passed":
             for case in timed[best]:

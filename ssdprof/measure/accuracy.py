@@ -87,7 +87,7 @@ def compare(
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
     operator, device = operators.get(inputs.operator), inputs.device
-    oracle = operator.judged
+    oracle = operator.oracle
     form, length = oracle.forms(inputs)[0], block_length(oracle, inputs, device)
     coarse = form.dtype in _COARSE
     count = DRAWS if coarse else _FINE_DRAWS
@@ -215,7 +215,7 @@ class _TensorSums:
             key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()
         }
         self._evidence = Evidence(
-            self.shape[1] if name == "out" else None, judged=coarse, exact=exact
+            self.shape[1] if name == "out" else None, tested=coarse, exact=exact
         )
         self._fits_oracle = {
             dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
@@ -325,7 +325,7 @@ def check_output(output: Output, inputs: Inputs) -> None:
     """
     device = inputs.device
     for name, tensor, form in zip(
-        _NAMES, output, operators.get(inputs.operator).judged.forms(inputs), strict=True
+        _NAMES, output, operators.get(inputs.operator).oracle.forms(inputs), strict=True
     ):
         if (
             tuple(tensor.shape) != form.shape
@@ -356,7 +356,7 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     fitting = (
         3
         * _WORKING_BYTES["cuda"]
-        // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
+        // (operator.oracle.bytes_per_position(inputs) * min(block, inputs.length))
     )
     return max(
         some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0
@@ -535,7 +535,7 @@ def oracle_output(inputs: Inputs) -> Output:
     """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed
     in blocks.
     """
-    oracle = operators.get(inputs.operator).judged
+    oracle = operators.get(inputs.operator).oracle
     blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 

@@ -52,12 +52,12 @@ class Evidence:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    judged: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
+    tested: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
     and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 
-    def __init__(self, length: int | None, *, judged: bool = True, exact: int = 1) -> None:
-        self._judged, self._exact = judged, exact
+    def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
+        self._tested, self._exact = tested, exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
@@ -99,7 +99,7 @@ class Evidence:
             squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
                 error
             )
-            if not self._judged:
+            if not self._tested:
                 return
             columns = (weights @ squares)[:, 0]
             sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
@@ -213,7 +213,7 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> 
 def _worst(
     test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None
 ) -> ErrorTest | None:
-    """values, limits: (h, places).  None if nothing is judged."""
+    """values, limits: (h, places).  None if nothing is tested."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
     head, place = divmod(index, values.shape[1])

@@ -259,7 +259,7 @@ class IsolatedFirstCall:
             if implementation.word:
                 found = _tried(implementation, list(waiting.values()), precision, self._limit_s)
             else:  # a function of this process, which no other one can import
-                found = [judged(implementation, one, precision) for one in waiting.values()]
+                found = [try_call(implementation, one, precision) for one in waiting.values()]
             for key, verdict in zip(list(waiting), found, strict=False):
                 self._verdicts[key] = verdict
                 del waiting[key]
@@ -358,7 +358,7 @@ def main() -> None:
         watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
         watchdog.daemon = True
         watchdog.start()
-        verdict = judged(
+        verdict = try_call(
             implementation, operator.inputs(**arguments), Precision.named(request["precision"])
         )
         watchdog.cancel()
@@ -369,7 +369,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def judged(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
+def try_call(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(

@@ -423,7 +423,7 @@ def accepted_tokens(trial: Trial) -> None:
 def edge_inputs(trial: Trial) -> None:
     def judge(edge: EdgeInputs[Inputs]) -> None:
         inputs = edge.make()
-        sizes = trial.operator.judged.dims(inputs).words
+        sizes = trial.operator.oracle.dims(inputs).words
         words_of_inputs = f"{lengths_in_words(inputs)}, {sizes}"
         try:
             output = trial.run(inputs)
@@ -481,8 +481,8 @@ def _judge_loud(trial: Trial, inputs: Inputs) -> None:
     }
     inputs = replace(inputs, **{inputs.LINEAR[0]: values}, **states)
     output = trial.run(inputs)
-    judged = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
-    for span in filter(lambda span: span.length, judged):
+    spans = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
+    for span in filter(lambda span: span.length, spans):
         _judge_start(trial, inputs, output, span, longest)
 
 

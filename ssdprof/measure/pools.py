@@ -186,7 +186,7 @@ class Room:
         """Random tokens of the layer's sizes (1, STREAM, ...), with the captured call's dtypes."""
         operator, like = operators.get(self._like.operator), self._like
         cell = Cell(
-            shape=operator.generated.shape("pool", *operator.judged.sizes(like).values()),
+            shape=operator.generated.shape("pool", *operator.oracle.sizes(like).values()),
             dtype=tensors.dtype_name(like.values.dtype),  # type: ignore[arg-type]
             layout="views",
             tokens=Tokens(sequences=1, seqlen=STREAM),

@@ -143,7 +143,7 @@ class Prober:
 
     def _keys(self, implementation: Implementation, inputs: Inputs) -> tuple[Hashable, Hashable]:
         """Keys of the kind of layer, and of the shape of the call."""
-        dims = operators.get(inputs.operator).judged.dims(inputs)
+        dims = operators.get(inputs.operator).oracle.dims(inputs)
         kind = (
             implementation.name,
             dims.operator,

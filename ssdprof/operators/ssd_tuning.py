@@ -229,7 +229,7 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
     )
 
 
-def _also_judged(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
+def _also_checked(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
     """A find for the portable kernel also applies to packed sequences, and is verified on three:
     the first sequence's beginning, cut.
     """
@@ -284,6 +284,6 @@ TUNING: Tuning = Tuning(
     run=_run,
     for_short=_for_short,
     shares_find=lambda kernel: kernel == "portable",
-    also_judged=_also_judged,
+    also_checked=_also_checked,
     check=_check,
 )

@@ -71,7 +71,7 @@ class Tuning:
     run: the operator's output with a configuration.
     for_short: the configuration for the `short` inputs: cut into segments if the whole sequence is.
     shares_find: whether one find of a kernel applies to every length of a layer.
-    also_judged: other inputs to which a find with this configuration would apply.
+    also_checked: other inputs to which a find with this configuration would apply.
     check: raises ValueError for a configuration that the kernel does not take.
     """
 
@@ -84,7 +84,7 @@ class Tuning:
     run: Callable[[Any, Precision, Config], kernels.Output]
     for_short: Callable[[Config, Any], Config]
     shares_find: Callable[[str], bool] = lambda _: False
-    also_judged: Callable[[Config, Any], Sequence[Any]] = lambda _config, _inputs: ()
+    also_checked: Callable[[Config, Any], Sequence[Any]] = lambda _config, _inputs: ()
     check: Callable[[Config], None] = lambda _: None
 
     def short(self, inputs: I) -> I:

@@ -305,23 +305,23 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
     """The subject, the GPU and the names of the compared cases."""
-    names = tuple(case.name for case in _judged(report))
+    names = tuple(case.name for case in _gated(report))
     return report.subject, gpu_name(report.environment), names
 
 
-def _judged(report: Report) -> list[Case]:
-    return [case for case in report.cases if case.judged]
+def _gated(report: Report) -> list[Case]:
+    return [case for case in report.cases if case.is_gated]
 
 
 def _us(report: Report) -> float | None:
     """The time of all compared cases; None if one was not timed."""
-    times = [case.time_us for case in _judged(report)]
+    times = [case.time_us for case in _gated(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None
 
 
 def _error(report: Report) -> float | None:
     """The largest rms error of an output, over the floor."""
-    outputs = (case.tensor("out") for case in _judged(report))
+    outputs = (case.tensor("out") for case in _gated(report))
     ratios = (out.over_floor for out in outputs if out)
     return max((ratio for ratio in ratios if ratio is not None), default=None)

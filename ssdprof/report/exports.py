@@ -31,7 +31,7 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
-from ssdprof.core.outcome import Outcome, judged
+from ssdprof.core.outcome import Outcome, gated_cases
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import LayerRef
@@ -51,8 +51,10 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 
 def rows(report: Report) -> tuple[Case, ...]:
-    """All cases, but of a model's answers only those that are judged."""
-    return tuple(case for case in report.cases if not isinstance(case.task, Answers) or case.judged)
+    """All cases, but of a model's answers only those that gates apply to."""
+    return tuple(
+        case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
+    )
 
 
 # --- CSV
@@ -420,7 +422,7 @@ def outputs(report: Report) -> dict[str, str]:
     """
     cases = [
         case
-        for case in judged(report)
+        for case in gated_cases(report)
         if case.result == "passed" and not isinstance(case.task, Answers)
     ]
     speedups = [speedup.value for speedup in map(report.speedup, cases) if speedup]

@@ -81,7 +81,7 @@ def errors(report: Report) -> tuple[str, ...]:
         )
         where = f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens"
         lines.append(f"FAILED: the answers of {where}: {broken or f'{case.result}: {case.why}'}.")
-    if not (outcome.judged or outcome.answers):
+    if not (outcome.compared or outcome.answers):
         lines.append(NOTHING)
     return tuple(lines)
 
@@ -111,7 +111,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
         lines.append(f"FAILED: the model's inputs, not the kernels.  {where}: {why}.")
     if of_kernels := finite.get(True):
         lines.append(
-            f"FAILED: {len(of_kernels)} of {fmt.plural(outcome.judged, 'case')}: "
+            f"FAILED: {len(of_kernels)} of {fmt.plural(outcome.compared, 'case')}: "
             f"{case_words(of_kernels)}."
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
@@ -147,16 +147,16 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     """What was compared, and is within its limits."""
     if outcome.answers and not outcome.answers_failed:
         yield _answers_compared(report, outcome)
-    if not outcome.judged or outcome.failed:
+    if not outcome.compared or outcome.failed:
         return
-    is_single = outcome.judged == 1
-    who = "the one case" if is_single else f"all {outcome.judged} cases"
+    is_single = outcome.compared == 1
+    who = "the one case" if is_single else f"all {outcome.compared} cases"
     if outcome.passed:
         who = f"PASSED: {who}"
     elif outcome.ended_early:
         who = f"So far {who}"
     elif outcome.refused or outcome.missing:
-        who = "The other case" if is_single else f"The other {outcome.judged} cases"
+        who = "The other case" if is_single else f"The other {outcome.compared} cases"
     how = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
     if report.kind == "prefill":
         how = "ran"
@@ -327,7 +327,7 @@ def _divergence(series: Series) -> tuple[float, float]:
         if case.band and isinstance(case.task, Answers) and case.task.change:
             noise = max(noise, case.band.kl_mean)
         names = case.implementation, case.precision
-        if case.band and case.judged and names == (series.implementation, series.precision):
+        if case.band and case.is_gated and names == (series.implementation, series.precision):
             divergence = max(divergence, case.band.kl_mean)
     return divergence, noise
 

@@ -101,7 +101,7 @@ def call_at(
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    dtype = operator.judged.dims(inputs).dtype
+    dtype = operator.oracle.dims(inputs).dtype
 
     def likeness(precision: Precision) -> tuple[bool, bool]:
         same_intermediates = precision.intermediates == wanted.intermediates

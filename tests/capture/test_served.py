@@ -170,7 +170,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     inputs = captured.inputs
     operator = operators.get(inputs.operator)
     assert operator.refusal is not None
-    sizes = operator.judged.dims(inputs).sizes
+    sizes = operator.oracle.dims(inputs).sizes
     why = operator.refusal(sizes, ranks)
     if (name, ranks) == ("mamba2", 4):
         assert why == (

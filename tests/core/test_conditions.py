@@ -296,6 +296,6 @@ def test_answers_are_judged_on_the_whole_prompt_and_noise_is_not(gate: str, foun
 def test_a_perplexity_that_nobody_knows_cannot_be_judged() -> None:
     unknown = answers(of_answers(bands=(band(perplexity=None, perplexity_increase_pct=None),)))
     gate = "perplexity-increase:1%"
-    judged = unknown.changed(conditions=cases.gates(gate))
-    assert [verdict.holds for verdict in verdicts(judged)] == [None, False]
+    gated = unknown.changed(conditions=cases.gates(gate))
+    assert [verdict.holds for verdict in verdicts(gated)] == [None, False]
     assert said(unknown, gate) == [f"{gate}: no case passed that it could judge"]

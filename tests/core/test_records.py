@@ -337,7 +337,7 @@ def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "judged"),
+    ("one", "is_gated"),
     [
         (case(), True),
         (case("unfused"), False),
@@ -349,8 +349,8 @@ def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
         (of_answers(change="moved bits"), False),
     ],
 )
-def test_what_gates_judge(one: Case, judged: bool) -> None:
-    assert one.judged is judged
+def test_what_gates_apply_to(one: Case, is_gated: bool) -> None:
+    assert one.is_gated is is_gated
 
 
 def test_a_match_is_of_its_tolerance() -> None:

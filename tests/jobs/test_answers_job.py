@@ -57,7 +57,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     report = answered(generate=2, conditions=(parse_gate("kl:1e-30"),))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
     assert [
-        (case.implementation, task_of(case, Answers).change, case.judged) for case in report.cases
+        (case.implementation, task_of(case, Answers).change, case.is_gated) for case in report.cases
     ] == [
         ("unfused", "last bit of its inputs moved", False),
         ("unfused", "in chunks of half the length", False),

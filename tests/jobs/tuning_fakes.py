@@ -68,7 +68,7 @@ def ssd_problem(kernel: str, *seqlens: int) -> Problem:
     """
     inputs = tuple(ssd_inputs(seqlen) for seqlen in seqlens)
     of = dict(implementation="committed", precision=EXACT_FP32, status="ran", batch=1)
-    calls_of = [LayerCall(kind="layer", layer=layer(), dims=SSD.judged.dims(one)) for one in inputs]
+    calls_of = [LayerCall(kind="layer", layer=layer(), dims=SSD.oracle.dims(one)) for one in inputs]
     cases = tuple(Case(task=task, seqlen=task.dims.seqlen, **of) for task in calls_of)
     calls = SSD.tunable.calls(inputs[-1], "exact", kernel)
     return Problem(

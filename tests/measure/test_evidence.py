@@ -21,7 +21,7 @@ Make = Callable[..., Any]
 
 def exact(inputs: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(l, h, p) and (h, p, n) in fp64."""
-    blocks = list(operators.get(inputs.operator).judged.blocks(inputs, LENGTH))
+    blocks = list(operators.get(inputs.operator).oracle.blocks(inputs, LENGTH))
     return torch.cat([out for _, out, _, _ in blocks]).double(), blocks[-1][2].double()
 
 

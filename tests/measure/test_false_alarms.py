@@ -118,8 +118,8 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     drawn = operator.generated.draw(cell, torch.device("cpu"))
     inputs = replace(drawn, g=-2 * step * torch.rand_like(drawn.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    gate = operator.judged.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
-    out, state = operator.judged.rounded(inputs, relaxed).advance(inputs, span, gate)
+    gate = operator.oracle.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
+    out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
     assert_passes((out[None], state[None]), inputs, relaxed)
 
 

@@ -48,7 +48,7 @@ def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
 
 def by_the_sum(inputs: Any, window: Span) -> torch.Tensor:
     """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
-    gate = operators.get(inputs.operator).judged.gate(inputs, window)
+    gate = operators.get(inputs.operator).oracle.gate(inputs, window)
     return gate.exponents[..., -1].sum(0) < LIMIT
 
 
@@ -114,8 +114,8 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
                 room = 1e-4 if inputs.use_qk_l2norm else 6e-3
                 error = (ours - known.expected).norm() / known.expected.norm()
                 assert error < room, known.kind
-            judged = torch.cat([known.heads for known in history.known])
-            assert set(judged.tolist()) == set(range(heads))
+            heads_known = torch.cat([known.heads for known in history.known])
+            assert set(heads_known.tolist()) == set(range(heads))
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
@@ -163,9 +163,9 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     for histories in kda_histories(drawn("kda", "4/4x32x32", 600), (1, 4)):
         for history in histories:
             inputs, found = history.inputs, []
-            rounded = operator.judged.rounded(inputs, precision)
+            rounded = operator.oracle.rounded(inputs, precision)
             for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
-                gate = operator.judged.gate(inputs, span, chunk)
+                gate = operator.oracle.gate(inputs, span, chunk)
                 found.append(rounded.advance(inputs, span, gate)[0])
             out = torch.cat(found)
             for known in history.known:
@@ -235,9 +235,9 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
     left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
     assert left > 0.03
     span = Span(sequence=0, batch=0, start=0, stop=512)
-    judged = operators.get("gdn").judged
-    rounded = judged.rounded(inputs, kernels.Precision())
-    out, _ = rounded.advance(inputs, span, judged.gate(inputs, span))
+    oracle = operators.get("gdn").oracle
+    rounded = oracle.rounded(inputs, kernels.Precision())
+    out, _ = rounded.advance(inputs, span, oracle.gate(inputs, span))
     exact = gdn_recurrence(inputs, dtype=torch.float64)[0][0]
     errors = (out - exact)[256:].square().sum((1, 2)) / exact[256:].square().sum((1, 2))
     assert errors.max().sqrt() > left

@@ -89,7 +89,7 @@ def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(ope
     assert ((steps >= 8) & (steps <= 32)).all()
     assert steps.unique().numel() > 1
     assert inputs.cu_seqlens[-1] == inputs.length
-    out, final_states = operators.get(operator).judged.forms(inputs)
+    out, final_states = operators.get(operator).oracle.forms(inputs)
     assert (out.shape, out.dtype) == (inputs.values.shape, torch.bfloat16)
     assert (final_states.shape, final_states.dtype) == (inputs.initial.shape, torch.float32)
     assert inputs.initial.shape == {"ssd": (16, 2, 16, 16), "gdn": (16, 8, 16, 16)}[operator]
@@ -97,15 +97,15 @@ def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output(ope
 
 def test_dims_and_cost() -> None:
     inputs, positions = drawn("gdn", **SMALL), 2 * 40
-    dims = GDN.judged.dims(inputs)
+    dims = GDN.oracle.dims(inputs)
     assert dims.words == "2/4 heads, K 16, V 24"
-    assert GDN.judged.flops(dims.sizes, positions) == positions * (
+    assert GDN.oracle.flops(dims.sizes, positions) == positions * (
         2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24
     )
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
     written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24
-    assert GDN.judged.cost(inputs)[1]["bytes_moved"] == read + written
+    assert GDN.oracle.cost(inputs)[1]["bytes_moved"] == read + written
 
 
 # --- sizes
