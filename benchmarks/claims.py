@@ -352,9 +352,9 @@ def beside(found: Sequence[Mapping[str, str]]) -> str:
             for row in found
             if row["study"] == study
         )
-        drawn = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
+        rendered = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
         parts.append(
-            f"<details><summary>{study}: {about['title']}</summary>\n\n{drawn}\n\n</details>\n"
+            f"<details><summary>{study}: {about['title']}</summary>\n\n{rendered}\n\n</details>\n"
         )
     return "\n".join(parts)
 

@@ -25,7 +25,7 @@ SIZES = {"ssd": "2x64x128x1", "gdn": "2/2x128x128", "kda": "2/2x128x128"}  # wit
 GATES = {"ssd": "A", "gdn": "g", "kda": "g"}
 
 
-def drawn(name: str, tokens: int, seed: int, slow: bool, device: torch.device) -> Any:
+def generated(name: str, tokens: int, seed: int, slow: bool, device: torch.device) -> Any:
     """Random inputs; in every fourth head gates are 1e-6 to 1e-2 of what they were."""
     generate.SEED = seed
     generated = operators.get(name).generated
@@ -74,7 +74,7 @@ def main() -> None:
     alarms = 0
     for run in range(arguments.runs):
         for name in SIZES:
-            inputs = drawn(name, arguments.tokens, run, run % 2 == 1, device)
+            inputs = generated(name, arguments.tokens, run, run % 2 == 1, device)
             found = {}
             for turn, precision in enumerate(precisions):
                 result = output(inputs, precision, run // 2 + turn)

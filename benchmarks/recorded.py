@@ -21,7 +21,7 @@ from pydantic import Field
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.core.base import Clock, Record, intermediates_of, states_of
-from ssdprof.core.case import Case, Drawn, Launch
+from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Ceilings, Clocks, Environment
@@ -96,7 +96,7 @@ class Speedup(Record):
 class RecordedCase(Record):
     """One implementation at one precision ("exact fp32": intermediates, states) in one cell.
 
-    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  drawn: words of
+    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  ways: words of
     --draw.
     checked: tokens of a sequence that were compared, if not all.  version: of another library.
     outside_budget: why another library's output is not within the error budget, if it was timed all
@@ -118,7 +118,7 @@ class RecordedCase(Record):
     tokens: str
     layout: Literal["contiguous", "views", "transposed"] = "contiguous"
     packed: bool = False
-    drawn: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
     dtype: str
     checked: int | None = None
     implementation: str
@@ -173,7 +173,7 @@ class Cell:
 
 
 def _inputs(case: RecordedCase) -> tuple[object, ...]:
-    return case.operator, case.shape, case.tokens, case.dtype, case.layout, case.drawn
+    return case.operator, case.shape, case.tokens, case.dtype, case.layout, case.ways
 
 
 def cells_of(text: str) -> list[Cell]:
@@ -246,16 +246,16 @@ def recorded(name: str, report: Report) -> list[Cell]:
 
 
 def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
-    drawn = case.task
-    assert isinstance(drawn, Drawn)
+    task = case.task
+    assert isinstance(task, Generated)
     first, floor_us = case.first_call, case.floor_us(report.ceilings)
     return RecordedCase(
         kind="case",
         bench=of_all.name,
-        operator=drawn.dims.operator,
-        sizes=drawn.dims.sizes,
-        dtype=drawn.dims.dtype,
-        drawn=drawn.ways,
+        operator=task.dims.operator,
+        sizes=task.dims.sizes,
+        dtype=task.dims.dtype,
+        ways=task.ways,
         precision=f"{intermediates_of(case.precision)} {states_of(case.precision)}",
         status=case.result,
         reason=case.why if case.result != "passed" else "",
@@ -274,7 +274,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         else {},
         over=dict(_over(report, case)),
         **{
-            name: getattr(drawn, name)
+            name: getattr(task, name)
             for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")
         },
         **{

@@ -148,7 +148,7 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what needs a GPU by functions that return stored reports."""
-    of: dict[str, Any] = {"task": cases.drawn(), "baseline": "committed", "variant": "hopper"}
+    of: dict[str, Any] = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
     broken = cases.failed(cases.case("ring 5", **of), "failed")
     faster = cases.case("ring 2", **of, samples=cases.timed(90.9, 100.0))
     committed = cases.case(

@@ -181,7 +181,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     )
     assert shape
     cell = Cell(
-        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, drawn=("pool",) * pool
+        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, ways=("pool",) * pool
     )
     inputs = found.generated.draw(cell, torch.device("cpu"))
     planted: dict[str, Callable[[Any], Any]] = {

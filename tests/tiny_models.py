@@ -1,7 +1,7 @@
 """Tiny random models of every supported family, for tests of capture and checkpoint.
 
-Each has several operator layers, and the hybrids at least one attention layer.  Weights are drawn
-so that the operator
+Each has several operator layers, and the hybrids at least one attention layer.  Weights are
+generated so that the operator
 does real work: decays spread over several decades, dt neither 0 nor saturated, projections that are
 not almost 0.
 """

@@ -74,8 +74,8 @@ class TerminalWatcher(Watcher):
 
     @contextmanager
     def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """A bar below those of outer steps, drawn at progress: a thread would share the interpreter
-        with timed work.
+        """A bar below those of outer steps, written at progress: a thread would share the
+        interpreter with timed work.
         """
         outermost, whole = self._bars is None, Column(no_wrap=True)
         bars = self._bars = self._bars or Progress(

@@ -13,7 +13,7 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionName, grouped
-from ssdprof.core.case import Answers, Case, Drawn, Prefill
+from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.conditions import METRICS, OF_SPEED, Change, number
 from ssdprof.core.outcome import Outcome, Verdict
 from ssdprof.core.report import Report
@@ -294,7 +294,7 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
     """The model and the prompt of a captured call; those of a bench are generated from a fixed
     seed.
     """
-    if isinstance(case.task, Prefill | Drawn):
+    if isinstance(case.task, Prefill | Generated):
         return {}
     return {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
 

@@ -27,7 +27,7 @@ from ssdprof.core.base import (
     states_of,
     unique,
 )
-from ssdprof.core.case import Answers, Case, Drawn, Prefill
+from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import (
@@ -225,7 +225,7 @@ class Report(Record):
 
     @property
     def of_calls(self) -> tuple[Case, ...]:
-        """Cases of captured calls or drawn inputs."""
+        """Cases of captured calls or generated inputs."""
         return tuple(case for case in self.cases if case.dims)
 
     @property
@@ -250,7 +250,7 @@ class Report(Record):
         """
         name = implementation or case.baseline
         there = self._by_place.get((case.place, name), []) if name else []
-        if isinstance(case.task, Drawn):
+        if isinstance(case.task, Generated):
             if case.kind == "library" or name == case.implementation:
                 return None
             return min(filter(_device_time, there), key=_device_time, default=None)
@@ -307,7 +307,7 @@ class Report(Record):
             "--states": states_of(case.precision),
         }
         dropped = {*_NOT_AGAIN}
-        if isinstance(case.task, Drawn):
+        if isinstance(case.task, Generated):
             wanted |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
             if not case.task.packed:
                 length = "--verify" if "--verify" in " ".join(self.command) else "--seq"

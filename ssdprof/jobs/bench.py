@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.core.case import Case, Drawn
+from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import Dims
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
@@ -303,10 +303,10 @@ class CellBench:
         inputs = sized[min(sized)] if sized else inputs
         dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {
-            "task": drawn_of(cell, checked, dims),
+            "task": generated_task(cell, checked, dims),
             "batch": dims.batch,
             "seqlen": dims.seqlen,
-            "inputs": ", ".join((cell.dtype, *cell.drawn, cell.layout)),
+            "inputs": ", ".join((cell.dtype, *cell.ways, cell.layout)),
             **work,
         }
         entries: list[Entry] = []
@@ -332,10 +332,10 @@ class CellBench:
         return entries
 
 
-def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
+def generated_task(cell: Cell, checked: int | None, dims: Dims) -> Generated:
     """What cases say of the cell."""
-    return Drawn(
-        kind="drawn",
+    return Generated(
+        kind="generated",
         dims=dims,
         shape=cell.shape.name,
         shape_words=str(cell.shape),
@@ -343,7 +343,7 @@ def drawn_of(cell: Cell, checked: int | None, dims: Dims) -> Drawn:
         sequences=cell.tokens.sequences,
         packed=cell.tokens.packed,
         layout=cell.layout,
-        ways=cell.drawn,
+        ways=cell.ways,
         checked=checked,
     )
 
@@ -370,4 +370,4 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 def _place(cell: Cell) -> str:
     """As `Case.place`."""
     layout = () if cell.layout == "contiguous" else (cell.layout,)
-    return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.drawn, str(cell.tokens)))
+    return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.ways, str(cell.tokens)))

@@ -75,8 +75,8 @@ def profile_run(
     require_gpu_for_stalls()
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
-    # the prompt as one call of every operator, without decode steps; a pack is drawn with the same
-    # lengths
+    # the prompt as one call of every operator, without decode steps; a pack is generated with the
+    # same lengths
     whole = partial(
         replace,
         asked,

@@ -443,11 +443,11 @@ def bench(
             f"--chunk-size does not apply to {operator.name}: its kernels choose their own.",
             "Leave it out.",
         )
-    drawn = reading.parse_ways(operator, options.draw)
+    ways = reading.parse_ways(operator, options.draw)
     request = replace(
         asked,
         measured=reading.expand(
-            shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, drawn
+            shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
         baseline=options.baseline
         or next(iter(libraries), "fused" if options.verify else operator.baseline),

@@ -25,7 +25,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
-from ssdprof.jobs.bench import drawn_of
+from ssdprof.jobs.bench import generated_task
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
@@ -111,7 +111,7 @@ def _problem(
 ) -> Problem:
     """The problem of inputs that share a find, the shortest first."""
     tuning = operator.tunable
-    together = sorted(together, key=lambda drawn: drawn[0].tokens.seqlen)
+    together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
     cell, longest = together[-1]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
     (precision,) = requested_precisions(cell.dtype, intermediates, None)
@@ -120,7 +120,7 @@ def _problem(
         dims, work = operator.oracle.cost(inputs)
         fields: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, **work}
         case = Case(
-            task=drawn_of(cell, None, dims),
+            task=generated_task(cell, None, dims),
             implementation=COMMITTED,
             precision=str(precision),
             status="ran",

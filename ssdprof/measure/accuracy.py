@@ -97,7 +97,7 @@ def compare(
         null: [
             *(oracle.rounded(inputs, candidate.precision) for _ in (None, *shorter)),
             *(
-                oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts)
+                oracle.rounded(inputs, candidate.precision).perturbed(one, cuts=cuts)
                 for one in range(count // together)
             ),
         ]

@@ -191,10 +191,10 @@ class Room:
             layout="views",
             tokens=Tokens(sequences=1, seqlen=STREAM),
         )
-        drawn = operator.binding.positional(operator.generated.draw(cell, self.device))
+        generated = operator.binding.positional(operator.generated.draw(cell, self.device))
         # a gate that generators leave out has the form of the values
         return {
-            name: drawn.get(name, drawn[like.LINEAR[0]].flip(1)).to(tensor.dtype)
+            name: generated.get(name, generated[like.LINEAR[0]].flip(1)).to(tensor.dtype)
             for name, tensor in operator.binding.positional(like).items()
         }
 

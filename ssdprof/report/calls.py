@@ -1,4 +1,6 @@
-"""Tables of calls, captured or drawn: speed, accuracy, laws, launches, and what did not pass."""
+"""Tables of calls, captured or generated: speed, accuracy, laws, launches, and what did not
+pass.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ssdprof.core.base import (
     grouped,
     short_precision,
 )
-from ssdprof.core.case import Case, Drawn, Launch
+from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
 from ssdprof.report.table import (
@@ -342,7 +344,7 @@ def _short_precision_of(case: Case) -> str:
 
 
 def _place_or_size(case: Case) -> str:
-    return case.place if isinstance(case.task, Drawn) else case.size
+    return case.place if isinstance(case.task, Generated) else case.size
 
 
 def reasons(report: Report) -> Table | None:
@@ -418,10 +420,10 @@ def _of_shape(report: Report) -> dict[str, list[Group]]:
     """Title -> its groups."""
 
     def title(group: Group) -> str:
-        drawn = group.cases[0].task
-        assert isinstance(drawn, Drawn)
-        inputs = ", ".join((drawn.dims.dtype, *drawn.ways, f"{drawn.layout} inputs"))
-        return f"{drawn.shape} ({drawn.shape_words}), {inputs}"
+        generated = group.cases[0].task
+        assert isinstance(generated, Generated)
+        inputs = ", ".join((generated.dims.dtype, *generated.ways, f"{generated.layout} inputs"))
+        return f"{generated.shape} ({generated.shape_words}), {inputs}"
 
     return grouped(groups(report), title)
 

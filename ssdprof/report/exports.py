@@ -30,7 +30,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
+from ssdprof.core.case import Answers, Case, Generated, Launch, LayerCall, Prefill, Summary
 from ssdprof.core.outcome import Outcome, gated_cases
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
@@ -105,7 +105,7 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 def _identity(report: Report, case: Case) -> CsvRow:
     """What was computed, by what, and whether it passed."""
-    drawn = case.task if isinstance(case.task, Drawn) else None
+    generated = case.task if isinstance(case.task, Generated) else None
     rival = report.rival(case) if report.speedup(case) else None
     return {
         "report": report.id,
@@ -114,7 +114,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "case": case.where,
         "layer": case.layer and case.layer.index,
         "call": case.call and str(case.call),
-        "sequences x tokens": drawn and drawn.tokens,
+        "sequences x tokens": generated and generated.tokens,
         "tokens": case.seqlen,
         "batch": case.batch,
         "dimensions": case.dims and str(case.dims),

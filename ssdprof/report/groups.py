@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import PRECISIONS, Clock, PrecisionName, TensorName, grouped, short_precision
-from ssdprof.core.case import Case, Drawn
+from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 
@@ -53,8 +53,8 @@ class Series:
         that.
         """
         timed = {case.implementation for case in self.group.cases if case.device_us}
-        is_drawn = isinstance(self.cases[0].task, Drawn)
-        return "unfused" if is_drawn and self.group.report.baseline not in timed else ""
+        is_generated = isinstance(self.cases[0].task, Generated)
+        return "unfused" if is_generated and self.group.report.baseline not in timed else ""
 
     @cached_property
     def timed(self) -> list[Case]:
@@ -216,9 +216,9 @@ def groups(report: Report) -> tuple[Group, ...]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
-    drawn = (case for case in report.cases if isinstance(case.task, Drawn))
+    generated = (case for case in report.cases if isinstance(case.task, Generated))
     captured = grouped((case for case in report.cases if case.layer), key)
-    parts = list(grouped(drawn, lambda case: case.place).values())
+    parts = list(grouped(generated, lambda case: case.place).values())
     parts += [captured[size] for size in sorted(captured, reverse=True)]
     return tuple(Group(report, cases) for cases in parts)
 

@@ -18,7 +18,7 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Drawn
+from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
@@ -385,7 +385,7 @@ def _single_chunks(report: Report) -> Iterator[str]:
         call, longest = group.call, group.seqlen
         if call and call.kind == "packed":
             longest = _longest_packed(report)
-        elif isinstance(group.cases[0].task, Drawn) or (
+        elif isinstance(group.cases[0].task, Generated) or (
             call and not (call.kind == "chunk" and call.count == 1)
         ):
             continue  # of a bench, or it begins with a state
@@ -439,7 +439,7 @@ def _of_libraries(report: Report) -> Iterator[str]:
     libraries = [
         case
         for case in report.cases
-        if case.kind == "library" and (case.baseline or isinstance(case.task, Drawn))
+        if case.kind == "library" and (case.baseline or isinstance(case.task, Generated))
     ]
     troubles = (case for case in libraries if case.result != "passed" and not _fails(case))
     by_reason = grouped(troubles, lambda case: (case.implementation, case.why))

@@ -16,7 +16,7 @@ from ssdprof.kernels.kda.fused import KDAPortableConfig, hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
-GATES = ("drawn", "saturated", "bound", "none", "cuts", "one channel")
+GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
 RAGGED = dict(
     lengths=(70, 0, 1, 19), initial_states=True, values_per_key=2, key_dim=32, value_dim=24
 )

@@ -33,7 +33,7 @@ TOKENS = ("x", "B", "C", "dt")
 
 
 def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
-    """mamba2-2.7b's sizes.  Drawn in bf16, because `Case` would need five times the memory."""
+    """mamba2-2.7b's sizes.  Generated in bf16, because `Case` would need five times the memory."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:

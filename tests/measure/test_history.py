@@ -31,7 +31,7 @@ Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each h
 LIMIT = -14.0  # about 2^-20
 
 
-def drawn(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
+def generated(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
     operator = operators.get(name)
     shape = operator.generated.parse(sizes)
     assert shape
@@ -101,7 +101,7 @@ def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]
 def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
 ) -> None:
-    like = drawn("kda", sizes, seqlen, 2, **changes)
+    like = generated("kda", sizes, seqlen, 2, **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
@@ -119,7 +119,7 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
-    history = next(iter(next(kda_histories(drawn("kda", "2/2x32x16", 320), ()))))
+    history = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
         sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
         assert bool((sums == total).all())
@@ -132,7 +132,7 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
     window: int, tokens: int, only: str
 ) -> None:
     kernel = partial(dropping, window, by_the_largest_channel, only)
-    holds, why = law(TURNING_KEYS, kernel, drawn("kda", "2/2x32x16", tokens))
+    holds, why = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
     assert holds == "no"
     assert why.startswith("history that matters is dropped, with ")
     expected = "1 x 4,096 tokens and 4 heads" if only else f"1 x {tokens} tokens and 2 heads"
@@ -147,7 +147,7 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
         out, states = oracle_output(inputs)
         return out / 2, states
 
-    holds, why = law(TURNING_KEYS, half, drawn("kda", "2/2x32x16", 120))
+    holds, why = law(TURNING_KEYS, half, generated("kda", "2/2x32x16", 120))
     assert holds == "no"
     assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error")
 
@@ -160,7 +160,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     """The rounded form, also with states in 16 bit."""
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
-    for histories in kda_histories(drawn("kda", "4/4x32x32", 600), (1, 4)):
+    for histories in kda_histories(generated("kda", "4/4x32x32", 600), (1, 4)):
         for history in histories:
             inputs, found = history.inputs, []
             rounded = operator.oracle.rounded(inputs, precision)
@@ -184,14 +184,18 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
 
     implementation = own_implementation(operators.get("kda"), "fused", noted)
     implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
-    first, second = drawn("kda", "2/2x16x16", 100), drawn("kda", "2/2x16x16", 150)
+    first, second = generated("kda", "2/2x16x16", 100), generated("kda", "2/2x16x16", 150)
     assert len(prober.probe(implementation, first, kernels.Precision())) > 1
-    assert prober.probe(implementation, drawn("kda", "2/2x16x16", 100), kernels.Precision()) == ()
+    assert (
+        prober.probe(implementation, generated("kda", "2/2x16x16", 100), kernels.Precision()) == ()
+    )
     assert {shape[1] for shape in shapes} == {100}
     (found,) = prober.probe(implementation, second, kernels.Precision())
     assert (found.name, found.holds) == (TURNING_KEYS, "yes")
     assert shapes[-1] == (1, 150, 2, 16)
-    assert TURNING_KEYS not in probed(oracle_output, drawn("kda", "2/2x16x16", 30)), "one window"
+    assert TURNING_KEYS not in probed(oracle_output, generated("kda", "2/2x16x16", 30)), (
+        "one window"
+    )
 
 
 # --- the loud past
@@ -202,7 +206,7 @@ def fast(name: str, **changes: Any) -> Any:
     if name == "ssd":
         decaying: dict[str, Any] = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
         return random_inputs(seqlen=400, heads=2, headdim=16, groups=1, **decaying | changes)
-    given = drawn("gdn", "1/2x16x16", 400)
+    given = generated("gdn", "1/2x16x16", 400)
     return replace(given, g=torch.full_like(given.g, -0.2), **changes)
 
 
@@ -222,7 +226,7 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
     """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
     when the decays are below 2^-24 is less than the error of the rounded form.
     """
-    given = drawn("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
+    given = generated("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
     key = (torch.full((16,), 0.25) * 2.1**0.5).to(given.k.dtype)
     changes = {
         "k": key.expand_as(given.k).contiguous(),

@@ -65,8 +65,8 @@ def gdn() -> GDNInputs:
     shape = operator.generated.parse("1/2x16x32")
     tokens = generate.Tokens(sequences=2, seqlen=90)
     assert shape
-    drawn = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    found: GDNInputs = operator.generated.draw(drawn, torch.device("cpu"))
+    generated = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
+    found: GDNInputs = operator.generated.draw(generated, torch.device("cpu"))
     return found
 
 
