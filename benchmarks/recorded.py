@@ -37,8 +37,8 @@ Triple = tuple[float, float, float]  # the value, then its 95 % interval
 class RecordedBench(Record):
     """What belongs to all cases of a bench.  name: the cases refer to it.  kernels: the hash of
     their sources.
-    peers: other libraries and their versions.  matched_with: every output is compared with that of
-    this one.
+    libraries: other libraries and their versions.  matched_with: every output is compared with that
+    of this one.
     """
 
     kind: Literal["bench"]
@@ -54,7 +54,7 @@ class RecordedBench(Record):
     environment: Environment
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
-    peers: dict[str, str] = Field(default_factory=dict)
+    libraries: dict[str, str] = Field(default_factory=dict)
     absent: tuple[str, ...] = ()
     baseline: str
     matched_with: str = ""
@@ -218,7 +218,7 @@ def recorded(name: str, report: Report) -> list[Cell]:
         operator=report.subject,
         ssdprof=report.ssdprof_version,
         state="complete" if report.complete else "partial",
-        peers={
+        libraries={
             case.implementation: case.version for case in report.cases if case.kind == "library"
         },
         left_out={one.place: one.reason for one in report.left_out},

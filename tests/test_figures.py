@@ -146,7 +146,7 @@ TIMES: list[tuple[str, str, str, dict[str, str], str]] = [
         {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"},
         "over fla",
     ),
-    (DELTA, "FlashQLA 0.1.3", "gdn-rivals", {"fused": "fused", **LIBRARIES}, "over the fastest"),
+    (DELTA, "FlashQLA 0.1.3", "gdn-libraries", {"fused": "fused", **LIBRARIES}, "over the fastest"),
     (
         DELTA,
         "over FlashInfer",

@@ -240,13 +240,13 @@ class Report(Record):
     def _by_place(self) -> dict[tuple[str, str], list[Case]]:
         return grouped(self.cases, lambda case: (case.place, case.implementation))
 
-    def rival(self, case: Case, implementation: str = "") -> Case | None:
+    def baseline_of(self, case: Case, implementation: str = "") -> Case | None:
         """The case's baseline, or another implementation, in the same place: at exact intermediates
         and equal states if there is such a case, else its first one.  None if that is the case
         itself.
 
-        In a bench it is the fastest case of the other implementation; other libraries have no rival
-        there.
+        In a bench it is the fastest case of the other implementation; other libraries have no
+        baseline there.
         """
         name = implementation or case.baseline
         there = self._by_place.get((case.place, name), []) if name else []
@@ -262,7 +262,7 @@ class Report(Record):
         """Over the case's baseline, or over another implementation.  clock: None: the one that
         verdicts use.
         """
-        return case.over(self.rival(case, over), clock or case.clock)
+        return case.over(self.baseline_of(case, over), clock or case.clock)
 
     def faster(self, case: Case, clock: Clock | None = None) -> Faster | None:
         """The verdict of `speedup`."""
@@ -276,7 +276,7 @@ class Report(Record):
 
         With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).
         """
-        base = self.rival(case)
+        base = self.baseline_of(case)
         if not (base and base.call_us and isinstance(case.task, Prefill)):
             return None
         assert isinstance(base.task, Prefill)

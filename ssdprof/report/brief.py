@@ -118,14 +118,14 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 def _errors(series: Series) -> TableRow:
     """The output of all calls."""
-    rival, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    baseline, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
-        "equal to\nbaseline": fmt.percent(rival and rival.match_pct(0.0)),
-        "within\n1e-3": fmt.percent(rival and rival.match_pct(1e-3)),
-        "1e-3\nof rms": fmt.percent(rival and rival.match_rms_pct(calls.OF_RMS)),
+        "equal to\nbaseline": fmt.percent(baseline and baseline.match_pct(0.0)),
+        "within\n1e-3": fmt.percent(baseline and baseline.match_pct(1e-3)),
+        "1e-3\nof rms": fmt.percent(baseline and baseline.match_rms_pct(calls.OF_RMS)),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),

@@ -97,7 +97,7 @@ def speeds(
         return None
     compared = []
     for _, series in rows:
-        compared += [(series.precision, rival) for rival in series.rivals]
+        compared += [(series.precision, baseline) for baseline in series.baselines]
     counts = fmt.counts(rows[0][1].group.report.smallest_difference)
     note = "  ".join(filter(None, (f"Baseline: {baselines(compared)}.", counts, *notes)))
     cells = (first | speed(series) for first, series in rows)
@@ -181,8 +181,8 @@ def errors(
         for series in every:
             if pooled := series.pooled("vs_baseline", tensor):
                 compared += [(series.precision, part.against) for part in pooled.parts]
-                rival = pooled.largest.against.split()[0]
-                rows.append(first | names(series) | _errors(pooled, group, rival))
+                baseline = pooled.largest.against.split()[0]
+                rows.append(first | names(series) | _errors(pooled, group, baseline))
         for series in every:
             if pooled := series.pooled("vs_oracle", tensor):
                 within = _within_budget(series, tensor)
@@ -446,7 +446,7 @@ def _of_bench(series: Series) -> TableRow:
     return {
         _SIZE: series.group.size,
         **names(series),
-        "over": series.rivals[0].split()[0] if series.rivals else fmt.MISSING,
+        "over": series.baselines[0].split()[0] if series.baselines else fmt.MISSING,
         "chunk": fmt.count(case.chunk_size),
         "first\ncall": f"{first_call.seconds:.1f} s" if first_call else fmt.MISSING,
     }

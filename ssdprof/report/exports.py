@@ -106,7 +106,7 @@ def _row(report: Report, case: Case) -> CsvRow:
 def _identity(report: Report, case: Case) -> CsvRow:
     """What was computed, by what, and whether it passed."""
     generated = case.task if isinstance(case.task, Generated) else None
-    rival = report.rival(case) if report.speedup(case) else None
+    baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
         "model": subject(report),
@@ -125,7 +125,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
         "chunk size": case.chunk_size,
         "status": case.result,
         "reason": case.why,
-        "baseline": rival and f"{rival.implementation} {rival.precision}",
+        "baseline": baseline and f"{baseline.implementation} {baseline.precision}",
     }
 
 

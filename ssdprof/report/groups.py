@@ -80,10 +80,10 @@ class Series:
         return pool(self.cases, tensor, which)
 
     @cached_property
-    def rivals(self) -> tuple[str, ...]:
+    def baselines(self) -> tuple[str, ...]:
         """What the timed calls are compared with: "unfused exact, fp32 states"."""
-        rivals = (self.group.report.rival(case, self.over) for case in self.timed)
-        timed = (rival for rival in rivals if rival and rival.device_us)
+        baselines = (self.group.report.baseline_of(case, self.over) for case in self.timed)
+        timed = (baseline for baseline in baselines if baseline and baseline.device_us)
         return tuple(dict.fromkeys(f"{case.implementation} {case.precision}" for case in timed))
 
     @property

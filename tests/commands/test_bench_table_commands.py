@@ -88,7 +88,7 @@ def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
     for *place, case in measured(operator):
         cases.setdefault(tuple(place), set()).add(case)
     for bar in tomllib.loads((ROOT / "benchmarks" / f"bars-{operator}.toml").read_text())["bar"]:
-        over = {"best rival": "fla", "floor": bar["of"]}.get(bar["over"], bar["over"])
+        over = {"floor": bar["of"]}.get(bar["over"], bar["over"])
         for shape in bar["shapes"]:
             for tokens in bar["tokens"]:
                 for ways in bar.get("ways", [""]):

@@ -395,7 +395,7 @@ def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
 def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
     report = cases.report(layers=(0, 9))
     for one in report.cases:
-        base = report.rival(one)
+        base = report.baseline_of(one)
         if one.baseline:
             assert base is not None
             assert (base.layer, base.implementation, base.precision) == (
