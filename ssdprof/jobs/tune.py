@@ -41,7 +41,8 @@ from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.reports import Writer
 
-# a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
+# a tuned configuration is faster by more than this, with 95 % confidence: times of a GPU vary as
+# much between days
 MARGIN = 0.01
 SCREENING = SamplingPlan(
     min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
@@ -55,8 +56,8 @@ COMMITTED = "committed"
 class Problem:
     """The subject of one search.
 
-    inputs: of one call, or one for each length that shares the find.  cases: of the committed
-    configuration on each.
+    inputs: of one call, or one for each length that shares the tuned configuration.  cases: of the
+    committed configuration on each.
     """
 
     operator: Operator
@@ -83,18 +84,20 @@ def difference(config: Config, committed: Config) -> str:
     )
 
 
-# --- the problems of a layer, whose inputs may share a find
+# --- the problems of a layer, whose inputs may share a tuned configuration
 
 
 def problems(
     operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
-    """The problems of one layer's cells: one for each, or one for all if they share a find."""
+    """The problems of one layer's cells: one for each, or one for all if they share a tuned
+    configuration.
+    """
     waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
     for cell in cells:
         inputs = operator.generated.draw(cell, device)
         kernel = operator.tunable.kernel(inputs)
-        if operator.tunable.shares_find(kernel):
+        if operator.tunable.shares_config(kernel):
             waiting.setdefault(kernel, []).append((cell, inputs))
         else:
             yield _problem(operator, [(cell, inputs)], kernel, intermediates)
@@ -109,7 +112,7 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of inputs that share a find, the shortest first."""
+    """The problem of inputs that share a tuned, the shortest first."""
     tuning = operator.tunable
     together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
     cell, longest = together[-1]
@@ -194,11 +197,11 @@ def tune(
                     cases, outcome = search(problem, timer)
                 for case in cases:
                     writer.case(case)
-                find = None if isinstance(outcome, str) else outcome
-                if find is None:
+                tuned = None if isinstance(outcome, str) else outcome
+                if tuned is None:
                     writer.note(f"{problem}: the committed configuration stays: {outcome}.")
                 writer.update(seconds=time.monotonic() - began)
-                on_search(writer.report, problem.calls, find)
+                on_search(writer.report, problem.calls, tuned)
         except torch.OutOfMemoryError as error:
             writer.leave_out(
                 f"{operator.name}, {wanted}",
@@ -258,7 +261,7 @@ def _screened(trials: _Trials) -> Config | None:
 
 
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
-    """The find, or the reason why the committed configuration stays."""
+    """The tuned, or the reason why the committed configuration stays."""
     problem, tuning = trials.problem, trials.problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:
@@ -274,7 +277,7 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     ]
     if slower:
         return f"the fastest was slower at {' and '.join(slower)} tokens"
-    # the timed inputs, and others to which a find would apply
+    # the timed inputs, and others to which a tuned configuration would apply
     for inputs in (*problem.inputs, *tuning.also_checked(best, problem.inputs[-1])):
         (verified,) = trials.verify([best], inputs)
         if verified.result != "passed":

@@ -103,7 +103,7 @@ def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfi
     return replace(config, segment=min(config.segment, max(1, chunks // 2)))
 
 
-# Tunes the portable kernel; each find is for one length and one number of sequences.
+# Tunes the portable kernel; each configuration is for one length and one number of sequences.
 TUNING: Tuning = Tuning(
     operator="gdn",
     configs={
