@@ -199,4 +199,4 @@ def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
     plan = json.loads(passing("answers", str(tmp_path), *words).out)
     elements = sum(one.numel() for one in tiny_models.shared("mamba2").parameters())
     assert plan["weight_bytes"] == item * elements
-    assert [held["bytes"] for held in plan["placement"]["held"].values()] == [item * elements]
+    assert [part["bytes"] for part in plan["placement"]["allocated"].values()] == [item * elements]

@@ -171,7 +171,7 @@ def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str)
     found = found.changed(
         **{
             "placement": Placement(
-                kind="one-gpu", device="cuda:0", held={}, predicted_peak_bytes=None
+                kind="one-gpu", device="cuda:0", allocated={}, predicted_peak_bytes=None
             )
         }
         | changes

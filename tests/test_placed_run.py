@@ -45,7 +45,7 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     assert report.placement is not None
     assert (report.placement.kind, report.placement.device) == ("disk-offload", "cpu")
     assert report.placement.bytes_per_s is not None
-    streamed = report.placement.held["disk"].layers
+    streamed = report.placement.allocated["disk"].layers
     assert any(f"layer by layer ({streamed} from the disk)" in note for note in report.remarks)
     assert "layer by layer" in html.render(report)
     planned = json.loads(Answer(*PLAIN, "--dry-run", "--json").out)

@@ -31,7 +31,7 @@ from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import LONGEST_SEQLEN, grouped
-from ssdprof.core.subject import Held
+from ssdprof.core.subject import Allocation
 from ssdprof.core.words import words
 from ssdprof.errors import (
     BadInputError,
@@ -457,7 +457,7 @@ def place_of(name: str, places: DeviceMap) -> Place:
     return places[name]
 
 
-def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, Held]:
+def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, Allocation]:
     """What each place holds of a model."""
     sizes: Counter[Place] = Counter()
     layers: dict[int, Place] = {}
@@ -467,7 +467,7 @@ def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, H
         if (index := layer_index(name)) is not None:
             layers.setdefault(index, place)
     counts = Counter(layers.values())
-    return {place: Held(layers=counts[place], bytes=size) for place, size in sizes.items()}
+    return {place: Allocation(layers=counts[place], bytes=size) for place, size in sizes.items()}
 
 
 def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:

@@ -179,14 +179,14 @@ def placement_words(placement: Placement) -> str:
     places = {"cpu": "in main memory", "disk": "on the disk"}
     by_place = ", ".join(
         (
-            f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) "
+            f"{plural(part.layers, 'layer')} ({size_words(part.bytes)}) "
             f"{places.get(place, f'on {place}')}"
         )
-        for place, held in placement.held.items()
+        for place, part in placement.allocated.items()
     )
     no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
     words = [by_place if no_gpu else f"{placement.kind}: {by_place}"]
-    if placement.kind == "all-gpus" and len(placement.held) == 1:
+    if placement.kind == "all-gpus" and len(placement.allocated) == 1:
         words.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:
         often = (

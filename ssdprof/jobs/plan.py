@@ -40,9 +40,9 @@ from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import (
     DECODED_ON_LOAD,
+    Allocation,
     Dims,
     DryRun,
-    Held,
     LayerCapture,
     Placement,
     PlannedFile,
@@ -77,7 +77,7 @@ TOLD_BYTES = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ChosenPlacement:
     """A placement, with the arguments for loading.
 
     device_map: None: all of the model is on one device.
@@ -116,7 +116,7 @@ class Placed:
         record, seconds_per_byte = self.record, 0.0
         if not record.streamed_layer_bytes:
             return record
-        if "disk" in record.held:
+        if "disk" in record.allocated:
             speed = read_bytes_per_s(weights) if weights else None
             if speed is None:
                 return record
@@ -126,7 +126,7 @@ class Placed:
         return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
 
-def choose(subject: Subject, copies: int = 1) -> Placed:
+def choose(subject: Subject, copies: int = 1) -> ChosenPlacement:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads
     nothing.
 
@@ -152,8 +152,8 @@ def choose(subject: Subject, copies: int = 1) -> Placed:
             "Leave out --placement.",
         )
     for kind in [wanted] if wanted else [kind for kind in KINDS if not chooser.lacks(kind)]:
-        if (placed := chooser.placed(kind)) is not None:
-            return placed
+        if (chosen := chooser.choice(kind)) is not None:
+            return chosen
     # a user who names the length of the segments may try it with less memory than is predicted
     if (
         wanted in (None, "one-gpu")
@@ -199,7 +199,7 @@ class Chooser:
             return "" if len(self.gpus) > 1 else "two NVIDIA GPUs"
         return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
 
-    def placed(self, kind: PlacementKind) -> Placed | None:
+    def choice(self, kind: PlacementKind) -> ChosenPlacement | None:
         """The placement with the longest segments that leave room for the weights, which each
         segment streams.
         """
@@ -214,12 +214,14 @@ class Chooser:
                 return self.at(kind, mapped, length, max(beside, free))
         return None
 
-    def at(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int) -> Placed:
+    def at(
+        self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int
+    ) -> ChosenPlacement:
         """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
         of the others.
         """
         several = kind != "one-gpu"
-        return Placed(
+        return ChosenPlacement(
             record=self._record(kind, mapped, length),
             device_map=mapped if several else None,
             segment_lengths=tuple(
@@ -370,10 +372,10 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_name(self.main),
-            held={_name(place): held for place, held in by_place.items()},
+            allocated={_name(place): part for place, part in by_place.items()},
             predicted_peak_bytes=None
             if self.remark
-            else by_place.get(self.main, Held(layers=0, bytes=0)).bytes + module + computed,
+            else by_place.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )
@@ -460,8 +462,8 @@ def _placement(subject: Subject) -> tuple[Placement | None, str]:
     is shown.
     """
     try:
-        placed = choose(subject)
-        placed.check_disk()
+        chosen = choose(subject)
+        chosen.check_disk()
     except MissingCapabilityError:
         return None, ""
     located = subject.located
@@ -471,7 +473,7 @@ def _placement(subject: Subject) -> tuple[Placement | None, str]:
         for name in located.weights.files(depth, head=subject.head)
         if located.source.cached(name)
     ]
-    return placed.priced(located.source.path(there[0]) if there else None), placed.remark
+    return chosen.priced(located.source.path(there[0]) if there else None), chosen.remark
 
 
 def _size(file: Path) -> int:
@@ -554,10 +556,10 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
     # no warnings of fallbacks that capture replaces
     transformers.logging.set_verbosity_error()
     getLogger("accelerate").setLevel(ERROR)
-    placed = choose(subject, copies)
-    for note in (*subject.located.notes, *subject.located.caveats, *filter(None, [placed.remark])):
+    chosen = choose(subject, copies)
+    for note in (*subject.located.notes, *subject.located.caveats, *filter(None, [chosen.remark])):
         watcher.say(note)
-    placed.check_disk()
+    chosen.check_disk()
     built = build_prompts(subject)
     refuse_large_download(subject, watcher)
     local = fetch(
@@ -566,8 +568,8 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
         head=subject.head,
         progress=watcher.say,
     )
-    placed.check_disk()  # again: the download may have filled the disk
-    record = placed.priced(weights_file(local))
+    chosen.check_disk()  # again: the download may have filled the disk
+    record = chosen.priced(weights_file(local))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with (
@@ -577,14 +579,14 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
     ):
         dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
         loaded = load_model(
-            local, device=limits.device(), dtype=dtype, device_map=placed.device_map
+            local, device=limits.device(), dtype=dtype, device_map=chosen.device_map
         )
     return Loaded(
         subject=subject,
         model=loaded.base_model,  # the model itself, if it has no head
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
-        segment_lengths=placed.segment_lengths,
+        segment_lengths=chosen.segment_lengths,
         placement=record,
         whole=loaded if subject.head else None,
     )

@@ -82,7 +82,7 @@ class _Block:
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
-    def placed(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    def allocated(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """A tensor in the block, of the same form, from this byte on."""
         own = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
         return own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -149,8 +149,8 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
         block = _Block.of(_extent(made), 0, made.device, (shape,))
         self._blocks.append(block)
-        placed = block.placed(made, 0)
-        return placed.copy_(made) if "empty" not in name else placed
+        allocated = block.allocated(made, 0)
+        return allocated.copy_(made) if "empty" not in name else allocated
 
     def out_of_bounds(self) -> str:
         """A phrase on writes next to the tensors, asked in the context; empty if there were
@@ -188,7 +188,7 @@ def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[st
         block.memory[block.start : block.stop].copy_(source)
         yield (
             block,
-            {name: block.placed(given[name], given[name].data_ptr() - first) for name in names},
+            {name: block.allocated(given[name], given[name].data_ptr() - first) for name in names},
         )
 
 

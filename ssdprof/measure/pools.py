@@ -628,10 +628,10 @@ def replayed_graph(room: Room) -> None:
     pool.memory.copy_(before)
 
     def replay(inputs: Inputs, _: object) -> Output:
-        placed = static.inputs.tensors
+        tensors = static.inputs.tensors
         for name, tensor in inputs.tensors.items():
             if tensor is not pool.states:
-                placed[name].copy_(tensor)
+                tensors[name].copy_(tensor)
         graph.replay()
         return Output(out, pool.states)
 

@@ -122,8 +122,8 @@ def _on_placement(placement: Placement) -> Iterator[str]:
         return
     names = {"cpu": "main memory", "disk": "the disk"}
     where = " and ".join(
-        f"{held.layers} from {names[place]}"
-        for place, held in placement.held.items()
+        f"{part.layers} from {names[place]}"
+        for place, part in placement.allocated.items()
         if place in names and place != device
     )
     how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"

@@ -182,8 +182,8 @@ def test_what_lies_where(saved: Saved) -> None:
     located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
     found = weights_by_place(model, mapped)
-    assert {place: held.layers for place, held in found.items()} == {"cpu": 2, "disk": 2}
-    assert sum(held.bytes for held in found.values()) == located.weight_bytes()
+    assert {place: part.layers for place, part in found.items()} == {"cpu": 2, "disk": 2}
+    assert sum(part.bytes for part in found.values()) == located.weight_bytes()
     layer, module = largest_streamed(model, mapped, "cpu")
     assert layer == max(sum(p.nbytes for p in model.layers[index].parameters()) for index in (2, 3))
     experts = model.layers[3].block_sparse_moe.experts
@@ -197,14 +197,14 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
     both = infer(model, {0: first, 1: 2**30})
     assert both is not None
-    assert {place: held.layers for place, held in weights_by_place(model, both).items()} == {
+    assert {place: part.layers for place, part in weights_by_place(model, both).items()} == {
         0: 1,
         1: 3,
     }
     assert largest_streamed(model, both, 0) == (0, 0)
     memory = infer(model, {0: first, "cpu": 2**30})
     assert memory is not None
-    assert {place: held.layers for place, held in weights_by_place(model, memory).items()} == {
+    assert {place: part.layers for place, part in weights_by_place(model, memory).items()} == {
         0: 1,
         "cpu": 3,
     }

@@ -25,14 +25,14 @@ from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import PlacementKind
-from ssdprof.core.subject import Held, Placement, PlannedFile, Serving
+from ssdprof.core.subject import Allocation, Placement, PlannedFile, Serving
 from ssdprof.core.words import placement_words
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
 from ssdprof.jobs.options import ServedModelOptions
-from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
+from ssdprof.jobs.plan import ChosenPlacement, check_start, choose, load, plan
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.progress import Watcher
@@ -118,16 +118,18 @@ def test_the_fastest_placement_that_fits(
         [max(int(gpu * weights) + more, 0) for gpu in gpus],
         int(host * weights) + (INPUTS if gpus else more),
     )
-    placed = choose(subject)
-    record = placed.record
+    chosen = choose(subject)
+    record = chosen.record
     assert record.kind == kind
-    assert sum(held.bytes for held in record.held.values()) == weights
-    assert sum(held.layers for held in record.held.values()) == 6
+    assert sum(part.bytes for part in record.allocated.values()) == weights
+    assert sum(part.layers for part in record.allocated.values()) == 6
     assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
-    assert (placed.device_map is None) == (kind == "one-gpu")
+    assert (chosen.device_map is None) == (kind == "one-gpu")
     room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
     assert all(
-        held.bytes <= room[place] * weights for place, held in record.held.items() if place in room
+        part.bytes <= room[place] * weights
+        for place, part in record.allocated.items()
+        if place in room
     )
 
 
@@ -232,7 +234,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     save(tmp_path)
     subject = asked(tmp_path, "disk-offload")
     memory(monkeypatch, [], subject.weight_bytes // 2 + placement.Chooser(subject).least_beside())
-    placed = choose(subject)
+    chosen = choose(subject)
     loaded = load(subject, Watcher())
     written = (
         tensor
@@ -240,10 +242,10 @@ def test_weights_that_transformers_writes_anew_are_counted(
         for tensor in load_file(file).values()
     )
     size = sum(tensor.nbytes for tensor in written)
-    assert size <= placed.rewritten_bytes <= 1.001 * size
-    on_disk = placed.record.held["disk"].bytes
+    assert size <= chosen.rewritten_bytes <= 1.001 * size
+    on_disk = chosen.record.allocated["disk"].bytes
     assert on_disk > 0
-    assert (placed.rewritten_bytes == on_disk) == whole
+    assert (chosen.rewritten_bytes == on_disk) == whole
 
 
 def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
@@ -257,11 +259,11 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
         with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
             refuse()
     subject = asked(granite)
-    placed = replace(choose(subject), rewritten_bytes=11_000)
+    chosen = replace(choose(subject), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
-    placed.check_disk()
+    chosen.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(placement, "choose", lambda *_: placed)
+    monkeypatch.setattr(placement, "choose", lambda *_: chosen)
     planned = plan(subject)
     assert planned.placement is None
     for refuse in (lambda: load(subject, Watcher()), lambda: check_start(planned, subject)):
@@ -290,7 +292,10 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     record = Placement(
         kind="disk-offload",
         device="cuda:0",
-        held={"cuda:0": Held(layers=1, bytes=GB), "disk": Held(layers=3, bytes=3 * GB)},
+        allocated={
+            "cuda:0": Allocation(layers=1, bytes=GB),
+            "disk": Allocation(layers=3, bytes=3 * GB),
+        },
         predicted_peak_bytes=2 * GB,
         streamed_layer_bytes=GB,
         forward_calls=4,
@@ -303,8 +308,10 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         return 2e9
 
     monkeypatch.setattr(placement, "copy_bytes_per_s", copy_bytes_per_s)
-    assert "measured after the download" in placement_words(Placed(record=record).priced(None))
-    found = Placed(record=record).priced(granite / "model.safetensors")
+    assert "measured after the download" in placement_words(
+        ChosenPlacement(record=record).priced(None)
+    )
+    found = ChosenPlacement(record=record).priced(granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
     assert copied == [GB]  # there is room for a layer, but possibly not for more
     words = placement_words(found)
@@ -313,13 +320,13 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     small = record.model_copy(
         update={
             "kind": "all-gpus",
-            "held": {"cuda:0": Held(layers=1, bytes=GB)},
+            "allocated": {"cuda:0": Allocation(layers=1, bytes=GB)},
             "streamed_layer_bytes": 0,
         }
     )
     assert "all of it fits there, so that the other GPUs hold nothing" in placement_words(small)
-    in_memory = record.model_copy(update={"held": {"cpu": Held(layers=4, bytes=4 * GB)}})
-    assert Placed(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
+    in_memory = record.model_copy(update={"allocated": {"cpu": Allocation(layers=4, bytes=4 * GB)}})
+    assert ChosenPlacement(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
 def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +375,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     )
     with LiveBytes("cpu") as counted:
         loaded.run(lambda _: None)
-    assert resident == loaded.placement.held["cpu"].bytes
+    assert resident == loaded.placement.allocated["cpu"].bytes
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
@@ -696,7 +703,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
             loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
         assert loaded.placement.kind == kind
         found.append(kept)
-    assert len(loaded.placement.held) == 2
+    assert len(loaded.placement.allocated) == 2
     assert len(found[0]) == len(found[1]) == 7
     for one, two in zip(*found, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
