@@ -25,7 +25,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import Launched
-from ssdprof.core.subject import CheckpointRef, LayerRef
+from ssdprof.core.target import CheckpointRef, LayerRef
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.stalls import ncu
 

@@ -24,7 +24,7 @@ from ssdprof.core.base import Clock, Record, intermediates_of, states_of
 from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Ceilings, Clocks, Environment
+from ssdprof.core.target import Ceilings, Clocks, Environment
 from ssdprof.files import write_text
 from ssdprof.store.reports import load
 
@@ -215,7 +215,7 @@ def recorded(name: str, report: Report) -> list[Cell]:
     of_all = RecordedBench(
         kind="bench",
         name=name,
-        operator=report.subject,
+        operator=report.target,
         ssdprof=report.ssdprof_version,
         state="complete" if report.complete else "partial",
         libraries={

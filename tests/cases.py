@@ -37,7 +37,7 @@ from ssdprof.core.case import (
 from ssdprof.core.conditions import Condition, parse_gate
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     CallRef,
     Ceilings,
     CheckpointRef,
@@ -350,7 +350,7 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
         created="2026-01-02T03:04:05Z",
         command=("ssdprof", kind),
         ssdprof_version="0.1.0",
-        subject=ref.repo_id if ref else "ssd",
+        target=ref.repo_id if ref else "ssd",
         model=ref,
         environment=environment(),
         baseline="unfused",

@@ -14,7 +14,7 @@ from cases import layer
 
 from ssdprof import kernels
 from ssdprof.core.case import Case, LayerCall
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels import registry

@@ -158,7 +158,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     found = cases.of_cases(
         "tune",
         (committed, faster, broken),
-        subject="ssd",
+        target="ssd",
         model=None,
         baseline="committed",
         left_out=(left,),

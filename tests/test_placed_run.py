@@ -11,7 +11,7 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Chooser
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.report import html
 from ssdprof.store import reports
 
@@ -22,8 +22,8 @@ PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = ServedModelOptions(model="demo", seqlens=(24,))
-    subject = find(request)
-    free = Chooser(subject).least_beside() + int(0.6 * subject.weight_bytes)
+    target = find(request)
+    free = Chooser(target).least_beside() + int(0.6 * target.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 

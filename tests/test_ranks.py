@@ -21,7 +21,7 @@ from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.run import check
-from ssdprof.jobs.subject import find_to_replay
+from ssdprof.jobs.target import find_to_replay
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks, started

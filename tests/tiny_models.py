@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-from ssdprof.core.subject import CheckpointRef, LayerRef
+from ssdprof.core.target import CheckpointRef, LayerRef
 
 VOCAB = 128
 CHUNK = 32

@@ -22,7 +22,7 @@ from ssdprof.capture.forward import attention, feeding
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.subject import Serving, split_prompt
+from ssdprof.core.target import Serving, split_prompt
 
 # Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the
 # unfused one's states of every chunk.

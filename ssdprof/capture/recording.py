@@ -29,7 +29,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, strides
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
-from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Prompt
+from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message

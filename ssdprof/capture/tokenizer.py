@@ -17,7 +17,7 @@ import torch
 
 from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
-from ssdprof.core.subject import Prompt
+from ssdprof.core.target import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.files import read_object
 

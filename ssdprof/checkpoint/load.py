@@ -36,7 +36,7 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 

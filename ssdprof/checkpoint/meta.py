@@ -31,7 +31,7 @@ from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import LONGEST_SEQLEN, grouped
-from ssdprof.core.subject import Allocation
+from ssdprof.core.target import Allocation
 from ssdprof.core.words import words
 from ssdprof.errors import (
     BadInputError,

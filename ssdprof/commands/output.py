@@ -23,7 +23,7 @@ from rich.text import Text
 from ssdprof.commands import terminal
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.subject import DryRun
+from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance, Watcher

@@ -295,7 +295,7 @@ SCHEMAS = {
         "ssdprof.core.report:Report",
     ),
     "case": ("case", "ssdprof.core.case:Case"),
-    "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
+    "dry-run": (_DRY, "ssdprof.core.target:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),

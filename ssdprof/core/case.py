@@ -33,7 +33,7 @@ from ssdprof.core.base import (
     unique,
 )
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import CallRef, Ceilings, Dims, LayerRef, tokens
+from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
 

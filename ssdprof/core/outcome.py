@@ -220,7 +220,7 @@ class ListedRun(Record):
             kind=report.kind,
             created=report.created,
             commit=report.commit,
-            model=report.subject,
+            model=report.target,
             random_weights=bool(report.model and report.model.random_weights),
             seqlens=tuple(prompt.seqlen for prompt in report.prompts),
             layers=len(report.captured),

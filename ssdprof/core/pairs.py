@@ -24,9 +24,9 @@ TotalBy = Literal["device time", "call time", "speedup", "call speedup"]
 TotalOver = Literal["layer", "call", "length"]
 
 
-def subject(report: Report) -> str:
+def target(report: Report) -> str:
     """A model, or the operator of a bench."""
-    return str(report.model) if report.model else f"{report.subject} on random inputs"
+    return str(report.model) if report.model else f"{report.target} on random inputs"
 
 
 def unfinished(report: Report) -> str:
@@ -36,14 +36,14 @@ def unfinished(report: Report) -> str:
     return outcome.ended_early or missing
 
 
-def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", "subject"], str]:
+def _side(side: tuple[str, Report]) -> dict[Literal["name", "unfinished", "id", "target"], str]:
     """What the document has of a report, after its name as the user gave it."""
     name, report = side
     return {
         "name": name,
         "unfinished": unfinished(report),
         "id": report.id,
-        "subject": subject(report),
+        "target": target(report),
     }
 
 
@@ -296,7 +296,7 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
     """
     if isinstance(case.task, Prefill | Generated):
         return {}
-    return {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
+    return {"inputs": f"{target(report)}, prompt {case.inputs[:16]}"}
 
 
 def _shape(case: Case, report: Report) -> str:

@@ -30,7 +30,7 @@ from ssdprof.core.base import (
 from ssdprof.core.case import Answers, Case, Generated, Prefill
 from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     Ceilings,
     CheckpointRef,
     Clocks,
@@ -92,7 +92,7 @@ class Report(Record):
     command: as typed, without tokens.
     commit: of the repository in the working directory, "-dirty" after it if files differ; empty
     without one.
-    subject: the model's repo, or the operator of a bench.  model: None for a bench.
+    target: the model's repo, or the operator of a bench.  model: None for a bench.
     requested: the cases, known before the first one runs.
     cast: the inputs' dtype in the model, and that in which they were replayed, if it is another
     one.
@@ -113,7 +113,7 @@ class Report(Record):
     command: tuple[Text, ...]
     commit: Text = ""
     ssdprof_version: Text
-    subject: Text
+    target: Text
     model: CheckpointRef | None = None
     environment: Environment
     requested: tuple[Requested, ...] = ()

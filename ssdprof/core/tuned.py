@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from ssdprof.core.base import Record, Text
 from ssdprof.core.case import Interval
-from ssdprof.core.subject import Environment
+from ssdprof.core.target import Environment
 
 TUNED_VERSION: Final = 4
 Setting = int | float | bool | Text

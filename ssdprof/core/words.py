@@ -8,8 +8,8 @@ from decimal import ROUND_DOWN, Decimal
 
 from ssdprof.core.base import TOLERANCES
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Placement, Serving
-from ssdprof.core.subject import tokens as tokens
+from ssdprof.core.target import Placement, Serving
+from ssdprof.core.target import tokens as tokens
 
 MISSING = "-"
 

@@ -17,7 +17,7 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import Dims
+from ssdprof.core.target import Dims
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -84,7 +84,7 @@ def bench(
         partial(source_files, request.compared),
         sampler=request.sampler,
         kind="bench",
-        subject=operator.name,
+        target=operator.name,
         command=request.command,
         environment=collect(),
         requested=tuple(requested),

@@ -23,7 +23,7 @@ from triton.runtime.interpreter import interpreter_builder
 from ssdprof.core import statistics
 from ssdprof.core.base import Probe, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision

@@ -2,7 +2,7 @@
 docstring is the help.
 
 A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with
-`info`; those of `derived` are no options.  `subject.read` turns what was typed as words into
+`info`; those of `derived` are no options.  `target.read` turns what was typed as words into
 values.
 Imports nothing that takes time: the shell's completion and --help read all of it.
 """

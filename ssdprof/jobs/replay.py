@@ -22,7 +22,7 @@ from ssdprof import kernels, operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core.base import MEMORIES, DType
 from ssdprof.core.case import LayerCall
-from ssdprof.core.subject import CallRef, LayerRef, drafted_call
+from ssdprof.core.target import CallRef, LayerRef, drafted_call
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry

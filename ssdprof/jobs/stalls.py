@@ -21,14 +21,14 @@ from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.core.base import PrecisionName
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
-from ssdprof.core.subject import LayerCapture
+from ssdprof.core.target import LayerCapture
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs.options import ModelOptions, ServedModelOptions, StallsOptions
 from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.run import capture
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.operators.implementations import kind_of, knows
 from ssdprof.progress import Advance, Watcher
 from ssdprof.stalls import ncu
@@ -228,9 +228,9 @@ def _captured(
         return
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
-            subject = find(wanted())
+            target = find(wanted())
             folder, _ = capture(
-                subject, Path(temporary) / "captures", overwrite=False, watcher=watcher
+                target, Path(temporary) / "captures", overwrite=False, watcher=watcher
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # what it kept goes with the folder

@@ -54,7 +54,7 @@ COMMITTED = "committed"
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The subject of one search.
+    """The target of one search.
 
     inputs: of one call, or one for each length that shares the tuned configuration.  cases: of the
     committed configuration on each.
@@ -177,7 +177,7 @@ def tune(
     began, timer = time.monotonic(), CudaTimer(device)
     header = draft(
         kind="tune",
-        subject=operator.name,
+        target=operator.name,
         command=command,
         environment=collect(),
         baseline=COMMITTED,

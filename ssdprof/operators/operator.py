@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 from typing_extensions import TypeVar
 
 from ssdprof import kernels
-from ssdprof.core.subject import Dims
+from ssdprof.core.target import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.operators.generate import InputGenerator, Library

@@ -209,7 +209,7 @@ def accuracy_table(
     wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(line, False) for line in wrong]
     lines += advice((group, name) for group in chosen for name in group.compared)
-    parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
+    parts: list[RenderableType] = [Text(f"{report.target}, run {report.id}", style="bold")]
     parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
     for shown in filter(None, chain.from_iterable(map(calls.accuracies, chosen))):
         parts += ["", terminal.SplitTable(shown)]
@@ -280,7 +280,7 @@ def _listed_verdict(run: ListedRun) -> str:
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
     readable = [report for _, report in listed if isinstance(report, Report)][::-1]
-    for (subject, gpu, names), same in grouped(readable, _compared_cases).items():
+    for (target, gpu, names), same in grouped(readable, _compared_cases).items():
         reports = list({report.commit or report.id: report for report in same}.values())
         times = [_us(report) for report in reports]
         rows = []
@@ -298,15 +298,15 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
             )
         known = times if any(times) else map(_error, reports)
         line = fmt.sparkline([value for value in known if value is not None])
-        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
+        title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
         if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
             yield shown
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
-    """The subject, the GPU and the names of the compared cases."""
+    """The target, the GPU and the names of the compared cases."""
     names = tuple(case.name for case in _gated(report))
-    return report.subject, gpu_name(report.environment), names
+    return report.target, gpu_name(report.environment), names
 
 
 def _gated(report: Report) -> list[Case]:

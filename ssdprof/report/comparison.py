@@ -10,7 +10,7 @@ from pathlib import Path
 from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
 from ssdprof.core.case import Case
-from ssdprof.core.pairs import CasePair, Comparison, Side, Total, subject, unfinished
+from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
@@ -283,7 +283,7 @@ def _facts_of(report: Report) -> TableRow:
     gpu, packages = report.environment.gpu, report.environment.packages
     names = ("triton", "torch", "transformers")
     return {
-        "what": f"{report.kind}: {subject(report)}",
+        "what": f"{report.kind}: {target(report)}",
         "started": report.created,
         "commit": report.commit or fmt.MISSING,
         "GPU": gpu_name(report.environment),

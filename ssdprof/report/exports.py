@@ -34,11 +34,11 @@ from ssdprof.core.case import Answers, Case, Generated, Launch, LayerCall, Prefi
 from ssdprof.core.outcome import Outcome, gated_cases
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
-from ssdprof.report.document import compose, subject
+from ssdprof.report.document import compose, target
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Document, Section, Table
@@ -109,7 +109,7 @@ def _identity(report: Report, case: Case) -> CsvRow:
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
-        "model": subject(report),
+        "model": target(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
         "layer": case.layer and case.layer.index,
@@ -321,7 +321,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         "testsuite",
         id=str(number),
         package="ssdprof",
-        name=f"{_clean(subject(report))}: {name}",
+        name=f"{_clean(target(report))}: {name}",
         timestamp=report.created[:19],
         hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
@@ -333,7 +333,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         report.kind: report.id,
-        "inputs" if report.kind == "bench" else "model": subject(report),
+        "inputs" if report.kind == "bench" else "model": target(report),
         "GPU": gpu_name(report.environment),
         "driver": gpu.driver if gpu else "none",
         "ssdprof": report.ssdprof_version,
@@ -398,7 +398,7 @@ def workflow_commands(report: Report) -> Iterator[str]:
     """Annotations, one line each: errors for the reasons why it did not pass, warnings for its
     caveats.
     """
-    title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
+    title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
     outcome = Outcome(report)
     failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]

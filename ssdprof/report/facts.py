@@ -12,7 +12,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
 from ssdprof.core.case import Answers, Generated, Prefill
 from ssdprof.core.report import Report
-from ssdprof.core.subject import CheckpointRef, Environment
+from ssdprof.core.target import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
 from ssdprof.report.table import Table, facts
 
@@ -96,7 +96,7 @@ def when(created: str) -> str:
 
 def what_ran(report: Report) -> Table | None:
     """The model, the prompt, the machine and the settings behind every number."""
-    rows = (*_subject(report), *_settings(report), *_machine(report))
+    rows = (*_target(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), rows)
 
 
@@ -119,7 +119,7 @@ def software(environment: Environment, **others: str) -> Fact:
     return "versions", ", ".join(known)
 
 
-def _subject(report: Report) -> Iterator[Fact]:
+def _target(report: Report) -> Iterator[Fact]:
     """The model, its operators and its prompts."""
     if report.model:
         yield from _model(report, report.model)

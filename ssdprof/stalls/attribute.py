@@ -9,7 +9,7 @@ information, by the hash of the file (`operators/known_sources/`).  In any other
 is a stage of its own name.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those
-that led there that has a stage (`target.py`); in others it is that of the innermost function that
+that led there that has a stage (`profiled.py`); in others it is that of the innermost function that
 was inlined.  Lines of "caller", of libraries and of a function's header (the compiler's own) have
 no stage: such an instruction gets the stage of the one before it in the program that has one, else
 of the one after it, because compilers keep instructions of a line together.  The number of such

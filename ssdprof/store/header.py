@@ -13,14 +13,14 @@ from typing import Any
 from ssdprof import __version__
 from ssdprof.core.base import VERSION
 from ssdprof.core.report import Report
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, Placement
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, Placement
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
     """The header of a report that is about to start, with notes on its model.  Its id is set by
     `opened`.
 
-    fields: of `Report`: kind, subject, environment and baseline, and others.
+    fields: of `Report`: kind, target, environment and baseline, and others.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from ssdprof.core.base import VERSION
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, ProcessLine, Report
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.target import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, tell
 from ssdprof.errors import (
@@ -251,7 +251,7 @@ def opened(
 ) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
-    out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the
+    out: the folder; None: `runs/<time>-<target>/`.  ranks: processes that share the cases; the
     first one makes the folder, and waits at the end for the others.  fields: see `draft`.
     sources: gives the files on which the results depend, and the fields do not.
     sampler: number of a process that only adds samples to the report in `out`.
@@ -300,7 +300,7 @@ def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
     """The folder of the report, which the first rank chooses."""
     if ranks and not ranks.first:
         return Path(ranks.told("folder", FIRST))
-    return out or new_folder(header.subject)
+    return out or new_folder(header.target)
 
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
@@ -676,11 +676,11 @@ def _text(file: Path) -> str:
         ) from error
 
 
-def new_folder(subject: str) -> Path:
-    """runs/<time>-<subject>, or the same with -2, -3, ... if it exists: two runs may start within
+def new_folder(target: str) -> Path:
+    """runs/<time>-<target>, or the same with -2, -3, ... if it exists: two runs may start within
     one second.
     """
-    path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(subject)}"
+    path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(target)}"
     number, candidate = 1, path
     while candidate.exists():
         number += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ssdprof import __version__, files, operators
 from ssdprof.core.base import grouped
-from ssdprof.core.subject import Environment, Gpu
+from ssdprof.core.target import Environment, Gpu
 from ssdprof.core.tuned import TUNED_VERSION, TunedCalls, TunedConfig, TunedConfigs
 from ssdprof.core.words import plural
 from ssdprof.environment import machine

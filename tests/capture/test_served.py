@@ -13,7 +13,7 @@ from operators import toy
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.layers import packed
-from ssdprof.core.subject import Prompt, Serving
+from ssdprof.core.target import Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 

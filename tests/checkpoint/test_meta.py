@@ -25,7 +25,7 @@ from ssdprof.checkpoint.meta import (
     weights_by_place,
 )
 from ssdprof.checkpoint.model import Model, open_model
-from ssdprof.core.subject import LayerRef, Serving
+from ssdprof.core.target import LayerRef, Serving
 from ssdprof.errors import BadInputError
 
 # --- mixers

@@ -31,7 +31,7 @@ from ssdprof.core.accuracy import BudgetUse, ErrorTest
 from ssdprof.core.base import Record, exact_precision, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report
-from ssdprof.core.subject import CallRef, Ceilings
+from ssdprof.core.target import CallRef, Ceilings
 from ssdprof.errors import first_fault
 
 REPORTS = {

@@ -15,7 +15,7 @@ from fakes import RAN, FakeTimer, compared, entries, inputs, noisy
 
 from ssdprof.core.base import precisions_for
 from ssdprof.core.case import Case
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.target import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import Comparer, Entry

@@ -14,7 +14,7 @@ from cases import layer
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case, LayerCall
-from ssdprof.core.subject import Environment, Gpu
+from ssdprof.core.target import Environment, Gpu
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
 from ssdprof.jobs.tune import Problem

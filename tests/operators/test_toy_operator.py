@@ -111,7 +111,7 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch)
     ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--out", "cells")
     report = load("cells")[1]
-    assert (report.kind, report.subject) == ("bench", "toy")
+    assert (report.kind, report.target) == ("bench", "toy")
     assert [
         ((task_of(case, Generated).shape, task_of(case, Generated).shape_words), case.result)
         for case in report.cases

@@ -31,7 +31,7 @@ from report.shown import row, there
 from ssdprof.core.base import BETWEEN_CALLS, REPEATS, PrecisionName, Probe
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
-from ssdprof.core.subject import CallRef, Serving
+from ssdprof.core.target import CallRef, Serving
 from ssdprof.report import calls
 from ssdprof.report.document import compose
 from ssdprof.report.facts import meanings, what_ran

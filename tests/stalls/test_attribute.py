@@ -18,7 +18,7 @@ from ssdprof.operators import records
 from ssdprof.operators.operator import Stages
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
-from ssdprof.stalls import target
+from ssdprof.stalls import profiled
 from ssdprof.stalls.attribute import (
     CALLER,
     IDLE_WARPS,
@@ -380,7 +380,7 @@ SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": 
     ],
 )
 def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:
-    before, after = PTX + "  " + loc, target.name_call_sites(PTX + f"  {loc}", SOURCES)
+    before, after = PTX + "  " + loc, profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
     assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]
     assert after.partition("//")[2] == before.partition("//")[2]  # the remark stays
 
@@ -389,7 +389,7 @@ def test_nothing_but_a_loc_is_touched() -> None:
     text = (
         PTX + "\tadd.s32 %r1, %r2, 1; // kernel.py:4:9 @[ kernel.py:7:12 ]\n.loc_of: bra .loc_of;\n"
     )
-    assert target.name_call_sites(text, SOURCES) == text
+    assert profiled.name_call_sites(text, SOURCES) == text
 
 
 def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(
@@ -400,20 +400,20 @@ def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_ar
     )
     sources = SourceFiles({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
     loc = ".loc 3 50 3 // standard.py:50:3 @[ kernel.py:7:12 ]"
-    assert ".loc 2 7 12 //" in target.name_call_sites(files + loc, sources)
+    assert ".loc 2 7 12 //" in profiled.name_call_sites(files + loc, sources)
     (file := tmp_path / "kernel.py").write_text(CALLS)
     ptx = (
         f'.file 1 "{file}"\n.file 2 "/gone/helpers.py"\n.loc 1 4 9 // kernel.py:4:9 @[ '
         "kernel.py:7:12 ]\n"
     )
-    assert ".loc 1 7 12 //" in target.name_call_sites(ptx)
+    assert ".loc 1 7 12 //" in profiled.name_call_sites(ptx)
 
 
 def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
-    target.install()
+    profiled.install()
     hook = triton.knobs.runtime.add_stages_inspection_hook
     assert all(hook())  # a key and a digest
     loc = PTX + ".loc 1 4 9"

@@ -19,7 +19,7 @@ from cases import case, failed, of_answers, samples, timed
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut
-from ssdprof.core.subject import Serving
+from ssdprof.core.target import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
 
 
-def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> dict[str, Any]:
-    known = {"kind": kind, "subject": subject, "command": ("ssdprof", kind), "baseline": "unfused"}
+def header(kind: str = "run", target: str = "org/model", **fields: Any) -> dict[str, Any]:
+    known = {"kind": kind, "target": target, "command": ("ssdprof", kind), "baseline": "unfused"}
     return known | {"model": cases.checkpoint(), "environment": cases.environment()} | fields
 
 
@@ -440,7 +440,7 @@ GOOD = dump(cases.report(layers=(0,)))
         ('{"schema_version": 2}', "is no report of ssdprof"),
         (GOOD.replace('"version": 4', '"version": 99'), "of version 99; this ssdprof reads 4"),
         (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
-        (GOOD.replace('"subject"', '"subjekt"'), "subject: Field required"),
+        (GOOD.replace('"target"', '"subjekt"'), "target: Field required"),
         (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),
         (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],

@@ -1,6 +1,6 @@
 """The process that ncu profiles: one layer's captured tensors, and one call inside an NVTX range.
 
-    python -m ssdprof.stalls.target JOB FILE         JOB: an `ncu.Job`, as JSON
+    python -m ssdprof.stalls.profiled JOB FILE         JOB: an `ncu.Job`, as JSON
 
 Small, because ncu saves and restores the device memory that the process can reach between its
 passes.  FILE gets, as JSON, a `Launched` with the launches of the call, or the message, hint and

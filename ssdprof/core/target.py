@@ -1,4 +1,4 @@
-"""Records of the subject of a report: its model, layers, calls, prompts, and the machine that it
+"""Records of the target of a report: its model, layers, calls, prompts, and the machine that it
 ran on.
 """
 
