@@ -87,7 +87,7 @@ TestName = Literal["gain", "mean gain", "rms", "column", "slice", "period"]
 
 class ErrorTest(Record):
     """The place of an output tensor where its error uses most of what rounding can explain
-    (measure/evidence.py).
+    (measure/rounding_tests.py).
 
     head: 0 for a mean over heads.  value: of gains the relative deviation, with its sign; else the
     relative RMS error.  place: a

@@ -34,7 +34,7 @@ from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
+from ssdprof.measure.rounding_tests import DRAWS, HeadNorms, RoundingTests, finite
 from ssdprof.operators.operator import Operator, OracleSpec, Output
 from ssdprof.operators.rounding import FLUSHED, Rounded, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
@@ -214,7 +214,7 @@ class _TensorSums:
         self._from_baseline = {
             key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()
         }
-        self._evidence = Evidence(
+        self._rounding_tests = RoundingTests(
             self.shape[1] if name == "out" else None, tested=coarse, exact=exact
         )
         self._fits_oracle = {
@@ -235,7 +235,7 @@ class _TensorSums:
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
         start = place.positions[0] if place.positions else 0
         errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
-        self._evidence.add(
+        self._rounding_tests.add(
             high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin
         )
         for key, ours in cut.items():
@@ -255,7 +255,7 @@ class _TensorSums:
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._evidence.checks(
+            checks=self._rounding_tests.checks(
                 list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps
             ),
             budget=tuple(
@@ -272,7 +272,7 @@ class _TensorSums:
         is not finite.
         """
         deviation, high = self._from_oracle[key], self._floor.other
-        low = self._evidence.norms([*self._candidates[key].nulls])
+        low = self._rounding_tests.norms([*self._candidates[key].nulls])
 
         def size(norms: HeadNorms) -> torch.Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))

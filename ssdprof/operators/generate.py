@@ -259,7 +259,7 @@ class InputGenerator(Generic[I]):
         then with fewer for kernels that refuse those.
     histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
     without; first one of the shape of the inputs, then long ones with each number of heads.  None:
-    the sum of a head's gates bounds what is left of its state, and the loud past suffices.
+    the sum of a head's gates bounds what is left of its state, and the amplified history suffices.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.

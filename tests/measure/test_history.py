@@ -1,5 +1,5 @@
 """Kernels that drop history which matters are found: by turning keys, where decays are vectors, and
-else by the loud past.
+else by the amplified history.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.reference import kda_recurrence
 from ssdprof.kernels.oracle import Span, sequences
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.laws import DROPPED, LOUD_PAST, TURNING_KEYS
+from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
 from ssdprof.operators import generate
@@ -198,7 +198,7 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
     )
 
 
-# --- the loud past
+# --- the amplified history
 
 
 def fast(name: str, **changes: Any) -> Any:
@@ -212,14 +212,16 @@ def fast(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
-def test_the_loud_past_finds_a_kernel_that_drops_small_history(name: str, only: str) -> None:
+def test_the_amplified_history_finds_a_kernel_that_drops_small_history(
+    name: str, only: str
+) -> None:
     given = fast(name)
     kernel = partial(dropping, 100, by_the_sum, only)
-    assert law(LOUD_PAST, oracle_output, given) == ("yes", "")
-    holds, why = law(LOUD_PAST, kernel, given)
+    assert law(AMPLIFIED_HISTORY, oracle_output, given) == ("yes", "")
+    holds, why = law(AMPLIFIED_HISTORY, kernel, given)
     assert (holds, bool(why)) == ("no", True)
     initial = torch.randn(given.states_shape)
-    assert law(LOUD_PAST, kernel, given.after(initial))[0] == "no"
+    assert law(AMPLIFIED_HISTORY, kernel, given.after(initial))[0] == "no"
 
 
 def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped() -> None:

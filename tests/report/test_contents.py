@@ -605,14 +605,14 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
     kind: str, passed: bool
 ) -> None:
     broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
-    kept = (Probe(name="doubling", holds="yes"), Probe(name="halving", holds="yes"))
+    kept = (Probe(name="linearity", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
     found = report(
         precisions=TWO,
         change=changed(lambda case: case.changed(kind=kind, probes=probes), layers=(9,)),
     )
     assert there(calls.laws(found)).rows == (
-        ("fused", "all 2 precisions", "yes", "doubling; halving", ""),
+        ("fused", "all 2 precisions", "yes", "linearity; halving", ""),
         ("fused", "all 2 precisions", "no", "causality", broken.detail),
         ("fused", "all 2 precisions", "no", REPEATS, "out at (0, 4)"),
     )
@@ -625,12 +625,12 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(
 def test_laws_of_a_pool_have_a_table_of_their_own_with_a_row_for_each() -> None:
     where = "call 1, row 3, slot 0, head 2: it is wrong"
     probes = (
-        Probe(name="doubling", holds="yes"),
+        Probe(name="linearity", holds="yes"),
         Probe(name=f"{BETWEEN_CALLS}padded rows", holds="no", detail=where),
         Probe(name=f"{BETWEEN_CALLS}a shared prefix", holds="yes"),
     )
     found = report(precisions=TWO, change=changed(lambda case: case.changed(probes=probes)))
-    assert there(calls.laws(found)).rows == (("fused", "all 2 precisions", "yes", "doubling", ""),)
+    assert there(calls.laws(found)).rows == (("fused", "all 2 precisions", "yes", "linearity", ""),)
     assert there(calls.between_calls(found)).rows == (
         ("padded rows", "fused", "all 2 precisions", "no", where),
         ("a shared prefix", "fused", "all 2 precisions", "yes", ""),

@@ -48,7 +48,7 @@ def finite(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
-class Evidence:
+class RoundingTests:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.

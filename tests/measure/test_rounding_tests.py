@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.evidence import DRAWS, Evidence
+from ssdprof.measure.rounding_tests import DRAWS, RoundingTests
 
 LENGTH = 320
 Make = Callable[..., Any]
@@ -92,12 +92,12 @@ def test_a_cut_of_operands_must_be_declared() -> None:
         noise = torch.randn(1 + DRAWS, *high.shape, generator=generator, dtype=torch.float64)
         return list(high * (gain + 1e-3 * noise))
 
-    evidence = Evidence(None)
+    tests = RoundingTests(None)
     draws = {"rounds": errors(0), "cuts": errors(-3e-3)}
-    evidence.add(high, high, {"ours": high + errors(-3e-3)[0]}, draws, 0, 0)
+    tests.add(high, high, {"ours": high + errors(-3e-3)[0]}, draws, 0, 0)
 
     def failed(*nulls: str) -> list[str]:
-        checks = evidence.checks("ours", nulls, 2.0**-9, torch.full((2,), 2.0**-9))
+        checks = tests.checks("ours", nulls, 2.0**-9, torch.full((2,), 2.0**-9))
         return [one.test for one in checks if one.used > 1]
 
     assert failed("rounds")[0] == "gain"
