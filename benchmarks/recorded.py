@@ -221,7 +221,7 @@ def recorded(name: str, report: Report) -> list[Cell]:
         libraries={
             case.implementation: case.version for case in report.cases if case.kind == "library"
         },
-        left_out={one.place: one.reason for one in report.left_out},
+        left_out={one.case_key: one.reason for one in report.left_out},
         **{
             field: getattr(report, field)
             for field in (
@@ -241,7 +241,7 @@ def recorded(name: str, report: Report) -> list[Cell]:
     )
     places: dict[str, list[RecordedCase]] = {}
     for case in report.cases:
-        places.setdefault(case.place, []).append(_case(of_all, report, case))
+        places.setdefault(case.case_key, []).append(_case(of_all, report, case))
     return [Cell(bench=of_all, cases=tuple(own)) for own in places.values()]
 
 
@@ -297,7 +297,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
 def _over(report: Report, case: Case) -> Iterator[tuple[str, Speedup]]:
     """The speedups over the fastest case of each other implementation in the cell."""
     for name in dict.fromkeys(
-        one.implementation for one in report.cases if one.place == case.place
+        one.implementation for one in report.cases if one.case_key == case.case_key
     ):
         device, call = (report.speedup(case, clock, name) for clock in CLOCKS)
         if device and call:

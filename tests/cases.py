@@ -362,7 +362,7 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
 
 
 def requested(one: Case) -> tuple[str, str, str]:
-    return one.place, one.implementation, str(one.precision)
+    return one.case_key, one.implementation, str(one.precision)
 
 
 def in_calls(found: Report, count: int = 3) -> Report:

@@ -154,7 +154,9 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     committed = cases.case(
         "committed", **of | {"baseline": "", "plan": "segment 4"}, samples=cases.timed(100.0, 110.0)
     )
-    left = LeftOut(place="4x16x16x1, bf16, 1 x 40, exact", reason="the budget of 150 s was spent")
+    left = LeftOut(
+        case_key="4x16x16x1, bf16, 1 x 40, exact", reason="the budget of 150 s was spent"
+    )
     found = cases.of_cases(
         "tune",
         (committed, faster, broken),

@@ -216,8 +216,8 @@ def _checked(inputs: Inputs, output: Output | None) -> tuple[Any, Output | None]
     return inputs, output
 
 
-def _reading(place: Path, load: Callable[[], T]) -> T:
-    """What `load` returns, with BadInputError that names the place for all that is wrong with its
+def _reading(path: Path, load: Callable[[], T]) -> T:
+    """What `load` returns, with BadInputError that names the path for all that is wrong with its
     files.
     """
     try:
@@ -226,7 +226,7 @@ def _reading(place: Path, load: Callable[[], T]) -> T:
         raise
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise BadInputError(
-            f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN
+            f"The recorded call {path} cannot be used: {library_message(error)}.", _AGAIN
         ) from error
 
 
@@ -331,9 +331,9 @@ def _argument(key: str, names: list[str]) -> str:
 
 
 def _load_flashinfer(
-    place: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
+    path: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
 ) -> tuple[Any, Output | None]:
-    files = {file.stem: file for file in place.iterdir() if file.suffix in (".pt", ".safetensors")}
+    files = {file.stem: file for file in path.iterdir() if file.suffix in (".pt", ".safetensors")}
     if "inputs" not in files:
         raise ValueError("it has no inputs.pt")
     given = {_argument(key, names): tensor for key, tensor in _tensors(files["inputs"]).items()}

@@ -416,14 +416,14 @@ def _forward(module: nn.Module) -> FunctionType | None:
     return forward if isinstance(forward, FunctionType) else None
 
 
-# --- places
+# --- devices
 
-Place = int | str  # the index of a GPU, "cpu" or "disk"
-DeviceMap = Mapping[str, Place]  # of each module and its submodules, by path
+Device = int | str  # the index of a GPU, "cpu" or "disk"
+DeviceMap = Mapping[str, Device]  # of each module and its submodules, by path
 
 
-def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
-    """A map of `model`, on the meta device, that fills the places of `room` in order.
+def infer(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceMap | None:
+    """A map of `model`, on the meta device, that fills the devices of `room` in order.
 
     It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
     the weights of a module that lies elsewhere to the device of the first layers just before the
@@ -433,13 +433,13 @@ def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None
     disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
     token embedding does not lie in the first place.
     """
-    most = {place: size for place, size in room.items() if place != "disk"}
+    most = {device: size for device, size in room.items() if device != "disk"}
     if min(most.values()) < 0:
         return None
     kept_whole = sorted(model._no_split_modules or ())
     # Without a number for main memory, accelerate would take what the machine has.
     with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
-        found: dict[str, Place] = accelerate.infer_auto_device_map(
+        found: dict[str, Device] = accelerate.infer_auto_device_map(
             model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
         )
     if "disk" in found.values() and "disk" not in room:
@@ -447,30 +447,30 @@ def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None
     embedding = next(
         name for name, one in model.named_modules() if one is model.get_input_embeddings()
     )
-    return found if place_of(f"{embedding}.weight", found) == next(iter(room)) else None
+    return found if device_of(f"{embedding}.weight", found) == next(iter(room)) else None
 
 
-def place_of(name: str, places: DeviceMap) -> Place:
+def device_of(name: str, devices: DeviceMap) -> Device:
     """Where the parameter `name` lies."""
-    while name not in places:
+    while name not in devices:
         name = name.rpartition(".")[0]
-    return places[name]
+    return devices[name]
 
 
-def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, Allocation]:
-    """What each place holds of a model."""
-    sizes: Counter[Place] = Counter()
-    layers: dict[int, Place] = {}
+def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device, Allocation]:
+    """What each device holds of a model."""
+    sizes: Counter[Device] = Counter()
+    layers: dict[int, Device] = {}
     for name, parameter in model.named_parameters():
-        place = place_of(name, places)
-        sizes[place] += parameter.nbytes
+        device = device_of(name, devices)
+        sizes[device] += parameter.nbytes
         if (index := layer_index(name)) is not None:
-            layers.setdefault(index, place)
+            layers.setdefault(index, device)
     counts = Counter(layers.values())
-    return {place: Allocation(layers=counts[place], bytes=size) for place, size in sizes.items()}
+    return {device: Allocation(layers=counts[device], bytes=size) for device, size in sizes.items()}
 
 
-def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:
+def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -> tuple[int, int]:
     """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
     memory at once.
 
@@ -481,7 +481,7 @@ def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> 
     modules: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         # brought to `main` for each forward call
-        if place_of(name, places) in {"cpu", "disk"} - {main}:
+        if device_of(name, devices) in {"cpu", "disk"} - {main}:
             index = layer_index(name)
             layers[name if index is None else index] += parameter.nbytes
             modules[name.rpartition(".")[0]] += parameter.nbytes

@@ -111,13 +111,13 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
         )
         target = prefill_job.find(wanted)
         with terminal.only_data_on_stdout():
-            place, report = prefill_job.time_prefills(wanted, target, TerminalWatcher())
+            folder, report = prefill_job.time_prefills(wanted, target, TerminalWatcher())
     except SsdprofError as error:
         terminal.say(f"No prefill times: {error.message}  {error.hint}")
         return error.exit_code
     if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
-    terminal.say(f"Prefill times are in {place}.")
+    terminal.say(f"Prefill times are in {folder}.")
     return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
 
 

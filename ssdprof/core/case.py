@@ -407,7 +407,7 @@ class Case(Record):
         return call_size(self.seqlen, self.batch, self.call)
 
     @property
-    def place(self) -> str:
+    def case_key(self) -> str:
         """ "layer 3, 131,072 tokens"."""
         return f"{self.where}, {self.size}"
 
@@ -416,7 +416,7 @@ class Case(Record):
         """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in
         every report.
         """
-        return f"{self.place}, {self.label}"
+        return f"{self.case_key}, {self.label}"
 
     @property
     def id(self) -> str:
@@ -550,8 +550,10 @@ class Case(Record):
 
     @property
     def rated_against(self) -> tuple[str, str] | None:
-        """The place and the name of its baseline; None if it is of the baseline itself."""
-        return None if self.baseline in ("", self.implementation) else (self.place, self.baseline)
+        """The key and the name of its baseline; None if it is of the baseline itself."""
+        return (
+            None if self.baseline in ("", self.implementation) else (self.case_key, self.baseline)
+        )
 
     # --- times
 

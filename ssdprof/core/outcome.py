@@ -80,7 +80,7 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
             yield Verdict(condition=text, case=case.name, holds=False, actual=reason)
     for out in report.left_out if of_time else ():
         if not out.implementations or GATED in out.implementations:
-            name = f"{out.place}, {GATED}" if report.kind == "prefill" else out.place
+            name = f"{out.case_key}, {GATED}" if report.kind == "prefill" else out.case_key
             yield Verdict(condition=text, case=name, holds=False, actual=f"left out: {out.reason}")
 
 
@@ -127,7 +127,7 @@ class Outcome:
         self.outside = [
             case
             for case in report.cases
-            if case.outside_budget and (case.place, case.implementation) in baselines
+            if case.outside_budget and (case.case_key, case.implementation) in baselines
         ]
         excused = [case for case in self.outside if case.only_outside]
         requested = {", ".join(parts) for parts in report.requested}

@@ -45,9 +45,9 @@ _NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "
 
 
 class LeftOut(Record):
-    """Requested cases that were not begun.  place: of the cases, or their common beginning."""
+    """Requested cases that were not begun.  case_key: of the cases, or their common beginning."""
 
-    place: Text
+    case_key: Text
     implementations: tuple[Text, ...] = ()  # empty: all
     reason: Text
 
@@ -81,7 +81,7 @@ class ProcessLine(Record):
     ended: Text = ""
 
 
-# a case's place, implementation and precision: joined by ", " its name
+# a case's key, implementation and precision: joined by ", " its name
 Requested = tuple[Text, Text, Text]
 
 
@@ -237,11 +237,11 @@ class Report(Record):
         return tuple(case for case in self.cases if isinstance(case.task, Prefill))
 
     @cached_property
-    def _by_place(self) -> dict[tuple[str, str], list[Case]]:
-        return grouped(self.cases, lambda case: (case.place, case.implementation))
+    def _by_key(self) -> dict[tuple[str, str], list[Case]]:
+        return grouped(self.cases, lambda case: (case.case_key, case.implementation))
 
     def baseline_of(self, case: Case, implementation: str = "") -> Case | None:
-        """The case's baseline, or another implementation, in the same place: at exact intermediates
+        """The case's baseline, or another implementation, with the same key: at exact intermediates
         and equal states if there is such a case, else its first one.  None if that is the case
         itself.
 
@@ -249,7 +249,7 @@ class Report(Record):
         baseline there.
         """
         name = implementation or case.baseline
-        there = self._by_place.get((case.place, name), []) if name else []
+        there = self._by_key.get((case.case_key, name), []) if name else []
         if isinstance(case.task, Generated):
             if case.kind == "library" or name == case.implementation:
                 return None
@@ -338,9 +338,9 @@ class Report(Record):
         """Requested cases that are neither there nor left out."""
         there, left = {case.name for case in self.cases}, self.left_out
 
-        def is_left_out(place: str, name: str) -> bool:
+        def is_left_out(case_key: str, name: str) -> bool:
             return any(
-                place.startswith(out.place) and name in (out.implementations or (name,))
+                case_key.startswith(out.case_key) and name in (out.implementations or (name,))
                 for out in left
             )
 
@@ -382,9 +382,9 @@ class Report(Record):
             if not isinstance(case.task, Answers) and kept(case.precision, case.implementation)
         )
         requested = tuple(
-            (place, implementation, precision)
-            for place, implementation, precision in self.requested
-            if not place.startswith("answers") and kept(precision, implementation)
+            (case_key, implementation, precision)
+            for case_key, implementation, precision in self.requested
+            if not case_key.startswith("answers") and kept(precision, implementation)
         )
         return self.changed(cases=cases, requested=requested)
 

@@ -210,7 +210,9 @@ class Ceilings(Record):
 
 
 class Allocation(Record):
-    """What a place holds of a model: decoder layers that begin there, and bytes of all weights."""
+    """What a device, or main memory or the disk, holds of a model: decoder layers that begin there,
+    and bytes of all weights.
+    """
 
     layers: Count
     bytes: Count
@@ -219,7 +221,7 @@ class Allocation(Record):
 class Placement(Record):
     """Where a model's weights are while it runs.
 
-    device: where the model computes, the first one of several.  allocated: all weights, by place:
+    device: where the model computes, the first one of several.  allocated: all weights, by device:
     "cuda:0", "cpu", "disk".
     predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted
         before loading, without replaying.  None if the model's code does not run on the meta

@@ -176,13 +176,13 @@ def three_digits(value: float) -> str:
 
 def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
-    places = {"cpu": "in main memory", "disk": "on the disk"}
+    names = {"cpu": "in main memory", "disk": "on the disk"}
     by_place = ", ".join(
         (
             f"{plural(part.layers, 'layer')} ({size_words(part.bytes)}) "
-            f"{places.get(place, f'on {place}')}"
+            f"{names.get(device, f'on {device}')}"
         )
-        for place, part in placement.allocated.items()
+        for device, part in placement.allocated.items()
     )
     no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
     words = [by_place if no_gpu else f"{placement.kind}: {by_place}"]

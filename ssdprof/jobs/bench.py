@@ -75,7 +75,7 @@ def bench(
     requested: list[Requested] = []
     for cell in request.measured:
         for implementation, precision in compared(request, operator, cell):
-            requested.append((_place(cell), implementation.name, str(precision)))
+            requested.append((_case_key(cell), implementation.name, str(precision)))
     began = time.monotonic()
     with opened(
         request.out,
@@ -232,7 +232,7 @@ class CellBench:
     def is_done(self, cell: Cell) -> bool:
         """Whether an interrupted bench that goes on has measured it."""
         names = (
-            ", ".join(case) for case in self._writer.report.requested if case[0] == _place(cell)
+            ", ".join(case) for case in self._writer.report.requested if case[0] == _case_key(cell)
         )
         return all(name in self._writer.earlier for name in names)
 
@@ -260,7 +260,7 @@ class CellBench:
             reason = f"the budget of {request.budget:g} s was spent{error}"
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {first_line(error)}"
-        self._writer.leave_out(_place(cell), reason)
+        self._writer.leave_out(_case_key(cell), reason)
 
     def measured(self, cell: Cell, comparer: Comparer) -> Iterable[Case]:
         """The cases of a cell: a cell that is left out has none, also if some were verified before.
@@ -367,7 +367,7 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
     return None if most_like is entry else most_like
 
 
-def _place(cell: Cell) -> str:
-    """As `Case.place`."""
+def _case_key(cell: Cell) -> str:
+    """As `Case.case_key`."""
     layout = () if cell.layout == "contiguous" else (cell.layout,)
     return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.ways, str(cell.tokens)))

@@ -405,7 +405,7 @@ def _is_timed(case: Case, baselines: Baselines) -> bool:
     """Whether a verified case is to be timed: not what a server computed; also a baseline outside
     its budget, because the verdict is on the others.
     """
-    tolerated = case.only_outside and (case.place, case.implementation) in baselines
+    tolerated = case.only_outside and (case.case_key, case.implementation) in baselines
     return case.kind != "served" and (case.result == "passed" or tolerated)
 
 

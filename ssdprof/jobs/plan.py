@@ -87,7 +87,7 @@ class ChosenPlacement:
     """
 
     record: Placement
-    device_map: Mapping[str, meta.Place] | None = None
+    device_map: Mapping[str, meta.Device] | None = None
     segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
     remark: str = ""
@@ -172,7 +172,7 @@ class Chooser:
             target.located, deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
         self._seqlen = max(target.seqlens)
-        self.main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+        self.main: meta.Device = limits.device().index if limits.device().type == "cuda" else "cpu"
         self.fixed = target.serving.chunk or target.request.segment_length
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -187,7 +187,7 @@ class Chooser:
         )
 
     def lacks(self, kind: PlacementKind) -> str:
-        """What this machine lacks for `kind`; empty if it has its places."""
+        """What this machine lacks for `kind`; empty if it has its devices."""
         if kind == "all-gpus":
             return "" if len(self.gpus) > 1 else "two NVIDIA GPUs"
         return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
@@ -330,8 +330,8 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Place, int]]:
-        """Bytes available for weights at each place, after activations."""
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Device, int]]:
+        """Bytes available for weights on each device, after activations."""
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
         for index, free in self.gpus.items():
@@ -354,7 +354,7 @@ class Chooser:
     def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
         """The placement as reports store it.  length: of the longest prompt's segments."""
         serving = self._target.serving
-        by_place = meta.weights_by_place(self._model, mapped)
+        by_device = meta.weights_by_device(self._model, mapped)
         layer, module = meta.largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
@@ -363,10 +363,10 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_name(self.main),
-            allocated={_name(place): part for place, part in by_place.items()},
+            allocated={_name(device): part for device, part in by_device.items()},
             predicted_peak_bytes=None
             if self.remark
-            else by_place.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
+            else by_device.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )
@@ -385,13 +385,13 @@ class Chooser:
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if meta.place_of(name, mapped) == "disk"
+            if meta.device_of(name, mapped) == "disk"
             and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _name(place: meta.Place) -> str:
-    return f"cuda:{place}" if isinstance(place, int) else place
+def _name(device: meta.Device) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else device
 
 
 # --- a dry run

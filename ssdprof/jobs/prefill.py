@@ -90,7 +90,7 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     requested: list[Requested] = []
     for length in lengths:
         for case in length.cases.values():
-            requested.append((case.place, case.implementation, case.precision))
+            requested.append((case.case_key, case.implementation, case.precision))
     files = partial(sources, target, resolved.all)
     with (
         opened(
@@ -264,9 +264,9 @@ class _Length:
         """Note what the budget left no time for.  begun: whether anything of this length ran."""
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
-            place = next(iter(self.cases.values())).place
+            case_key = next(iter(self.cases.values())).case_key
             reason = f"the budget of {self.request.budget or 0:g} s was spent"
-            writer.leave_out(place, reason, unseen if begun else ())
+            writer.leave_out(case_key, reason, unseen if begun else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
         """A step begins only if the budget is not spent.  BadInputError if the model bypasses its

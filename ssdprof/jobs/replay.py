@@ -204,8 +204,8 @@ class _Replay:
             entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
         }
         trace.write(file, calls, limits.device())
-        place = entries[0].case.place
-        self._watcher.say(f"Wrote {file}: {len(calls)} cases of {place}, one call of each.")
+        case_key = entries[0].case.case_key
+        self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 
     def _run_once(self, entry: Entry) -> None:
         """For the trace; a call that fails there fails its case."""

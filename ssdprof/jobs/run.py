@@ -381,8 +381,8 @@ def _requested(
             for call in calls:
                 size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
                 for plan in planner(operators.get(layer.operator), dtype, call):
-                    place = f"layer {layer.index}, {size}"
-                    yield place, plan.implementation.name, str(plan.precision)
+                    case_key = f"layer {layer.index}, {size}"
+                    yield case_key, plan.implementation.name, str(plan.precision)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:

@@ -50,8 +50,8 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
     out = request.out or (run[0] if run else new_folder(where or "model"))
     with _made(out / stall_files.FOLDER, overwrite=request.force) as folder:
         if run is None:
-            place = Path(where or "").expanduser()
-            return folder, _profile([place], partial(_of_model, request), request, folder, watcher)
+            stored = Path(where or "").expanduser()
+            return folder, _profile([stored], partial(_of_model, request), request, folder, watcher)
         _refuse_changed(run[1])
         return folder, _profile(
             [run[0] / CAPTURES], partial(_of_run, run[1], request), request, folder, watcher
@@ -86,22 +86,22 @@ def profile_run(
         decode=0,
     )
     request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
-    places = [Path(asked.model).expanduser(), folder / CAPTURES]
+    folders = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
-        return _profile(places, whole, request, out, watcher)
+        return _profile(folders, whole, request, out, watcher)
 
 
 def _profile(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     wanted: Callable[[], ModelOptions],
     request: StallsOptions,
     folder: Path,
     watcher: Watcher,
 ) -> StallReport:
-    """Launch, profile, read, write into `folder`.  places: that may hold captures of what is
+    """Launch, profile, read, write into `folder`.  folders: that may hold captures of what is
     `wanted`.
     """
-    with _captured(places, wanted, request, watcher) as (captures, layer):
+    with _captured(folders, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
         missing, version = "", ""
@@ -214,7 +214,7 @@ def require_gpu_for_stalls() -> None:
 
 @contextmanager
 def _captured(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     wanted: Callable[[], ModelOptions],
     request: StallsOptions,
     watcher: Watcher,
@@ -222,7 +222,7 @@ def _captured(
     """A folder of captures and one layer in it: stored, else captured anew, which exists while the
     context is open.
     """
-    stored = next((place for place in places if is_capture(place)), None)
+    stored = next((place for place in folders if is_capture(place)), None)
     if stored is not None:
         yield stored, _choose(stored, request)
         return

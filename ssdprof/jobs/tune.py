@@ -68,7 +68,7 @@ class Problem:
     committed: Config
 
     def __str__(self) -> str:
-        return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
+        return f"{'; '.join(case.case_key for case in self.cases)}, {self.calls['intermediates']}"
 
     def run(self, inputs: Inputs, config: Config) -> Output:
         return self.operator.tunable.run(inputs, self.precision, config)
@@ -322,8 +322,8 @@ class _Trials:
             if verified.result == "passed":
                 passed.append(config)
                 continue
-            for place in self.problem.cases:
-                case = self.entry(config, place, self._longest).case
+            for committed_case in self.problem.cases:
+                case = self.entry(config, committed_case, self._longest).case
                 fault = {name: getattr(verified, name) for name in ("status", "reason", "accuracy")}
                 self.keep(case.changed(**fault))
         return passed
@@ -341,8 +341,8 @@ class _Trials:
         timed: dict[Config, list[Case]] = {
             config: [] for config in self.passing(list(dict.fromkeys(configs)))
         }
-        for place, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
-            entries = {config: self.entry(config, place, inputs) for config in timed}
+        for committed_case, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
+            entries = {config: self.entry(config, committed_case, inputs) for config in timed}
             verdicts = {
                 entry.key: self._on_short[self._for_short(config)]
                 for config, entry in entries.items()
@@ -365,8 +365,8 @@ class _Trials:
             case = case.changed(samples=(*known.samples, *case.samples))
         self.cases[case.name] = case
 
-    def entry(self, config: Config, place: Case, inputs: Inputs) -> Entry:
-        """place: the case of the committed configuration there."""
+    def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
+        """committed_case: that of the committed configuration there."""
         problem = self.problem
         change, kernel = difference(config, self.committed), str(problem.calls["kernel"])
         values = self._tuning.settings(config)
@@ -388,8 +388,8 @@ class _Trials:
             label=label,
         )
         if change:
-            place = place.changed(implementation=change, baseline=COMMITTED)
-        return Entry(case=place.changed(variant=kernel, plan=settings), call=call)
+            committed_case = committed_case.changed(implementation=change, baseline=COMMITTED)
+        return Entry(case=committed_case.changed(variant=kernel, plan=settings), call=call)
 
 
 def _us(cases: Sequence[Case]) -> list[float]:

@@ -222,7 +222,7 @@ class _TensorSums:
         }
 
     def add(
-        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region
+        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], region: Region
     ) -> None:
         """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h,
         rows, width).
@@ -231,18 +231,18 @@ class _TensorSums:
         if self.name == "final_states":
             for dtype in _COARSE:
                 self._fits_oracle[dtype] &= _fits(floor, dtype)
-        self._floor.add(floor.double(), high, place)
-        cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
-        start = place.positions[0] if place.positions else 0
+        self._floor.add(floor.double(), high, region)
+        cut = {key: region.cut(tensor) for key, tensor in self._tensors.items()}
+        start = region.positions[0] if region.positions else 0
         errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
         self._rounding_tests.add(
-            high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin
+            high, floor.double(), dict(enumerate(cut.values())), errors, start, region.origin
         )
         for key, ours in cut.items():
-            self._from_oracle[key].add(ours, high, place)
+            self._from_oracle[key].add(ours, high, region)
             baseline = self._candidates[key].baseline
             if baseline is not None:
-                self._from_baseline[key].add(ours, cut[baseline], place)
+                self._from_baseline[key].add(ours, cut[baseline], region)
 
     def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
@@ -422,7 +422,7 @@ class RunningDeviation:
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
 
-    def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
+    def add(self, ours: torch.Tensor, other: torch.Tensor, region: Region) -> None:
         """Compare a block; both (h, rows, width), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <=
@@ -438,11 +438,11 @@ class RunningDeviation:
 
         block_max, block_argmax = error.flatten(1).max(1)
         worse = (block_max > self.error.max) | (self.elements == 0)
-        self._worst_index = torch.where(worse, place.flat(head, block_argmax), self._worst_index)
+        self._worst_index = torch.where(worse, region.flat(head, block_argmax), self._worst_index)
         _, errors = self.error.add(error)
         _, others = self.other.add(other_finite)
-        if place.positions is not None:
-            self._add_slices((errors, others), *place.positions)
+        if region.positions is not None:
+            self._add_slices((errors, others), *region.positions)
 
         equal = ours == other
         absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
@@ -454,7 +454,7 @@ class RunningDeviation:
 
         bad = bad.flatten(1)
         first_in_head = bad.to(torch.uint8).argmax(1)
-        first = torch.where(bad.any(1), place.flat(head, first_in_head), _NOWHERE).min()
+        first = torch.where(bad.any(1), region.flat(head, first_in_head), _NOWHERE).min()
         self._first_nonfinite = torch.minimum(self._first_nonfinite, first)
         self._nonfinite += bad.sum()
         self.elements += ours.numel()

@@ -2,7 +2,7 @@
 docs/measuring.md.
 
 A law calls one implementation on inputs made from a captured call, and raises `Broken` with the
-first place, or `NotApplicable` with the reason.  What must be bitwise equal is compared by its
+first position, or `NotApplicable` with the reason.  What must be bitwise equal is compared by its
 bits; the rest is judged as the captured call is, by `accuracy.compare`.  Nothing is timed.
 """
 
@@ -60,7 +60,7 @@ TOLERATED_ROOM = 4.0
 
 
 class Broken(Exception):
-    """A law does not hold.  The message is the first place."""
+    """A law does not hold.  The message is the first position."""
 
 
 class NotApplicable(Exception):
@@ -296,8 +296,11 @@ def first_difference(outputs: Sequence[torch.Tensor], others: Sequence[torch.Ten
             & ~(torch.maximum(tensor.abs(), other.abs()) < 2.0**-100)
         )
         if bool(differs.any()):
-            place = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(tensor.shape))
-            return f"{name} at {place} is {float(tensor[place]):.9g} and {float(other[place]):.9g}"
+            position = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(tensor.shape))
+            return (
+                f"{name} at {position} is {float(tensor[position]):.9g} and "
+                f"{float(other[position]):.9g}"
+            )
     return None
 
 

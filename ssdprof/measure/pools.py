@@ -105,7 +105,8 @@ class Pool:
     memory: torch.Tensor
 
     def changed(self, before: torch.Tensor, written: Sequence[int]) -> str:
-        """The first place outside of the written slots whose bits changed; empty if there is none.
+        """The first position outside of the written slots whose bits changed; empty if there is
+        none.
 
         before: a copy of `memory`.
         """
@@ -117,8 +118,8 @@ class Pool:
         differs = other & (_bits(self.memory) != _bits(before))
         if not bool(differs.any()):
             return ""
-        place = int(differs.byte().argmax()) - int(states.storage_offset())
-        slot, inside = divmod(place, states.stride(0))
+        index = int(differs.byte().argmax()) - int(states.storage_offset())
+        slot, inside = divmod(index, states.stride(0))
         head = inside // states.stride(1)
         words = f"slot {slot}, head {head}"
         if slot not in range(len(states)) or head >= states.shape[1]:
@@ -220,7 +221,7 @@ class Room:
     ) -> Pool:
         """Random states between guards of NaN.
 
-        gap: elements between slots.  turned: the last two axes change places in memory.  far:
+        gap: elements between slots.  turned: the last two axes change in memory.  far:
         elements from slot to slot, and as many before the first as behind it, so that an offset
         that wraps around stays in the memory; hardly any of it is ever touched.
         """
@@ -305,13 +306,13 @@ class Room:
         tokens: list[str] = []
         slots: list[str] = []
         for i, row in call.live:
-            place = f"call {self.calls}, row {i}"
-            tokens += [f"{place}, token {token}" for token in range(row.tokens)]
+            where = f"call {self.calls}, row {i}"
+            tokens += [f"{where}, token {token}" for token in range(row.tokens)]
             for token in range(row.tokens) if every else [row.tokens - 1]:
                 slot = row.kept.get(token, -1)
                 if slot >= 0:
                     states[len(slots)] = call.pool.states[slot].float()
-                slots.append(f"{place}, slot {slot}")
+                slots.append(f"{where}, slot {slot}")
         output = Output(packed, states)
         self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
         return output
@@ -342,8 +343,8 @@ class Room:
             wrong = f"out is {out.dtype} of shape {tuple(out.shape)}"
         elif changed:
             wrong = f"it changes {', '.join(changed)}"
-        elif place := pool.changed(before, [s for _, row in call.live for s in row.kept.values()]):
-            wrong = f"it changes {place}, which no row writes"
+        elif where := pool.changed(before, [s for _, row in call.live for s in row.kept.values()]):
+            wrong = f"it changes {where}, which no row writes"
         if wrong:
             raise Broken(f"call {self.calls}: {wrong}")
         self.kept += 1
@@ -361,11 +362,11 @@ class Room:
         )
 
     def compare(
-        self, plain: Inputs, output: Output, dtype: torch.dtype, places: tuple[list[str], list[str]]
+        self, plain: Inputs, output: Output, dtype: torch.dtype, labels: tuple[list[str], list[str]]
     ) -> None:
-        """Raises Broken with the place unless the output is within its budget.
+        """Raises Broken with the position unless the output is within its budget.
 
-        dtype: of the pool.  places: of each token and of each state, in words.
+        dtype: of the pool.  labels: of each token and of each state, in words.
         """
         candidate = Candidate(
             output=output,
@@ -377,7 +378,7 @@ class Room:
             if reason := accuracy.reason:
                 which = 0 if accuracy.tensor == "out" else 1
                 index, head = self._first(accuracy, output[which], exact[which])
-                raise Broken(f"{places[which][index]}, head {head}: {reason}")
+                raise Broken(f"{labels[which][index]}, head {head}: {reason}")
 
     @staticmethod
     def _first(accuracy: Accuracy, ours: torch.Tensor, exact: torch.Tensor) -> tuple[int, int]:
@@ -439,25 +440,25 @@ class Chain:
             rows.append(rows[0].padding)
         call = self.room.call(self.pool, rows, padding=None if packed else torch.nan, wide=True)
         out = self.room.run(call)
-        for place, (i, count) in enumerate(zip(some, accepted, strict=True)):
-            if rows[place].live:
+        for index, (i, count) in enumerate(zip(some, accepted, strict=True)):
+            if rows[index].live:
                 self.current[i] = column = 0 if packed else count - 1
                 history = self.histories[i]
-                history.taken.append((call, place, count, out, self.room.calls))
+                history.taken.append((call, index, count, out, self.room.calls))
                 history.final = self.pool.states[self.columns[i][column]].clone()
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
         histories = [one for one in (*self.ended, *self.histories) if one.taken]
-        parts, places, outs = [], [], []
+        parts, labels, outs = [], [], []
         for history in histories:
             pieces: list[TokenTensors] = []
-            for call, place, count, out, number in history.taken:
+            for call, index, count, out, number in history.taken:
                 pieces.append(
-                    {name: call.of_row(place, one)[:count] for name, one in call.parts.items()}
+                    {name: call.of_row(index, one)[:count] for name, one in call.parts.items()}
                 )
-                outs.append(call.of_row(place, out)[:count])
-                places += [f"call {number}, row {place}, token {token}" for token in range(count)]
+                outs.append(call.of_row(index, out)[:count])
+                labels += [f"call {number}, row {index}, token {token}" for token in range(count)]
             parts.append({name: torch.cat([one[name] for one in pieces]) for name in pieces[0]})
         plain = self.room.alone(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
@@ -465,7 +466,7 @@ class Chain:
         last = [
             f"call {history.taken[-1][-1]}, row {history.taken[-1][1]}" for history in histories
         ]
-        self.room.compare(plain, output, torch.float32, (places, last))
+        self.room.compare(plain, output, torch.float32, (labels, last))
 
 
 @dataclass
@@ -548,12 +549,12 @@ def order_and_number(room: Room) -> None:
         pool.memory.copy_(before)
         parts = {name: tensor[order] for name, tensor in whole.parts.items()}
         out, states = room.check(room.call(pool, [rows[i] for i in order], parts=parts))
-        for place, i in enumerate(order):
-            changed = _differ(out[0, place], expected[0][0, i])
-            changed |= _differ(states[place], expected[1][i])
+        for index, i in enumerate(order):
+            changed = _differ(out[0, index], expected[0][0, i])
+            changed |= _differ(states[index], expected[1][i])
             if changed and room.implementation.batch_invariant:
                 raise Broken(
-                    f"call {room.calls}, row {place}, slot {rows[i].read}: other rows change its "
+                    f"call {room.calls}, row {index}, slot {rows[i].read}: other rows change its "
                     "bits, although batch invariance is declared"
                 )
 
@@ -677,7 +678,7 @@ LAWS: dict[str, Callable[[Room], None]] = {
 def applies(implementation: Implementation, inputs: Inputs) -> bool:
     """Whether the laws are tested with this call: of an implementation that servers call on a pool,
     a step, drafted tokens, or a call that begins with slots; any call of a user's kernel that works
-    in place, which is for nothing else.
+    in index, which is for nothing else.
     """
     if implementation.kind == "own":
         return implementation.in_place is not None

@@ -156,14 +156,14 @@ class RoundingTests:
             mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
             found.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
         width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
-        places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
+        parts: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
-            places += [
+            parts += [
                 ("slice", self._slice_count, None),
                 *(("period", period, period) for period in PERIODS),
             ]
         begin = 1
-        for test, count, period in places:
+        for test, count, period in parts:
             part = slice(begin, begin + count)
             begin += count
             size = norm[:, part]
@@ -197,8 +197,8 @@ class RoundingTests:
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws:
-    (DRAWS, h, places).
+    """(h, positions), parts of the head: the largest sum of squares that rounding explains.  draws:
+    (DRAWS, h, positions).
 
     The variance of a place is at least that of an average element, times its elements: 12 draws may
     show none of the few ties that could be rounded the other way.
@@ -213,18 +213,18 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> 
 def _worst(
     test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None
 ) -> ErrorTest | None:
-    """values, limits: (h, places).  None if nothing is tested."""
+    """values, limits: (h, positions).  None if nothing is tested."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
-    head, place = divmod(index, values.shape[1])
-    limit = float(limits[head, place])
+    head, position = divmod(index, values.shape[1])
+    limit = float(limits[head, position])
     if not 0 < limit < float("inf"):
         return None
-    value = float(values[head, place])
+    value = float(values[head, position])
     return ErrorTest(
         test=test,
         head=head,
-        place=None if values.shape[1] == 1 else place,
+        position=None if values.shape[1] == 1 else position,
         period=period,
         value=value,
         limit=limit,

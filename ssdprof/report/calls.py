@@ -344,7 +344,7 @@ def _short_precision_of(case: Case) -> str:
 
 
 def _place_or_size(case: Case) -> str:
-    return case.place if isinstance(case.task, Generated) else case.size
+    return case.case_key if isinstance(case.task, Generated) else case.size
 
 
 def reasons(report: Report) -> Table | None:

@@ -42,7 +42,7 @@ _NAMES = ("case", "implementation", PRECISION)
 
 def _names(pair: CasePair) -> TableRow:
     return {
-        "case": pair.case.place,
+        "case": pair.case.case_key,
         "implementation": pair.case.implementation,
         PRECISION: short_precision(pair.case.precision),
     }

@@ -102,8 +102,8 @@ def _of_prompts(prompts: Sequence[Group]) -> Iterator[Section]:
 
 def of_tuning(report: Report) -> Document:
     """What each search of `ssdprof tune` found."""
-    searches = grouped(report.cases, lambda case: (case.place, case.precision)).values()
-    left = (f"{left.place}: left out: {left.reason}." for left in report.left_out)
+    searches = grouped(report.cases, lambda case: (case.case_key, case.precision)).values()
+    left = (f"{left.case_key}: left out: {left.reason}." for left in report.left_out)
     tables = (_search(report, cases) for cases in searches)
     results = section("Searches", *tables, (*report.remarks, *left), _TUNING_READING)
     return Document(
@@ -132,7 +132,7 @@ def _search(report: Report, cases: Sequence[Case]) -> Table | None:
         )
     precision = intermediates_of(committed.precision)
     return table(
-        f"{committed.place}, {precision}: {committed.variant} kernel",
+        f"{committed.case_key}, {precision}: {committed.variant} kernel",
         rows,
         ("candidate", "verdict"),
         wraps="verdict",

@@ -218,7 +218,7 @@ def groups(report: Report) -> tuple[Group, ...]:
 
     generated = (case for case in report.cases if isinstance(case.task, Generated))
     captured = grouped((case for case in report.cases if case.layer), key)
-    parts = list(grouped(generated, lambda case: case.place).values())
+    parts = list(grouped(generated, lambda case: case.case_key).values())
     parts += [captured[size] for size in sorted(captured, reverse=True)]
     return tuple(Group(report, cases) for cases in parts)
 
@@ -305,5 +305,5 @@ def layer_words(cases: Iterable[Case]) -> str:
     every = list(cases)
     indices = {layer_of(case) for case in every if case.layer}
     if not indices:
-        return "; ".join(dict.fromkeys(case.place for case in every))
+        return "; ".join(dict.fromkeys(case.case_key for case in every))
     return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"

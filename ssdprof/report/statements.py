@@ -364,7 +364,7 @@ def caveats(report: Report) -> Iterator[str]:
     yield from _single_chunks(report)
     for out in report.left_out:
         who = f"{fmt.words(out.implementations)} of " if out.implementations else ""
-        yield f"{_capital(f'{who}{out.place}')} was left out: {out.reason}."
+        yield f"{_capital(f'{who}{out.case_key}')} was left out: {out.reason}."
     yield from report.remarks
 
 
@@ -411,14 +411,14 @@ def _of_baselines(report: Report) -> Iterator[str]:
     """
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=_rms)
-        pair = worst.place, worst.implementation
+        pair = worst.case_key, worst.implementation
         rated = [case for case in report.cases if case.rated_against == pair and case.accuracy]
         # where there is one, the same precision is shown
         rated.sort(key=lambda case: case.precision == worst.precision)
         errors = {case.implementation: fmt.small(_rms(case)) for case in rated}
         rated_at = "".join(f", of {name} {error}" for name, error in errors.items())
         timed = ", but timed" if worst.time_us else ""
-        where = f"{label} in {worst.place} (rms error {fmt.small(_rms(worst))}{rated_at})"
+        where = f"{label} in {worst.case_key} (rms error {fmt.small(_rms(worst))}{rated_at})"
         yield f"The baseline is outside its error budget{timed}: {where}."
 
 

@@ -195,7 +195,7 @@ def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
         before, _, _, _, remark, chain = loc.groups()
         for name, line, column in _FRAME.findall(chain):
             for number in numbers.get(name, ()):
-                if known.place(files[number], int(line)).stage not in (None, UNKNOWN):
+                if known.stage_of(files[number], int(line)).stage not in (None, UNKNOWN):
                     return f"{before}{number} {line} {column}{remark}{chain}"
         return loc[0]
 

@@ -117,16 +117,16 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
 
 def _on_placement(placement: Placement) -> Iterator[str]:
     """Where the weights were, unless one GPU held them all."""
-    kind, device = placement.kind, placement.device
+    kind, main = placement.kind, placement.device
     if kind == "one-gpu":
         return
     names = {"cpu": "main memory", "disk": "the disk"}
     where = " and ".join(
-        f"{part.layers} from {names[place]}"
-        for place, part in placement.allocated.items()
-        if place in names and place != device
+        f"{part.layers} from {names[device]}"
+        for device, part in placement.allocated.items()
+        if device in names and device != main
     )
-    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
+    how = f"were brought to {main} layer by layer ({where})" if where else f"fit on {main}"
     if kind == "all-gpus":
         how = "were divided among the GPUs"
-    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."
+    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {main}."

@@ -149,9 +149,9 @@ class Writer:
         cases = tuple(case for case in self.report.cases if case.name in readable)
         return self.report.model_copy(update={"cases": cases})
 
-    def leave_out(self, place: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
+    def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
         """What is not measured.  implementations: empty: all of the place."""
-        left_out = LeftOut(place=place, reason=reason, implementations=implementations)
+        left_out = LeftOut(case_key=case_key, reason=reason, implementations=implementations)
         self.update(left_out=(*self.report.left_out, left_out))
 
     def note(self, text: str) -> None:
@@ -564,13 +564,13 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
         raise BadInputError(
             "The run's name is empty.", "Name a run's folder, or leave it out for the latest run."
         )
-    places = (Path(where), RUNS / where)
-    for path in places:
+    paths = (Path(where), RUNS / where)
+    for path in paths:
         if path.is_file():
             return path.parent if path.name == HEADER else path
         if header_of(path).is_file():
             return path
-    why = f"it contains no {HEADER}" if any(map(Path.is_dir, places)) else "it does not exist"
+    why = f"it contains no {HEADER}" if any(map(Path.is_dir, paths)) else "it does not exist"
     raise BadInputError(
         f"{where} is not a run: {why}.", f"Name a run's folder; they are kept under {RUNS}/."
     )

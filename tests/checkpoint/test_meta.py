@@ -22,7 +22,7 @@ from ssdprof.checkpoint.meta import (
     infer,
     largest_streamed,
     meta_model,
-    weights_by_place,
+    weights_by_device,
 )
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.target import LayerRef, Serving
@@ -181,7 +181,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
 def test_what_lies_where(saved: Saved) -> None:
     located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
-    found = weights_by_place(model, mapped)
+    found = weights_by_device(model, mapped)
     assert {place: part.layers for place, part in found.items()} == {"cpu": 2, "disk": 2}
     assert sum(part.bytes for part in found.values()) == located.weight_bytes()
     layer, module = largest_streamed(model, mapped, "cpu")
@@ -197,14 +197,14 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
     both = infer(model, {0: first, 1: 2**30})
     assert both is not None
-    assert {place: part.layers for place, part in weights_by_place(model, both).items()} == {
+    assert {place: part.layers for place, part in weights_by_device(model, both).items()} == {
         0: 1,
         1: 3,
     }
     assert largest_streamed(model, both, 0) == (0, 0)
     memory = infer(model, {0: first, "cpu": 2**30})
     assert memory is not None
-    assert {place: part.layers for place, part in weights_by_place(model, memory).items()} == {
+    assert {place: part.layers for place, part in weights_by_device(model, memory).items()} == {
         0: 1,
         "cpu": 3,
     }

@@ -64,7 +64,7 @@ COARSE = report(
 )
 CELLS = (*cell(), *cell(2048))
 PART = {"requested": tuple(map(cases.requested, CELLS))}
-SPENT = LeftOut(place=CELLS[-1].place, reason="spent")
+SPENT = LeftOut(case_key=CELLS[-1].case_key, reason="spent")
 BASE, PARTIAL = of_prefill("unfused", 2000.0), (ProcessLine(process="p"),)
 GOOD, NOISE = of_answers(), of_answers(change="x", bands=(band(kl_mean=9.0),))
 RUN = "this run did not reach its end"

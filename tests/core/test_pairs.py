@@ -222,7 +222,7 @@ LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
 PREFILL, PREFILL_BASE = cases.prefill(), of_prefill("unfused", 2000.0)
 LATE = cases.prefill(PREFILL_BASE, of_prefill(call_us=None))
-LOST = LeftOut(place="prefill, model convolution and norm, 131,072 tokens", reason="spent")
+LOST = LeftOut(case_key="prefill, model convolution and norm, 131,072 tokens", reason="spent")
 OTHER_SHAPE = [": no case could be judged: other shape"]
 OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
     ("match:base-0.1", BASE, LESS_EXACT, [f"{LAYER_9}: 61.1009% in BASE, 60.9009% in NEW"]),

@@ -289,7 +289,7 @@ def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
 @pytest.mark.parametrize(("used", "where"), [(2.3, "head 1"), (2.5, "head 1, column 7")])
 def test_a_place_is_named_if_it_is_twice_as_bad_as_its_head(used: float, where: str) -> None:
     head = ErrorTest(test="rms", head=1, value=1.2, limit=1)
-    column = ErrorTest(test="column", head=1, place=7, value=used, limit=1)
+    column = ErrorTest(test="column", head=1, position=7, value=used, limit=1)
     assert accuracy(checks=(head, column)).reason.startswith(f"out, {where}: relative RMS error")
 
 

@@ -274,7 +274,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(job.CellBench, "measured", slowly)
     report = benched(*cells(36, 40, 60), budget=150)
     assert [case.size for case in report.cases] == ["1 x 36"] * 2 + ["1 x 40"] * 2
-    assert [(one.place, one.reason) for one in report.left_out] == [
+    assert [(one.case_key, one.reason) for one in report.left_out] == [
         ("tiny, bf16, 1 x 60", "the budget of 150 s was spent")
     ]
     assert report.missing == ()

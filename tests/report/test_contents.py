@@ -147,7 +147,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
             layers=(0,),
             precisions=(EXACT_FP32,),
             requested=tuple(map(cases.requested, WHOLE.cases)),
-            left_out=(LeftOut(place="layer 9", reason="no time"),),
+            left_out=(LeftOut(case_key="layer 9", reason="no time"),),
         ),
         ["PASSED", "At 131,072"],
     ),
@@ -487,7 +487,7 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
         ["fused computes exact with fp16 states as exact with"],
     ),
     "left out": (
-        bench(left_out=(LeftOut(place="a cell", implementations=("fla",), reason="no room"),)),
+        bench(left_out=(LeftOut(case_key="a cell", implementations=("fla",), reason="no room"),)),
         ["Fla of a cell was left out: no room."],
     ),
 }

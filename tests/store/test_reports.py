@@ -46,7 +46,7 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 
 
 def test_a_report_is_read_back_as_it_was_written() -> None:
-    clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
+    clocks, left = cases.clocks(), LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
     with opened(
         None, Watcher(), **header(requested=requested, notes=("Random weights.",))
@@ -270,7 +270,7 @@ def interrupted(*made: Case, **fields: Any) -> Path:
         writer.peaked(7)
         writer.update(
             clocks=cases.clocks(throttle_reasons=("hot",)),
-            left_out=(LeftOut(place="layer 9", reason="spent"),),
+            left_out=(LeftOut(case_key="layer 9", reason="spent"),),
         )
         raise KeyboardInterrupt
     return Path("my run")
