@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, DTYPES, EXACT, FP16, FP32, PRECISIONS, RELAXED, GDNCase, SSDCase
-from subjects import (
+from targets import (
     GDN_CUT,
     GDN_ON_HOPPER,
     GDN_PARTS,
@@ -23,15 +23,15 @@ from subjects import (
     SSD_EVERY,
     SSD_ON_HOPPER,
     SSD_TINY,
-    SUBJECTS,
+    TARGETS,
     WHOLE_PAST,
-    Subject,
+    Target,
     chosen,
     gdn_hopper_by,
     listed,
     ssd_hopper,
     ssd_portable,
-    subjects,
+    targets,
 )
 
 from ssdprof import operators
@@ -249,7 +249,7 @@ def right() -> list[Any]:
     def by(run: Any, name: str, device: str, marks: list[Any]) -> list[Any]:
         return [
             pytest.param(
-                replace(SUBJECTS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
+                replace(TARGETS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
             )
         ]
 
@@ -501,12 +501,12 @@ def right() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kernel", "case", "precision"), right(), indirect=["kernel"])
-def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) -> None:
+def test_against_the_oracle(kernel: Target, case: Any, precision: Precision) -> None:
     inputs = case.inputs()
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
 
-@subjects(
+@targets(
     # of SSD, those with a gate run on the portable kernel
     emulated_slow=("gdn hopper", "kda fused"),
     gpu=[
@@ -514,14 +514,14 @@ def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) ->
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_edge_inputs(kernel: Subject, dtype: torch.dtype) -> None:
+def test_edge_inputs(kernel: Target, dtype: torch.dtype) -> None:
     """Those that `run` gives to a user's kernel: measure/laws.py."""
     like = kernel.case(dtype=dtype, **{} if kernel.operator == "ssd" else {"l2norm": True}).inputs()
     for kind in operators.get(kernel.operator).generated.edges(like):
         assert any(passes(kernel, form.make()) for form in kind)
 
 
-def passes(kernel: Subject, inputs: Any) -> bool:
+def passes(kernel: Target, inputs: Any) -> bool:
     """False if it refuses them."""
     try:
         output = kernel(inputs)
