@@ -662,7 +662,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
     monkeypatch.setattr(job, "search", interrupted)
     ending(130, *words)
     (file,) = cache.glob("*.json")
-    assert len(TunedConfigs.model_validate_json(file.read_text()).finds) == 1
+    assert len(TunedConfigs.model_validate_json(file.read_text()).configs) == 1
 
 
 @pytest.mark.gpu
