@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdprof.checkpoint.meta import Mixer
+from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
 

@@ -14,7 +14,7 @@ import torch
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
-from ssdprof.checkpoint.meta import Mixer
+from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from ssdprof import operators
-from ssdprof.checkpoint.meta import Mixer
+from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Operator

@@ -25,7 +25,7 @@ from torch import nn
 from ssdprof import operators
 from ssdprof.capture.forward import Head, PromptRun, check_ids
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.checkpoint.meta import Mixer, find_mixers
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
 from ssdprof.environment.child import started

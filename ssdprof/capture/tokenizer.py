@@ -9,7 +9,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -123,8 +123,7 @@ def build_prompt(
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
         source = (
             f"uniformly random token ids, seed {seed}: good for timing; the values inside the "
-            "model, and so the "
-            "accuracy, are not those of text"
+            "model, and so the accuracy, are not those of text"
         )
     elif tokenizer is None:
         raise BadInputError(
@@ -135,39 +134,50 @@ def build_prompt(
             "Name one with --tokenizer, or take random tokens: --prompt random.",
         )
     else:
-        name = "The default text" if file is None else f"The prompt file {file.name}"
-        try:
-            with (
-                file.open(encoding="utf-8-sig")
-                if file
-                else io.StringIO(text.load().decode("utf-8")) as stream
-            ):
-                found = _first_ids(tokenizer, stream, lengths, name)
-        except UnicodeDecodeError as error:
-            raise BadInputError(
-                f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."
-            ) from error
-        except OSError as error:
-            raise unreadable(name, error, "Give the path of a text file.") from error
-        cut, how = _pieces(tokenizer, found, lengths)
-        source = f"the user's file {file.name}" if file else _DEFAULT
-        ids, source = torch.tensor(cut), source + how
-    described, size = "none", vocab_size
-    if tokenizer_folder:  # identified by its content: the folder's name is specific to this machine
-        described, size = type(tokenizer).__name__, len(tokenizer or ())
-        if (vocabulary := tokenizer_folder / VOCABULARY).is_file():
-            described = (
-                f"{VOCABULARY} sha256 {hashlib.sha256(vocabulary.read_bytes()).hexdigest()[:12]}"
-            )
+        ids, source = _text_ids(tokenizer, file, lengths)
+    vocabulary = f"none, {vocab_size or 0:,} tokens"
+    if tokenizer_folder and tokenizer is not None:
+        vocabulary = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=f"{described}, {size:,} tokens",
+        tokenizer=vocabulary,
         seqlen=seqlen,
         batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
     )
     return ids.view(batch, seqlen), prompt
+
+
+def _identified(folder: Path, tokenizer: Any) -> str:
+    """A tokenizer by its content: the folder's name is specific to this machine."""
+    file = folder / VOCABULARY
+    if not file.is_file():
+        return type(tokenizer).__name__
+    return f"{VOCABULARY} sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
+def _text_ids(
+    tokenizer: Any, file: Path | None, lengths: Sequence[int]
+) -> tuple[torch.Tensor, str]:
+    """Ids (sum of lengths) of the default text or of a file, and a phrase on their source."""
+    name = "The default text" if file is None else f"The prompt file {file.name}"
+    try:
+        with (
+            file.open(encoding="utf-8-sig")
+            if file
+            else io.StringIO(text.load().decode("utf-8")) as stream
+        ):
+            ids = _first_ids(tokenizer, stream, lengths, name)
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"{name} is not UTF-8 text: {error.reason}.", "Give a text file."
+        ) from error
+    except OSError as error:
+        raise unreadable(name, error, "Give the path of a text file.") from error
+    pieces, how = _pieces(tokenizer, ids, lengths)
+    source = f"the user's file {file.name}" if file else _DEFAULT
+    return torch.tensor(pieces), source + how
 
 
 def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
@@ -236,25 +246,24 @@ def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple
         return list(ids[: lengths[0]]), ""
     # special tokens, of which a tokenizer may put some behind a text
     alone = _encode(tokenizer, "")
-    opening = [
-        one
-        for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
-    ]
-    body = ids[len(opening) :]
+    count = 0
+    for special, token in zip(alone, ids, strict=False):
+        if special != token:
+            break
+        count += 1
+    opening, body = alone[:count], ids[count:]
     inside = [max(length - len(opening), 0) for length in lengths]
     starts = [0, *accumulate(inside[:-1])]
     together, longest = sum(inside), max(inside)
     overlap = together > len(body)
     if overlap:
         starts = [start * (len(body) - longest) // (together - longest) for start in starts]
-    cut = [
-        token
-        for start, length, whole in zip(starts, inside, lengths, strict=True)
-        for token in (*opening[:whole], *body[start : start + length])
-    ]
+    pieces: list[int] = []
+    for start, length, whole in zip(starts, inside, lengths, strict=True):
+        pieces += [*opening[:whole], *body[start : start + length]]
     how = (
         "that overlap, because the text is too short for all of them"
         if overlap
         else "one after the other"
     )
-    return cut, f", {len(lengths)} pieces of it {how}"
+    return pieces, f", {len(lengths)} pieces of it {how}"

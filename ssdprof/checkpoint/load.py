@@ -28,7 +28,6 @@ from ssdprof.checkpoint.meta import (
     Destination,
     build,
     destinations,
-    meta_model,
     missing,
     quiet_transformers,
     refusals,
@@ -174,7 +173,7 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
     if not missing and model.quantization is None:
         load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")
     elif not model.weights.pickled:
-        empty = meta_model(model, deepest_layer=deepest_layer, head=head)
+        empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
         tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         _fit(model.ref, shapes, empty, model.weights.outside_index())
@@ -196,7 +195,7 @@ def load_model(
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `meta.infer`; None: `device`.  Weights on the disk
+    device_map: the place of every module, from `places.infer`; None: `device`.  Weights on the disk
         are read from `local` as long as the model runs.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold,

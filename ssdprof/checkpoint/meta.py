@@ -1,38 +1,27 @@
-"""The model without its weights, as transformers builds it from a config: its mixers, and a place
-for each part.
+"""The model without its weights, as transformers builds it from a config, and where it puts stored
+weights.
 """
 
 from __future__ import annotations
 
 import errno
-import inspect
 import json
 import re
 import tempfile
 import time
-import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
-from ssdprof import operators
-from ssdprof.checkpoint import accelerate, transformers
-from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse, refuse_quantization
+from ssdprof.checkpoint import transformers
+from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse_quantization
 from ssdprof.checkpoint.hub import CONFIG
-from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import LONGEST_SEQLEN, grouped
-from ssdprof.core.subject import Held
-from ssdprof.core.words import words
+from ssdprof.core.base import grouped
 from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
@@ -67,22 +56,6 @@ SEARCH_S = 3.0
 
 class _Headless(BadInputError):
     """No field of the config is wrong."""
-
-
-def meta_model(
-    model: Model, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
-) -> PreTrainedModel:
-    """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.
-    Downloads nothing.
-
-    dtype: of the weights, named as in torch; None: the checkpoint's own.
-
-    BadInputError for what `fetch` would refuse.
-    """
-    depth = model.depth(deepest_layer)
-    wanted = dtype or (_dtype_by_size(model) if model.weights.pickled else model.dtype)
-    model.refuse_codes(deepest_layer, head=head)
-    return build(model.load_config(depth, wanted), model.source.label, head=head)
 
 
 def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
@@ -260,14 +233,6 @@ def accepts(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def _dtype_by_size(model: Model) -> str:
-    """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or
-    2.
-    """
-    parameters = sum(one.numel() for one in model.on_meta.parameters())
-    return "float32" if model.weight_bytes() > 3 * parameters else "bfloat16"
-
-
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
     """Turn all errors of transformers on a user's file into BadInputError with its message.
@@ -322,167 +287,3 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
         if bars:
             logging.enable_progress_bar()
-
-
-# --- mixers
-
-
-@dataclass(frozen=True, eq=False)
-class Mixer:
-    """A module that calls an operator, and the function that it calls.
-
-    From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global
-    function of the
-    modeling file: a mixer is a module whose forward names that function in its bytecode.
-    """
-
-    name: str  # path in the model that was searched
-    layer_index: int  # decoder layer
-    operator: str
-    module: nn.Module
-    function: str  # name of the global
-    namespace: dict[str, Any]  # globals of the modeling file
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the operator by name.  BadInputError if the module does not have them as
-        attributes.
-        """
-        wanted = operators.get(self.operator).mixer_sizes
-        found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
-        for name, size in found.items():
-            if not isinstance(size, int) or not 1 <= size <= LONGEST_SEQLEN:
-                raise refuse(
-                    f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}"
-                )
-        return found  # type: ignore[return-value]  # checked
-
-
-def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
-    """Every mixer of `model`, in the order of its decoder layers.  what: names the model in
-    messages.
-
-    Raises BadInputError if there is none, or if two share a decoder layer.
-    """
-    # The variants for a single token are other functions, which are not replaced.
-    functions = {operators.get(name).binding.function: name for name in operators.names()}
-    mixers: dict[int, Mixer] = {}
-    for name, module in model.named_modules():
-        forward = _forward(module)
-        if forward is None:
-            continue
-        for function in functions.keys() & set(forward.__code__.co_names):
-            index = layer_index(f"{name}.")
-            if index is None:
-                raise BadInputError(f"The mixer {name!r} is in no numbered decoder layer.")
-            if index in mixers:
-                raise BadInputError(
-                    f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}."
-                )
-            mixers[index] = Mixer(
-                name, index, functions[function], module, function, forward.__globals__
-            )
-    if not mixers:
-        parts = (
-            part
-            for name, part in model.named_modules()
-            if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
-        )
-        kinds = dict.fromkeys(
-            type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters())
-        )
-        raise BadInputError(
-            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers "
-            "are of "
-            f"{words(kinds or ['nothing with weights'])}.",
-            SUPPORTED,
-        )
-    return tuple(mixers[index] for index in sorted(mixers))
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Whether `module` computes attention by one of transformers' functions: its class's forward
-    names their table.
-    """
-    forward = _forward(module)
-    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
-
-
-def _forward(module: nn.Module) -> FunctionType | None:
-    """The forward that the model's author wrote: transformers wraps some in decorators.  None if it
-    is not Python.
-    """
-    forward = inspect.unwrap(type(module).forward)
-    return forward if isinstance(forward, FunctionType) else None
-
-
-# --- places
-
-Place = int | str  # the index of a GPU, "cpu" or "disk"
-DeviceMap = Mapping[str, Place]  # of each module and its submodules, by path
-
-
-def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
-    """A map of `model`, on the meta device, that fills the places of `room` in order.
-
-    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
-    the weights of a module that lies elsewhere to the device of the first layers just before the
-    module runs there.
-
-    room: bytes for weights.  The first is where the model begins; what finds no room goes to the
-    disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
-    token embedding does not lie in the first place.
-    """
-    most = {place: size for place, size in room.items() if place != "disk"}
-    if min(most.values()) < 0:
-        return None
-    kept_whole = sorted(model._no_split_modules or ())
-    # Without a number for main memory, accelerate would take what the machine has.
-    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
-        found: dict[str, Place] = accelerate.infer_auto_device_map(
-            model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
-        )
-    if "disk" in found.values() and "disk" not in room:
-        return None
-    embedding = next(
-        name for name, one in model.named_modules() if one is model.get_input_embeddings()
-    )
-    return found if place_of(f"{embedding}.weight", found) == next(iter(room)) else None
-
-
-def place_of(name: str, places: DeviceMap) -> Place:
-    """Where the parameter `name` lies."""
-    while name not in places:
-        name = name.rpartition(".")[0]
-    return places[name]
-
-
-def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, Held]:
-    """What each place holds of a model."""
-    sizes: Counter[Place] = Counter()
-    layers: dict[int, Place] = {}
-    for name, parameter in model.named_parameters():
-        place = place_of(name, places)
-        sizes[place] += parameter.nbytes
-        if (index := layer_index(name)) is not None:
-            layers.setdefault(index, place)
-    counts = Counter(layers.values())
-    return {place: Held(layers=counts[place], bytes=size) for place, size in sizes.items()}
-
-
-def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:
-    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
-    memory at once.
-
-    accelerate brings a module's own weights, not those of the modules in it.
-    main: the device of the first layers, which also computes the modules that are not on a GPU.
-    """
-    layers: Counter[object] = Counter()
-    modules: Counter[str] = Counter()
-    for name, parameter in model.named_parameters():
-        # brought to `main` for each forward call
-        if place_of(name, places) in {"cpu", "disk"} - {main}:
-            index = layer_index(name)
-            layers[name if index is None else index] += parameter.nbytes
-            modules[name.rpartition(".")[0]] += parameter.nbytes
-    return max(layers.values(), default=0), max(modules.values(), default=0)

@@ -21,7 +21,7 @@ import torch
 from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import Mixer, find_mixers
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.base import KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import LeftOut, Report

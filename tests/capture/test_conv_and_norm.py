@@ -13,7 +13,7 @@ from torch import nn
 
 from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
 from ssdprof.capture.forward import prefill
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 
