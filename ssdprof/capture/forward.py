@@ -230,14 +230,13 @@ class PromptRun:
     @property
     def wanted(self) -> dict[int, LayerRef]:
         """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
-        found = {mixer.layer_index: mixer.operator for mixer in self.mixers}
+        operator_of = {mixer.layer_index: mixer.operator for mixer in self.mixers}
         for layer in self.layers:
-            if found.get(layer.index) != layer.operator:
+            if operator_of.get(layer.index) != layer.operator:
                 raise BadInputError(
                     f"Layer {layer.index} of this {self.model_type} model has "
-                    f"{found.get(layer.index, 'no operator')}, not {layer.operator}; operators "
-                    "are in "
-                    f"{', '.join(map(str, found))}."
+                    f"{operator_of.get(layer.index, 'no operator')}, not {layer.operator}; "
+                    f"operators are in {', '.join(map(str, operator_of))}."
                 )
         return {layer.index: layer for layer in self.layers}
 
@@ -260,9 +259,9 @@ class PromptRun:
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
         """The captured calls of one layer's operator: decode steps, or the others."""
-        found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
+        calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
         return tuple(
-            call for call in found if (call is not None and call.kind == "decode") is decode
+            call for call in calls if (call is not None and call.kind == "decode") is decode
         )
 
     def run(
@@ -387,9 +386,11 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
     pieces: list[torch.Tensor] = []  # one for each segment
-    hook = prompt.model.register_forward_hook(
-        lambda _module, _args, output: pieces.append(output[0])
-    )
+
+    def keep(_module: object, _arguments: object, output: Sequence[torch.Tensor]) -> None:
+        pieces.append(output[0])
+
+    hook = prompt.model.register_forward_hook(keep)
     try:
         prompt.run(handler)
     finally:
@@ -406,8 +407,8 @@ def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with torch.no_grad(), _decoded(model.base_model, hidden):
-        found: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
-    return found
+        scores: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
+    return scores
 
 
 class _Output:
@@ -427,12 +428,16 @@ class _Output:
 def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
     # of a model whose weights are in several places; else its class has the only one
-    own = vars(base).get("forward")
-    base.forward = lambda *_args, **_kwargs: _Output(hidden)
+    replaced = vars(base).get("forward")
+
+    def forward(*_args: object, **_kwargs: object) -> _Output:
+        return _Output(hidden)
+
+    base.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             del base.forward
         else:
-            base.forward = own
+            base.forward = replaced

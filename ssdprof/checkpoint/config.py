@@ -98,15 +98,14 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
 
 def _check_steps(config: Mapping[str, Any], where: str) -> None:
     """BadInputError for limits of time steps that only a run would refuse."""
-    limits = config.get("time_step_limit", [0, 1])
-    # or a text
-    numbers = (
-        [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []
-    )
+    limits = config.get("time_step_limit")
+    # an infinity may be a text or a table
+    steps = limits if isinstance(limits, list) else []
+    numbers = [step for step in steps if isinstance(step, int | float)]
     in_order = numbers == sorted(numbers) and all(
-        abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers
+        abs(step) < _LARGEST_STEP or abs(step) == math.inf for step in numbers
     )
-    if limits is not None and not (isinstance(limits, list) and len(limits) == 2 and in_order):
+    if limits is not None and not (len(steps) == 2 and in_order):
         raise refuse(
             where,
             f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order",
@@ -204,12 +203,9 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             for key in ("dtype", "torch_dtype", "quantization_config")
             if key in config
         }
-        ties = {
-            key: config[key]
-            for key in ("tie_word_embeddings",)
-            if isinstance(config.get(key), bool)
-        }
-        return {"model_type": f"{config.get('model_type')}_text", **outer, **nested, **ties}
+        text = {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
+        ties = config.get("tie_word_embeddings")
+        return {**text, "tie_word_embeddings": ties} if isinstance(ties, bool) else text
     return None
 
 
@@ -217,11 +213,11 @@ def quant_method(config: Mapping[str, Any]) -> str | None:
     """The quantisation of the weights, as a config names it.  None: there is none, or it has no
     name.
     """
-    found = config.get("quantization_config")
-    found = found if isinstance(found, dict) else {}
+    codes = config.get("quantization_config")
+    table = codes if isinstance(codes, dict) else {}
     # Configs of bitsandbytes' first releases name no method.
-    first = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
-    method = found.get("quant_method", first)
+    first = "bitsandbytes" if table.get("load_in_4bit") or table.get("load_in_8bit") else None
+    method = table.get("quant_method", first)
     return method if isinstance(method, str) else None
 
 

@@ -220,11 +220,11 @@ class _Fit:
     """How stored weights become a model's.
 
     key_mapping: renamings of stored keys that transformers does not know.
-    found: see `meta.destinations`.
+    destinations: see `meta.destinations`.
     """
 
     key_mapping: dict[str, str]
-    found: Mapping[str, Destination]
+    destinations: Mapping[str, Destination]
 
 
 def _fit(
@@ -239,17 +239,17 @@ def _fit(
     a config that describes more parameters than the weights hold.
     """
     names = _renamings(ref)
-    fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
+    fit = _Fit(key_mapping=names, destinations=destinations(empty, shapes, names))
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return fit
     _refuse_classifier(ref, shapes, empty)
-    lost = missing(empty, fit.found)
-    if lost and (wrappers := _wrappers(shapes.keys() - fit.found.keys(), empty)):
+    lost = missing(empty, fit.destinations)
+    if lost and (wrappers := _wrappers(shapes.keys() - fit.destinations.keys(), empty)):
         names = names | wrappers
-        fit = _Fit(key_mapping=names, found=destinations(empty, shapes, names))
-        lost = missing(empty, fit.found)
-    _refuse_missing(ref, lost, shapes.keys() - fit.found.keys(), spare)
-    whole = {key: to.names[0] for key, to in fit.found.items() if to.whole}
+        fit = _Fit(key_mapping=names, destinations=destinations(empty, shapes, names))
+        lost = missing(empty, fit.destinations)
+    _refuse_missing(ref, lost, shapes.keys() - fit.destinations.keys(), spare)
+    whole = {key: to.names[0] for key, to in fit.destinations.items() if to.whole}
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     for key, name in sorted(whole.items()):
         if name in parameters and tuple(parameters[name].shape) != shapes[key]:
@@ -301,7 +301,7 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
     keys: those that transformers leaves aside.
     """
     parameters = [name for name, _ in model.named_parameters()]
-    known = {part for name in parameters for part in name.split(".")}
+    known = set(".".join(parameters).split("."))
     most: Counter[str] = Counter()
     stripped = set()
     for key in keys:
@@ -310,19 +310,19 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
         most |= Counter(inside)
         stripped.add(".".join(part for part in path if part not in inside))
     # transformers applies a renaming once to each key; a comment makes a second one of it
-    found = {
-        rf"{re.escape(part)}\.(?#{number})": ""
-        for part, times in most.items()
-        for number in range(times)
-    }
+    renamings: dict[str, str] = {}
+    for part, times in most.items():
+        renamings |= {rf"{re.escape(part)}\.(?#{number})": "" for number in range(times)}
     for name in parameters:
         before, layers, rest = name.partition("layers.")
         for key in stripped if layers and rest.startswith("0.") else ():
             prefix = key.removesuffix(layers + rest)
             if prefix not in (key, before):
                 wrapper = prefix.removesuffix(before)
-                return found | {f"^{re.escape(wrapper)}": "" if prefix.endswith(before) else before}
-    return found
+                return renamings | {
+                    f"^{re.escape(wrapper)}": "" if prefix.endswith(before) else before
+                }
+    return renamings
 
 
 def _load(
@@ -342,9 +342,9 @@ def _load(
         exact = {key for key, tensor in pickled.items() if tensor.dtype.itemsize > 2}
     gates = [
         name
-        for key in exact & fit.found.keys()
-        for name in fit.found[key].names
-        if fit.found[key].whole and name.rpartition(".")[2] in _OPERATOR_PARAMETERS
+        for key in exact & fit.destinations.keys()
+        for name in fit.destinations[key].names
+        if fit.destinations[key].whole and name.rpartition(".")[2] in _OPERATOR_PARAMETERS
     ]
     try:
         with (
@@ -369,7 +369,9 @@ def _load(
         if local.ref.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
-    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - fit.found.keys(), local.spare)
+    _refuse_missing(
+        local.ref, info["missing_keys"], shapes.keys() - fit.destinations.keys(), local.spare
+    )
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise _other_shape(local.ref, name, stored, expected)
     return model
@@ -405,8 +407,9 @@ def _whole_blocks() -> Iterator[None]:
     decode = Fp8Dequantize._dequantize_one
 
     def decode_blocks(
-        self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: Any, **options: Any
-    ) -> Any:
+        self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: object, **options: object
+    ) -> object:
+        """codes (rows, columns), scales (blocks of rows, blocks of columns) -> (rows, columns)."""
         block = self.hf_quantizer.quantization_config.weight_block_size
         rows, columns = codes.shape[-2:]
         if block is None or scales.ndim < 2 or codes.dtype not in _FP8:
@@ -444,7 +447,7 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.
     """
     path = local.folder / PICKLE
     try:
-        found = unpickled(path)
+        content = unpickled(path)
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
@@ -455,7 +458,7 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.
         ) from None
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
-    entries = found if isinstance(found, dict) else {"": found}
+    entries = content if isinstance(content, dict) else {"": content}
     for name in entries:
         if not isinstance(name, str):
             raise BadInputError(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,8 +71,8 @@ def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> Pre
     """
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
-            found = _parsed(config)
-            model = None if found.get_text_config() is not found else _build(found, head=head)
+            parsed = _parsed(config)
+            model = None if parsed.get_text_config() is not parsed else _build(parsed, head=head)
     except _Headless:
         raise
     except BadInputError as error:
@@ -82,12 +83,12 @@ def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> Pre
     if model is None:
         raise BadInputError(
             (
-                f"{CONFIG} of {repo_id} has no text_config, where a {found.model_type} config "
+                f"{CONFIG} of {repo_id} has no text_config, where a {parsed.model_type} config "
                 "describes its layers."
             ),
             "The checkpoint's config is damaged, or not of this model type.",
         )
-    if quantization := getattr(found, "quantization_config", None):
+    if quantization := getattr(parsed, "quantization_config", None):
         _check_quantization(dict(quantization), repo_id)
     return model.eval()
 
@@ -96,10 +97,10 @@ def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
     """As transformers reads it from a file; raises what that raises."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        found: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+        parsed: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    return found
+    return parsed
 
 
 def check_known(config: Mapping[str, Any], where: str) -> None:
@@ -193,28 +194,31 @@ def destinations(
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
     conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
-    renamings = [one for one in conversions if isinstance(one, core_model_loading.WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, core_model_loading.WeightConverter)]
-    targets = {source: one.target_patterns for one in converters for source in one.source_patterns}
+    loading = core_model_loading
+    renamings = [step for step in conversions if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in conversions if isinstance(step, loading.WeightConverter)]
+    targets: dict[str, list[str]] = {}
+    for converter in converters:
+        targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
     state, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
+    known = {}
     for key in sorted(keys):
-        rename = partial(core_model_loading.rename_source_key, key)
+        rename = partial(loading.rename_source_key, key)
         name, source = rename(renamings, converters, prefix, state)
         if name not in state and key in state:
             name, source = rename([], [], prefix, state)
         if name in state:
             first, *rest = targets[source] if source else [""]
             names = (name, *(name.replace(first, other) for other in rest))
-            found[key] = Destination(names, source is None)
-    return found
+            known[key] = Destination(names, source is None)
+    return known
 
 
 def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str]:
     """Parameters that no stored weight becomes.  One of those that share their weights is
     enough.
     """
-    there = {name for to in found.values() for name in to.names}
+    there = set(chain.from_iterable(to.names for to in found.values()))
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()

@@ -41,13 +41,13 @@ class Mixer:
         attributes.
         """
         wanted = operators.get(self.operator).mixer_sizes
-        found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
-        for name, size in found.items():
+        sizes = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
+        for name, size in sizes.items():
             if not isinstance(size, int) or not 1 <= size <= LONGEST_SEQLEN:
                 raise refuse(
                     f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}"
                 )
-        return found  # type: ignore[return-value]  # checked
+        return sizes  # type: ignore[return-value]  # checked
 
 
 def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
@@ -81,7 +81,9 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
             if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
         )
         kinds = dict.fromkeys(
-            type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters())
+            type(part).__name__
+            for part in parts
+            if any(parameter.ndim > 1 for parameter in part.parameters())
         )
         raise BadInputError(
             f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers "

@@ -35,15 +35,15 @@ def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None
     kept_whole = sorted(model._no_split_modules or ())
     # Without a number for main memory, accelerate would take what the machine has.
     with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
-        found: dict[str, Place] = accelerate.infer_auto_device_map(
+        places: dict[str, Place] = accelerate.infer_auto_device_map(
             model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
         )
-    if "disk" in found.values() and "disk" not in room:
+    if "disk" in places.values() and "disk" not in room:
         return None
     embedding = next(
-        name for name, one in model.named_modules() if one is model.get_input_embeddings()
+        name for name, part in model.named_modules() if part is model.get_input_embeddings()
     )
-    return found if place_of(f"{embedding}.weight", found) == next(iter(room)) else None
+    return places if place_of(f"{embedding}.weight", places) == next(iter(room)) else None
 
 
 def place_of(name: str, places: DeviceMap) -> Place:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
@@ -46,8 +47,8 @@ def layer_index(name: str) -> int | None:
     """The decoder layer that a parameter or module belongs to ("model.layers.3.mamba.norm": 3);
     None: to none.
     """
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
@@ -104,7 +105,7 @@ class Weights:
         places in it.  BadInputError when two files hold a tensor and the index names neither.
         """
         assert not self.pickled, "a pickle has no header"
-        found: dict[str, TensorInfo] = {}
+        tensors: dict[str, TensorInfo] = {}
         needed = self.needed_shards(depth, head=head)
         holder: dict[str, str] = {}
         for file in self.files(depth, head=head):
@@ -126,8 +127,8 @@ class Weights:
                         "Add it to the index, or fetch the checkpoint again.",
                     )
                 holder[key] = file
-                found[key] = header[key]
-        return found
+                tensors[key] = header[key]
+        return tensors
 
     def misplaced(self, file: str) -> set[str]:
         """The tensors in `file` that the index places in another one: older copies."""
@@ -149,11 +150,8 @@ class Weights:
         if self.pickled:
             return True
         files = [self.single] if self.single else sorted(set((self.shards or {}).values()))
-        return any(
-            tensor.dtype in CODES | INTEGERS
-            for file in files
-            for tensor in self.source.header(file).values()
-        )
+        headers = (self.source.header(file).values() for file in files)
+        return any(tensor.dtype in CODES | INTEGERS for tensor in chain.from_iterable(headers))
 
     def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
         """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
@@ -161,11 +159,14 @@ class Weights:
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
-        size, tensors = SIZES.get(dtype or ""), self.tensors(depth, head=head).values()
-        stored = ((t, t.data_offsets[1] - t.data_offsets[0]) for t in tensors)
-        return sum(
-            t.parameter_count * size if size and t.dtype in _FLOATS else own for t, own in stored
-        )
+        size, total = SIZES.get(dtype or ""), 0
+        for tensor in self.tensors(depth, head=head).values():
+            start, end = tensor.data_offsets
+            if size and tensor.dtype in _FLOATS:
+                total += tensor.parameter_count * size
+            else:
+                total += end - start
+        return total
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
@@ -184,14 +185,14 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
         return Weights(source, None, PICKLE)
     if not source.complete:
         source.path(INDEX)  # raises: it may be there, but is not in the cache
-    found = sorted(
+    others = sorted(
         name
         for name in source.sizes
         if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     )
     raise BadInputError(
         f"{source.label} has no {SINGLE} and no {INDEX}"
-        + (f", only {', '.join(found[:3])}." if found else "."),
+        + (f", only {', '.join(others[:3])}." if others else "."),
         source.inner_checkpoints()
         or "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
         "with "
