@@ -110,7 +110,7 @@ def _convolve(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **others: Any,
+    **others: object,
 ) -> torch.Tensor:
     """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's
     kernels read it.

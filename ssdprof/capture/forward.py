@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
@@ -28,7 +31,7 @@ _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 @contextmanager
-def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> Iterator[None]:
     """While the context is open, `model` (a transformers model) attends by `attend`, with no mask
     built for it.
     """
@@ -87,7 +90,7 @@ def _attend(
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
+def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
     """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and
     makes a fitting one.
 
@@ -107,7 +110,7 @@ def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
     return cache
 
 
-def cache_name(model: Any) -> str:
+def cache_name(model: PreTrainedModel) -> str:
     """The argument that takes the cache, and the field of the output that returns it, of a
     transformers `model`.
     """
@@ -122,7 +125,7 @@ def cache_name(model: Any) -> str:
 Feed = Callable[[torch.Tensor], torch.Tensor]
 
 
-def feeding(model: Any, *, cached: bool) -> Feed:
+def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     """Feeds tokens to a model, and returns its first output.  cached: each call continues the
     previous one.
 
@@ -153,7 +156,7 @@ def feeding(model: Any, *, cached: bool) -> Feed:
 
 
 def prefill(
-    model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False
+    model: PreTrainedModel, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False
 ) -> torch.Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
@@ -168,7 +171,7 @@ def prefill(
 
 @contextmanager
 def prefilled(
-    model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
+    model: PreTrainedModel, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
 ) -> Iterator[tuple[torch.Tensor, Feed]]:
     """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
     if it `goes_on`.
@@ -198,7 +201,7 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
     return torch.cat(tokens, 1)
 
 
-def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
+def greedy(model: PreTrainedModel, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
     """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
     in eval mode.
     """
@@ -218,7 +221,7 @@ class PromptRun:
     head: logits of hidden states, for decode steps.
     """
 
-    model: Any
+    model: PreTrainedModel
     ids: torch.Tensor
     segment_length: int
     mixers: tuple[Mixer, ...]
@@ -398,7 +401,7 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
     hidden).
 
@@ -425,7 +428,7 @@ class _Output:
 
 
 @contextmanager
-def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
+def _decoded(base: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
     # of a model whose weights are in several places; else its class has the only one
     replaced = vars(base).get("forward")

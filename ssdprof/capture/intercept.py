@@ -66,7 +66,7 @@ def intercept(
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator
 
     def entering(mixer: Mixer) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             started[:] = [mixer]
 
         return enter

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ OnLayer = Callable[[CapturedLayer], object]
 
 
 def capture_layers(
-    model: Any,
+    model: PreTrainedModel,
     ids: torch.Tensor,
     layers: Sequence[LayerRef],
     *,

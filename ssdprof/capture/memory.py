@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +23,9 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.subject import Serving, split_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the
 # unfused one's states of every chunk.
@@ -46,7 +49,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to models that check whether masks are trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
@@ -74,7 +83,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
 
 
 def predict_memory(
-    model: Any,
+    model: PreTrainedModel,
     wanted: set[int],
     *,
     seqlen: int,
@@ -123,7 +132,7 @@ def predict_memory(
 
 
 @contextmanager
-def _without_values(model: Any, mixers: Sequence[Mixer]) -> Iterator[None]:
+def _without_values(model: PreTrainedModel, mixers: Sequence[Mixer]) -> Iterator[None]:
     """While the context is open, `model` computes its convolutions and attention by functions that
     run on the meta device, as a package's kernel does not.
     """
@@ -179,7 +188,12 @@ def _outputs(call: OperatorCall) -> Result:
 
 
 def _attend(
-    _module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any
+    _module: object,
+    query: torch.Tensor,
+    _key: object,
+    value: torch.Tensor,
+    *_: object,
+    **__: object,
 ) -> tuple[torch.Tensor, None]:
     """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash
     attention.
@@ -188,7 +202,7 @@ def _attend(
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

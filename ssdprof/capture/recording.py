@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -41,6 +41,7 @@ from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
+Recorded: TypeAlias = "tuple[Inputs, Output | None]"  # inputs, and what the server computed
 Format = Literal["flashinfer", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
@@ -52,7 +53,7 @@ _METADATA_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of an operator.  shape: tokens and sequences.  identity: its description by the server.
+    """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
     load: gives inputs and output.
     """
 
@@ -60,7 +61,7 @@ class _Call:
     process: str
     shape: tuple[int, int]
     identity: str
-    load: Callable[[], tuple[Any, Output | None]]
+    load: Callable[[], Recorded]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +209,7 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
     return 1
 
 
-def _checked(inputs: Inputs, output: Output | None) -> tuple[Any, Output | None]:
+def _checked(inputs: Inputs, output: Output | None) -> Recorded:
     """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
     rise.
     """
@@ -336,7 +337,7 @@ def _argument(key: str, names: list[str]) -> str:
 
 def _load_flashinfer(
     place: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
-) -> tuple[Any, Output | None]:
+) -> Recorded:
     files = {file.stem: file for file in place.iterdir() if file.suffix in (".pt", ".safetensors")}
     if "inputs" not in files:
         raise ValueError("it has no inputs.pt")
@@ -388,9 +389,7 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     return calls, Counter(), source
 
 
-def _load_safetensors(
-    file: Path, operator: str, arguments: dict[str, Any]
-) -> tuple[Any, Output | None]:
+def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
     tensors = _tensors(file)
     output = tuple(tensors.pop(name) for name in _OUTPUT if name in tensors)
     scalars = {

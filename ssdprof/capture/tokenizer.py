@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 import torch
 
@@ -20,6 +20,9 @@ from ssdprof.checkpoint import transformers
 from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.files import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Kind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
@@ -31,7 +34,7 @@ MARGIN = 64  # tokens that may change when the text behind them is cut off
 _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
-def _load(folder: Path) -> Any:
+def _load(folder: Path) -> Tokenizer:
     """The tokenizer, without remote code; tokenizer.json if its class is unavailable.
     BadInputError if damaged.
     """
@@ -58,7 +61,7 @@ def _load(folder: Path) -> Any:
     return loaded
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text, with the special tokens that the tokenizer adds by default."""
     with _refusals():
         ids: list[int] = tokenizer(text)["input_ids"]
@@ -149,7 +152,7 @@ def build_prompt(
     return ids.view(batch, seqlen), prompt
 
 
-def _identified(folder: Path, tokenizer: Any) -> str:
+def _identified(folder: Path, tokenizer: Tokenizer) -> str:
     """A tokenizer by its content: the folder's name is specific to this machine."""
     file = folder / VOCABULARY
     if not file.is_file():
@@ -158,7 +161,7 @@ def _identified(folder: Path, tokenizer: Any) -> str:
 
 
 def _text_ids(
-    tokenizer: Any, file: Path | None, lengths: Sequence[int]
+    tokenizer: Tokenizer, file: Path | None, lengths: Sequence[int]
 ) -> tuple[torch.Tensor, str]:
     """Ids (sum of lengths) of the default text or of a file, and a phrase on their source."""
     name = "The default text" if file is None else f"The prompt file {file.name}"
@@ -180,7 +183,9 @@ def _text_ids(
     return torch.tensor(pieces), source + how
 
 
-def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
+def _random_ids(
+    tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int
+) -> torch.Tensor:
     """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size`
     ids.
     """
@@ -200,7 +205,9 @@ def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) 
     ]
 
 
-def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
+def _first_ids(
+    tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str
+) -> list[int]:
     """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different
     pieces.
     """
@@ -238,7 +245,9 @@ def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str
     return ids[:seqlen]
 
 
-def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
+def _pieces(
+    tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[int], str]:
     """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase
     on the cuts.
     """

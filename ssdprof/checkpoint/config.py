@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ssdprof.core.subject import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 
+ModelConfig = dict[str, Any]  # config.json, or the part of it for the language model
 _AGAIN = "Fetch or copy the file again."
 # NVIDIA's tool writes it; config.json may not mention the quantisation
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -86,7 +86,7 @@ def refuse(where: str, what: str) -> BadInputError:
     )
 
 
-def _check_counts(config: Mapping[str, Any], where: str) -> None:
+def _check_counts(config: ModelConfig, where: str) -> None:
     """BadInputError for more layers or experts than any model has.  transformers says what else is
     wrong.
     """
@@ -96,7 +96,7 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
             raise refuse(where, f"has {key} of {count}; there may be {_MOST}")
 
 
-def _check_steps(config: Mapping[str, Any], where: str) -> None:
+def _check_steps(config: ModelConfig, where: str) -> None:
     """BadInputError for limits of time steps that only a run would refuse."""
     limits = config.get("time_step_limit")
     # an infinity may be a text or a table
@@ -146,9 +146,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     }
 
 
-def _quantization(
-    stored: Mapping[str, Any], config: Mapping[str, Any], modelopt: Path | None
-) -> object:
+def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | None) -> object:
     """What the config, or ModelOpt's file beside it, says of quantised weights, as transformers
     takes it.  Formats that it does not know have the method "mlx" or "modelopt".
     """
@@ -166,7 +164,7 @@ def _quantization(
     return codes
 
 
-def _check_model_type(config: Mapping[str, Any], where: str) -> str:
+def _check_model_type(config: ModelConfig, where: str) -> str:
     """The model type; BadInputError if there is none, or if its recurrent layers are known to be
     another operator.
     """
@@ -183,7 +181,7 @@ def _check_model_type(config: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _text_config(config: ModelConfig) -> ModelConfig | None:
     """The language model's config in that of a larger model, with its outer values; None: it
     describes only that.
     """
@@ -209,7 +207,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def quant_method(config: Mapping[str, Any]) -> str | None:
+def quant_method(config: ModelConfig) -> str | None:
     """The quantisation of the weights, as a config names it.  None: there is none, or it has no
     name.
     """
@@ -242,12 +240,12 @@ def refuse_quantization(codes: object, label: str) -> BadInputError:
 
 
 def cut_config(
-    config: Mapping[str, Any],
+    config: ModelConfig,
     depth: int | None = None,
     *,
     dtype: str | None = None,
     quantization: str | None = None,
-) -> dict[str, Any]:
+) -> ModelConfig:
     """A language model's config with its first `depth` decoder layers only (all for None), as
     transformers reads it.
 
@@ -282,7 +280,7 @@ def cut_config(
 # --- the original format
 
 
-def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
     """The config for Mamba2Config.  BadInputError for Mamba-1, other layers, and options that it
     has no key for.
     """

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ssdprof.checkpoint import transformers
-from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse_quantization
+from ssdprof.checkpoint.config import SUPPORTED, ModelConfig, quant_method, refuse_quantization
 from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.names import shown
 from ssdprof.core.base import grouped
@@ -59,7 +59,7 @@ class _Headless(BadInputError):
     """No field of the config is wrong."""
 
 
-def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
+def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTrainedModel:
     """The base model that `config` describes, on the meta device, in eval mode: shapes, and no
     memory.
 
@@ -93,7 +93,7 @@ def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> Pre
     return model.eval()
 
 
-def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
+def _parsed(config: ModelConfig) -> PretrainedConfig:
     """As transformers reads it from a file; raises what that raises."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
@@ -103,7 +103,7 @@ def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
     return parsed
 
 
-def check_known(config: Mapping[str, Any], where: str) -> None:
+def check_known(config: ModelConfig, where: str) -> None:
     """BadInputError for a model type that the installed transformers does not have."""
     name = config["model_type"]
     if name not in transformers.CONFIG_MAPPING:
@@ -113,7 +113,7 @@ def check_known(config: Mapping[str, Any], where: str) -> None:
         raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
 
 
-def check_known_quantization(config: Mapping[str, Any], label: str) -> None:
+def check_known_quantization(config: ModelConfig, label: str) -> None:
     """BadInputError for a quantisation that transformers would ignore with a warning."""
     codes = config["quantization_config"]
     with quiet_transformers():
@@ -123,7 +123,7 @@ def check_known_quantization(config: Mapping[str, Any], label: str) -> None:
             raise refuse_quantization(codes, label)
 
 
-def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
+def _check_quantization(found: ModelConfig, repo_id: str) -> None:
     """MissingCapabilityError if transformers cannot load the quantisation here, which it says only
     with the weights.
     """
@@ -156,7 +156,7 @@ def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
         )
 
 
-def _refused_field(config: Mapping[str, Any], *, head: bool) -> str | None:
+def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
     """A field without which transformers accepts a refused config; None if none is found in
     time.
     """
@@ -230,7 +230,7 @@ def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str
     return lost
 
 
-def accepts(config: Mapping[str, Any]) -> bool:
+def accepts(config: ModelConfig) -> bool:
     """Whether transformers accepts a config as such."""
     with quiet_transformers(), suppress(Exception):  # of any class
         return bool(_parsed(config))

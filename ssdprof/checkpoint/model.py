@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
+from ssdprof.checkpoint.config import ModelConfig
 from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, TensorInfo, parse_repo
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
@@ -71,7 +72,7 @@ class Model:
 
     requested: str
     source: Source
-    config: Mapping[str, Any]
+    config: ModelConfig
     model_type: str
     nested: bool
     original: bool
@@ -233,7 +234,7 @@ class Model:
             return int(kinds.index("full_attention")) + 1
         return wanted
 
-    def cut_config(self, depth: int | None = None, dtype: str | None = None) -> dict[str, Any]:
+    def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
         """The config of the first `depth` decoder layers (all for None), as transformers reads it.
 
         dtype: in which the weights are loaded, named as in torch; None: what the config says of it,
@@ -246,7 +247,7 @@ class Model:
             config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
         return configs.cut_config(config, depth, dtype=dtype, quantization=self.named_quantization)
 
-    def load_config(self, depth: int, dtype: str | None) -> dict[str, Any]:
+    def load_config(self, depth: int, dtype: str | None) -> ModelConfig:
         """`cut_config` for loading: without a quantisation that the weights do not have."""
         config = self.cut_config(depth, dtype)
         if self.quantization is None:
