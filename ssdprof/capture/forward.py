@@ -68,11 +68,8 @@ def _attend(
     for name in _NOT_CAUSAL_ALONE:
         if extra.get(name) is not None:
             raise BadInputError(
-                (
-                    f"{type(module).__name__} attends with {name}: such a model takes its prompt "
-                    "in "
-                    "one piece only."
-                ),
+                f"{type(module).__name__} attends with {name}: such a model takes its prompt in "
+                "one piece only.",
                 "Use a shorter --seq.",
             )
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -256,8 +253,8 @@ class PromptRun:
             return ""
         return (
             f"The {len(self.serving.packed)} packed sequences went through the model one by one, "
-            "and the inputs of its "
-            "operators were concatenated, so that nothing passes from one to the next."
+            "and the inputs of its operators were concatenated, so that nothing passes from one to "
+            "the next."
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
@@ -296,11 +293,8 @@ class PromptRun:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
-                (
-                    f"{self.model.device} ran out of memory with segments of "
-                    f"{self.segment_length:,} "
-                    f"tokens: {error}"
-                ),
+                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} "
+                f"tokens: {error}",
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
             ) from error
         except Exception as error:
@@ -308,10 +302,8 @@ class PromptRun:
                 raise
             raise BadInputError(
                 f"This {self.model_type} model does not run: {library_message(error)}.",
-                (
-                    "Its config is damaged, or the checkpoint is newer than the installed "
-                    "transformers."
-                ),
+                "Its config is damaged, or the checkpoint is newer than the installed "
+                "transformers.",
             ) from error
         self._check(count)
         return count["calls"]
@@ -333,26 +325,22 @@ class PromptRun:
         if count["steps"] > steps:
             raise BadInputError(
                 f"With segments of {self.segment_length} this {self.model_type} model got single "
-                "tokens, which it "
-                "computes by another function than its operator.",
+                "tokens, which it computes by another function than its operator.",
                 "Use --segment 2 or longer segments.",
             )
         expected = len(self.mixers) * self.segments
         if count["calls"] != expected:
             raise BadInputError(
                 f"This {self.model_type} model made {count['calls']} operator calls where "
-                f"{len(self.mixers)} layers "
-                f"and {self.segments} segments make {expected}: part of it bypasses its "
-                "operator, and a capture would "
-                "be incomplete.",
+                f"{len(self.mixers)} layers and {self.segments} segments make {expected}: part of "
+                "it bypasses its operator, and a capture would be incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
         if count["steps"] < steps:
             raise BadInputError(
                 f"This {self.model_type} model computed {count['steps']} steps where "
-                f"{len(self.mixers)} layers and "
-                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that "
-                "cannot be captured.",
+                f"{len(self.mixers)} layers and {self.serving.decode} generated tokens make "
+                f"{steps}: it decodes in a way that cannot be captured.",
                 "Leave out --decode.",
             )
 
@@ -368,10 +356,8 @@ def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise BadInputError(
-            (
-                f"The prompt has token id {high if high >= vocabulary else low}; the model's "
-                f"vocabulary has {vocabulary}."
-            ),
+            f"The prompt has token id {high if high >= vocabulary else low}; the model's "
+            f"vocabulary has {vocabulary}.",
             "The tokenizer is not this model's: name the right one with --tokenizer.",
         )
 

@@ -204,9 +204,8 @@ def _groups(
         if size > budget:
             raise MissingCapabilityError(
                 f"The inputs of layer {index} for {prompt.ids.shape[1]:,} tokens take "
-                f"{size_words(size)}, which "
-                "does not fit in main memory, and the disk of the temporary folder has room for "
-                f"{size_words(budget)}.",
+                f"{size_words(size)}, which does not fit in main memory, and the disk of the "
+                f"temporary folder has room for {size_words(budget)}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             )
         if used + size > budget:
@@ -331,10 +330,8 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
             raise MissingCapabilityError(
-                (
-                    f"The temporary folder has no room for {size_words(size)} of captured inputs: "
-                    f"{error.strerror}."
-                ),
+                f"The temporary folder has no room for {size_words(size)} of captured inputs: "
+                f"{error.strerror}.",
                 "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
             ) from error
         return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(

@@ -244,11 +244,8 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     size, room = regular(file, math.inf).stat().st_size, host_memory()
     if 2 * size > room:
         raise MissingCapabilityError(
-            (
-                f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot "
-                "hold "
-                "twice."
-            ),
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
+            "twice.",
             "Record with a smaller pool of states, or read it on a larger machine.",
         )
     if file.suffix == ".safetensors":

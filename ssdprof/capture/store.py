@@ -330,8 +330,6 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MissingCapabilityError(
             f"{path} cannot be written: {reason}.",
-            (
-                "Free some space or name a folder on another disk.  The layers that the manifest "
-                "names are complete."
-            ),
+            "Free some space or name a folder on another disk.  The layers that the manifest names "
+            "are complete.",
         ) from error

@@ -49,10 +49,8 @@ def _load(folder: Path) -> Tokenizer:
             file = folder / VOCABULARY
             if not file.is_file():
                 raise BadInputError(
-                    (
-                        "The checkpoint has no tokenizer that can be loaded: "
-                        f"{library_message(error)}."
-                    ),
+                    "The checkpoint has no tokenizer that can be loaded: "
+                    f"{library_message(error)}.",
                     "Name a repository that has the right one with --tokenizer.",
                 ) from error
             loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -233,14 +231,10 @@ def _first_ids(
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
         shorter = "fewer or shorter sequences" if several else f"at most --seq {len(ids)}"
         raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and "
-            f"{least:,} are "
-            f"needed{several}.",
-            (
-                f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt "
-                "random "
-                "for times alone."
-            ),
+            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} "
+            f"are needed{several}.",
+            f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt random "
+            "for times alone.",
         )
     return ids[:seqlen]
 

@@ -288,28 +288,22 @@ def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
     if layer != "Mamba2":
         raise BadInputError(
-            (
-                f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; "
-                "ssdprof reads Mamba-2."
-            ),
+            f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof "
+            "reads Mamba-2.",
             "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
         )
     for key, usual in _ORIGINAL_FIXED.items():
         if config.get(key) not in (None, usual):
             raise BadInputError(
-                (
-                    f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model "
-                    "does not support."
-                ),
+                f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model does "
+                "not support.",
                 "Choose a checkpoint without: state-spaces/mamba2-2.7b.",
             )
     for key in sorted(set(ssm) - {*_SSM_SIZES, *_SSM_OPTIONS, *_SSM_WITHOUT_EFFECT}):
         if key not in _SSM_FIXED or ssm[key] is not _SSM_FIXED[key]:
             raise BadInputError(
-                (
-                    f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' "
-                    "mamba2 lacks."
-                ),
+                f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' "
+                "mamba2 lacks.",
                 "ssdprof runs the model by transformers.",
             )
     try:

@@ -40,10 +40,8 @@ from ssdprof.files import unwritable
 def _bad_settings(why: str) -> BadInputError:
     return BadInputError(
         f"The hub's client cannot use its settings: {why}.",
-        (
-            "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and "
-            "HTTP_PROXY."
-        ),
+        "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and "
+        "HTTP_PROXY.",
     )
 
 
@@ -348,14 +346,10 @@ class HubRepo(Source):
         free = shutil.disk_usage(self.folder).free
         if need_bytes > free:
             raise MissingCapabilityError(
-                (
-                    f"The download needs {size_words(need_bytes)}, but the hub cache's disk has "
-                    f"{size_words(free)} left."
-                ),
-                (
-                    "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer "
-                    "layers."
-                ),
+                f"The download needs {size_words(need_bytes)}, but the hub cache's disk has "
+                f"{size_words(free)} left.",
+                "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer "
+                "layers.",
             )
 
 
@@ -420,8 +414,8 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             )
             what = f"{repo_id} is gated: its owner must grant you access, and {state}"
             hint = (
-                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or "
-                "set HF_TOKEN."
+                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set "
+                "HF_TOKEN."
             )
         case errors.RevisionNotFoundError():
             what = f"{repo_id} has no revision {shown(revision or 'main')}."
@@ -458,15 +452,15 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
         ):
             cannot = unwritable(Path(error.filename or constants.HF_HUB_CACHE), error)
             cannot.hint = (
-                "The hub's cache is there: make room, check its permissions, or set "
-                "HF_HOME to another disk."
+                "The hub's cache is there: make room, check its permissions, or set HF_HOME to "
+                "another disk."
             )
             return cannot
         case _:
             what = f"The connection to the hub broke while {repo_id} was fetched: {text}."
             hint = (
-                "Check the network and SSL_CERT_FILE, and run the same command again: "
-                "complete files are kept."
+                "Check the network and SSL_CERT_FILE, and run the same command again: complete "
+                "files are kept."
             )
     return kind(what, hint)
 

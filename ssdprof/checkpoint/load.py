@@ -259,18 +259,14 @@ def _fit(
     if described > stored:
         raise BadInputError(
             f"The config of {ref.repo_id} describes {described} parameters in its first layers, "
-            "but the weights hold "
-            f"{stored}.",
+            f"but the weights hold {stored}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > _MOST_COMPUTED:
         raise BadInputError(
-            (
-                f"The config of {ref.repo_id} describes tables of {computed} elements in "
-                "addition to "
-                "the weights."
-            ),
+            f"The config of {ref.repo_id} describes tables of {computed} elements in addition to "
+            "the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
     return fit
@@ -288,8 +284,8 @@ def _refuse_classifier(ref: CheckpointRef, keys: Iterable[str], empty: PreTraine
     predicts = any(key.endswith(_HEAD) for key in keys)
     if heads and not predicts and empty.get_output_embeddings() is not None:
         raise BadInputError(
-            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it "
-            "predicts no tokens.",
+            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts "
+            "no tokens.",
             "Name a language model, or leave out what needs its predictions.",
         )
 
@@ -451,10 +447,8 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, torch.
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
-            (
-                "Do not trust this checkpoint; take its safetensors revision, often --revision "
-                "refs/pr/1."
-            ),
+            "Do not trust this checkpoint; take its safetensors revision, often --revision "
+            "refs/pr/1.",
         ) from None
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
@@ -537,9 +531,8 @@ def _other_shape(
     ref: CheckpointRef, name: str, stored: Iterable[int], expected: Iterable[int]
 ) -> BadInputError:
     return BadInputError(
-        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is "
-        f"{tuple(stored)} in the file "
-        f"and {tuple(expected)} by the config.",
+        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in "
+        f"the file and {tuple(expected)} by the config.",
         "Config and weights do not belong together.",
     )
 

@@ -82,10 +82,8 @@ def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTraine
     # a larger model's config, which transformers would complete with parts of its own choice
     if model is None:
         raise BadInputError(
-            (
-                f"{CONFIG} of {repo_id} has no text_config, where a {parsed.model_type} config "
-                "describes its layers."
-            ),
+            f"{CONFIG} of {repo_id} has no text_config, where a {parsed.model_type} config "
+            "describes its layers.",
             "The checkpoint's config is damaged, or not of this model type.",
         )
     if quantization := getattr(parsed, "quantization_config", None):
@@ -138,8 +136,7 @@ def _check_quantization(found: ModelConfig, repo_id: str) -> None:
             method = quantizer.quantization_config.quant_method
             raise MissingCapabilityError(
                 f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers "
-                "cannot load that "
-                f"here: {library_message(error)}.",
+                f"cannot load that here: {library_message(error)}.",
                 "Install what is missing, or take the unquantised checkpoint.",
             ) from error
 

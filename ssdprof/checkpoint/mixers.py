@@ -86,9 +86,8 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
             if any(parameter.ndim > 1 for parameter in part.parameters())
         )
         raise BadInputError(
-            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers "
-            "are of "
-            f"{words(kinds or ['nothing with weights'])}.",
+            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers are "
+            f"of {words(kinds or ['nothing with weights'])}.",
             SUPPORTED,
         )
     return tuple(mixers[index] for index in sorted(mixers))

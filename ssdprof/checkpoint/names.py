@@ -143,8 +143,8 @@ def close_names(typed: str) -> list[str]:
 # --- names of layers
 
 _GRAMMAR = (
-    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer "
-    "numbers and ranges: 3,7 or 0-3."
+    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers "
+    "and ranges: 3,7 or 0-3."
 )
 _NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
 

@@ -112,9 +112,8 @@ class Weights:
             header = self.source.header(file)
             if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
                 raise ModelUnavailableError(
-                    f"{file} lacks {len(missing)} of the weights that the index places in it, "
-                    "such as "
-                    f"{shown(missing[0])}.",
+                    f"{file} lacks {len(missing)} of the weights that the index places in it, such "
+                    f"as {shown(missing[0])}.",
                     "The file and the index are of different revisions; fetch both again.",
                 )
             for key in header:
@@ -230,10 +229,8 @@ def _read_index(path: Path) -> dict[str, str]:
     for file in sorted({file for _, file in pairs}):
         if not (stays_inside(file) and file.endswith(".safetensors")):
             raise BadInputError(
-                (
-                    f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
-                    "checkpoint's folder."
-                ),
+                f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
+                "checkpoint's folder.",
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
     return {key: str(PurePosixPath(file)) for key, file in pairs}  # "./x" is x
