@@ -152,17 +152,12 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     return feed
 
 
-def prefill(
-    model: PreTrainedModel, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False
-) -> torch.Tensor:
+def prefill(model: PreTrainedModel, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
-    its last position.
-
-    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens
-    afterwards.
+    its last position.  Fills the cache, as for generating tokens afterwards.
     """
-    with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
+    with prefilled(model, ids, segment_length, goes_on=True) as (last, _):
         return last
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -17,6 +16,7 @@ import torch
 
 from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
+from ssdprof.checkpoint.meta import refusals
 from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.files import read_object
@@ -40,7 +40,7 @@ def _load(folder: Path) -> Tokenizer:
     """
     if (folder / CONFIG).is_file():
         read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _AGAIN)
-    with _refusals():
+    with refusals("the tokenizer", _AGAIN):
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
@@ -61,24 +61,9 @@ def _load(folder: Path) -> Tokenizer:
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text, with the special tokens that the tokenizer adds by default."""
-    with _refusals():
+    with refusals("the tokenizer", _AGAIN):
         ids: list[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Turn all errors of the libraries on a tokenizer's files into BadInputError with their
-    message.
-    """
-    try:
-        yield
-    except BadInputError:
-        raise
-    except Exception as error:  # of every class: the tokenizers library raises Exception itself
-        raise BadInputError(
-            f"transformers cannot use the tokenizer: {library_message(error)}.", _AGAIN
-        ) from error
 
 
 # --- prompts
@@ -189,7 +174,7 @@ def _random_ids(
     """
     vocabulary = torch.arange(vocab_size or 0)
     if tokenizer is not None:
-        with _refusals():
+        with refusals("the tokenizer", _AGAIN):
             vocabulary = torch.tensor(
                 sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
             )

@@ -215,22 +215,10 @@ def load_model(
         return _load(local, empty, dtype, everywhere).to(device).eval()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """How stored weights become a model's.
-
-    key_mapping: renamings of stored keys that transformers does not know.
-    destinations: see `meta.destinations`.
-    """
-
-    key_mapping: dict[str, str]
-    destinations: Mapping[str, Destination]
-
-
 def _fit(
     ref: CheckpointRef, shapes: Shapes, empty: PreTrainedModel, spare: tuple[str, ...]
-) -> _Fit:
-    """Where each stored weight goes.
+) -> tuple[dict[str, str], dict[str, Destination]]:
+    """Renamings of stored keys that transformers does not know, and where each weight goes.
 
     shapes: of the stored weights.  empty: the model on the meta device.  spare: files of weights
     that are not read.
@@ -239,21 +227,21 @@ def _fit(
     a config that describes more parameters than the weights hold.
     """
     names = _renamings(ref)
-    fit = _Fit(key_mapping=names, destinations=destinations(empty, shapes, names))
+    places = destinations(empty, shapes, names)
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
-        return fit
+        return names, places
     _refuse_classifier(ref, shapes, empty)
-    lost = missing(empty, fit.destinations)
-    if lost and (wrappers := _wrappers(shapes.keys() - fit.destinations.keys(), empty)):
-        names = names | wrappers
-        fit = _Fit(key_mapping=names, destinations=destinations(empty, shapes, names))
-        lost = missing(empty, fit.destinations)
-    _refuse_missing(ref, lost, shapes.keys() - fit.destinations.keys(), spare)
-    whole = {key: to.names[0] for key, to in fit.destinations.items() if to.whole}
+    lost = missing(empty, places)
+    if lost and (wrappers := _wrappers(shapes.keys() - places.keys(), empty)):
+        names |= wrappers
+        places = destinations(empty, shapes, names)
+        lost = missing(empty, places)
+    _refuse_missing(ref, lost, shapes.keys() - places.keys(), spare)
     parameters = dict(empty.named_parameters(remove_duplicate=False))
-    for key, name in sorted(whole.items()):
-        if name in parameters and tuple(parameters[name].shape) != shapes[key]:
-            raise _other_shape(ref, key, shapes[key], parameters[name].shape)
+    for key, place in sorted(places.items()):
+        parameter = parameters.get(place.names[0]) if place.whole else None
+        if parameter is not None and tuple(parameter.shape) != shapes[key]:
+            raise _other_shape(ref, key, shapes[key], parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored = sum(math.prod(shape) for shape in shapes.values())
     if described > stored:
@@ -269,7 +257,7 @@ def _fit(
             "the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
-    return fit
+    return names, places
 
 
 def _renamings(ref: CheckpointRef) -> dict[str, str]:
@@ -331,17 +319,13 @@ def _load(
     kind = type(empty)
     pickled = _pickled(local, empty) if local.tensors is None else None
     shapes = {key: tuple(tensor.shape) for key, tensor in (pickled or local.tensors or {}).items()}
-    fit = _fit(local.ref, shapes, empty, local.spare)
+    key_mapping, places = _fit(local.ref, shapes, empty, local.spare)
     if pickled is None:
         exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype in _EXACT}
     else:
         exact = {key for key, tensor in pickled.items() if tensor.dtype.itemsize > 2}
-    gates = [
-        name
-        for key in exact & fit.destinations.keys()
-        for name in fit.destinations[key].names
-        if fit.destinations[key].whole and name.rpartition(".")[2] in _OPERATOR_PARAMETERS
-    ]
+    whole = [places[key].names[0] for key in exact & places.keys() if places[key].whole]
+    gates = [name for name in whole if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
     try:
         with (
             refusals(f"config and weights of {local.ref.repo_id}"),
@@ -359,15 +343,13 @@ def _load(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
-                key_mapping=fit.key_mapping or None,
+                key_mapping=key_mapping or None,
             )
     except MissingCapabilityError as error:
         if local.ref.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
-    _refuse_missing(
-        local.ref, info["missing_keys"], shapes.keys() - fit.destinations.keys(), local.spare
-    )
+    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - places.keys(), local.spare)
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise _other_shape(local.ref, name, stored, expected)
     return model
@@ -509,7 +491,11 @@ def _refuse_missing(
         which = f"{len(lost)} weights, such as {min(lost)}"
         if len(lost) == 1:
             which = f"{min(lost)} among its weights"
-        error = _incomplete(f"{ref.repo_id} lacks {which}.")
+        error = ModelUnavailableError(
+            f"{ref.repo_id} lacks {which}.",
+            "The checkpoint is incomplete, or its config describes more than it holds; fetch it "
+            "again or take another revision.",
+        )
         if spare:
             error.hint = f"The index does not name {words(spare)}.  {error.hint}"
         raise error
@@ -534,12 +520,4 @@ def _other_shape(
         f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in "
         f"the file and {tuple(expected)} by the config.",
         "Config and weights do not belong together.",
-    )
-
-
-def _incomplete(message: str) -> ModelUnavailableError:
-    return ModelUnavailableError(
-        message,
-        "The checkpoint is incomplete, or its config describes more than it holds; fetch it again "
-        "or take another revision.",
     )

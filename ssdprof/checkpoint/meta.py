@@ -4,7 +4,6 @@ weights.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import tempfile
@@ -24,6 +23,7 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.names import shown
 from ssdprof.core.base import grouped
 from ssdprof.errors import (
+    OF_MACHINE,
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
@@ -37,19 +37,6 @@ if TYPE_CHECKING:
 
 conversion_mapping, core_model_loading = (
     lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
-)
-# what no file of a user causes: a full disk, no permission, too many open files
-_OF_MACHINE = frozenset(
-    {
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-    }
 )
 # to find the invalid field; building a large model takes a while, even without weights
 SEARCH_S = 3.0
@@ -235,7 +222,7 @@ def accepts(config: ModelConfig) -> bool:
 
 
 @contextmanager
-def refusals(what: str) -> Iterator[None]:
+def refusals(what: str, hint: str = "") -> Iterator[None]:
     """Turn all errors of transformers on a user's file into BadInputError with its message.
 
     what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their
@@ -246,8 +233,8 @@ def refusals(what: str) -> Iterator[None]:
     except (SsdprofError, torch.OutOfMemoryError):
         raise
     except OSError as error:
-        if error.errno not in _OF_MACHINE:
-            raise failed_import(error) or _unusable(what, error) from error
+        if error.errno not in OF_MACHINE:
+            raise failed_import(error) or _unusable(what, error, hint) from error
         raise MissingCapabilityError(
             f"A temporary file for {what} cannot be written: {error.strerror}.",
             "Make room there or set TMPDIR to another folder.",
@@ -263,13 +250,13 @@ def refusals(what: str) -> Iterator[None]:
             raise MissingCapabilityError(
                 f"Main memory is too small for {what}.", "Take fewer layers."
             ) from error
-        raise failed_import(error) or _unusable(what, error) from error
+        raise failed_import(error) or _unusable(what, error, hint) from error
 
 
-def _unusable(what: str, error: Exception) -> BadInputError:
+def _unusable(what: str, error: Exception, hint: str) -> BadInputError:
     return BadInputError(
         f"transformers cannot use {what}: {library_message(error)}.",
-        "The file is damaged, or the checkpoint is newer than the installed transformers.",
+        hint or "The file is damaged, or the checkpoint is newer than the installed transformers.",
     )
 
 

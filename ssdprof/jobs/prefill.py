@@ -268,7 +268,7 @@ class _Length:
 
     def first_token_logits(self) -> torch.Tensor:
         """(b, vocabulary)"""
-        return prefill(self.model, self.ids, self.segment_length, keeps_cache=True)[:, -1]
+        return prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
         """The timed work: the first token of each row, (b)."""

@@ -18,7 +18,7 @@ from ssdprof.kernels import UnsupportedError
 
 
 def logits(model: Any, segment: int = 40) -> torch.Tensor:
-    return prefill(model, tiny_models.prompt(40), segment, keeps_cache=True)
+    return prefill(model, tiny_models.prompt(40), segment)
 
 
 @pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])
