@@ -42,10 +42,6 @@ conversion_mapping, core_model_loading = (
 SEARCH_S = 3.0
 
 
-class _Headless(BadInputError):
-    """No field of the config is wrong."""
-
-
 def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTrainedModel:
     """The base model that `config` describes, on the meta device, in eval mode: shapes, and no
     memory.
@@ -59,19 +55,24 @@ def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTraine
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
             parsed = _parsed(config)
-            model = None if parsed.get_text_config() is not parsed else _build(parsed, head=head)
-    except _Headless:
-        raise
+            is_text = parsed.get_text_config() is parsed
+            has_class = not head or type(parsed) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            model = _build(parsed, head=head) if is_text and has_class else None
     except BadInputError as error:
         if field := _refused_field(config, head=head):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
     # a larger model's config, which transformers would complete with parts of its own choice
-    if model is None:
+    if not is_text:
         raise BadInputError(
             f"{CONFIG} of {repo_id} has no text_config, where a {parsed.model_type} config "
             "describes its layers.",
             "The checkpoint's config is damaged, or not of this model type.",
+        )
+    if model is None:
+        raise BadInputError(
+            f"transformers has no causal language model for {parsed.model_type}, only its layers.",
+            "`ssdprof run` without --decode compares its operators; answers need a head.",
         )
     if quantization := getattr(parsed, "quantization_config", None):
         _check_quantization(dict(quantization), repo_id)
@@ -129,11 +130,6 @@ def _check_quantization(found: ModelConfig, repo_id: str) -> None:
 
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
-    if head and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _Headless(
-            f"transformers has no causal language model for {config.model_type}, only its layers.",
-            "`ssdprof run` without --decode compares its operators; answers need a head.",
-        )
     with torch.device("meta"):
         return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(
             config

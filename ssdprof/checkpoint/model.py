@@ -25,9 +25,8 @@ from ssdprof.checkpoint.names import (
     shown,
 )
 from ssdprof.checkpoint.weights import (
-    CODES,
+    FLOATS,
     INDEX,
-    INTEGERS,
     SINGLE,
     Weights,
     find_weights,
@@ -270,7 +269,7 @@ class Model:
         codes = [
             name
             for name, tensor in stored.items()
-            if tensor.dtype in CODES | INTEGERS and not self._is_scaled(name, stored)
+            if tensor.dtype not in FLOATS and not self._is_scaled(name, stored)
         ]
         if not codes:
             return

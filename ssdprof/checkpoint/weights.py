@@ -19,19 +19,9 @@ from ssdprof.files import read_json
 
 # of torch's dtypes that a model is loaded in
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_FLOATS = {
-    "F64": "float64",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F8_E4M3": None,
-    "F8_E5M2": None,
-}
-CODES = frozenset(
-    {"U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
-)  # no model computes in them
-# nor in these: indexes are no weights
-INTEGERS = frozenset({"BOOL", "I16", "I32", "I64", "U16", "U32", "U64"})
+# of safetensors; what is stored otherwise is no weight to compute with: codes, and indexes
+FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}  # on load
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -150,7 +140,7 @@ class Weights:
             return True
         files = [self.single] if self.single else sorted(set((self.shards or {}).values()))
         headers = (self.source.header(file).values() for file in files)
-        return any(tensor.dtype in CODES | INTEGERS for tensor in chain.from_iterable(headers))
+        return any(tensor.dtype not in FLOATS for tensor in chain.from_iterable(headers))
 
     def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
         """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit
@@ -161,7 +151,7 @@ class Weights:
         size, total = SIZES.get(dtype or ""), 0
         for tensor in self.tensors(depth, head=head).values():
             start, end = tensor.data_offsets
-            if size and tensor.dtype in _FLOATS:
+            if size and tensor.dtype in _CAST:
                 total += tensor.parameter_count * size
             else:
                 total += end - start
@@ -203,7 +193,7 @@ def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
     """That of most elements in floats of 16 bit and more, named as in torch; None without any."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
-        if (name := _FLOATS.get(tensor.dtype)) is not None:
+        if (name := FLOATS.get(tensor.dtype)) is not None:
             counts[name] += tensor.parameter_count
     return max(counts, key=counts.__getitem__, default=None)
 
