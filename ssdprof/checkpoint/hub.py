@@ -323,7 +323,7 @@ class HubRepo(Source):
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
-        """Of a file that is not cached, the client fetches the header alone."""
+        """The client fetches the header alone of a file that is not cached."""
         if self.cached(name):
             return super()._read_header(name)
         try:
