@@ -178,10 +178,8 @@ def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
     names = {"cpu": "in main memory", "disk": "on the disk"}
     by_place = ", ".join(
-        (
-            f"{plural(part.layers, 'layer')} ({size_words(part.bytes)}) "
-            f"{names.get(device, f'on {device}')}"
-        )
+        f"{plural(part.layers, 'layer')} ({size_words(part.bytes)}) "
+        f"{names.get(device, f'on {device}')}"
         for device, part in placement.allocated.items()
     )
     no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
@@ -203,8 +201,7 @@ def placement_words(placement: Placement) -> str:
         )
     if placement.predicted_peak_bytes is not None:
         words.append(
-            f"predicted peak on {placement.device}: "
-            f"{size_words(placement.predicted_peak_bytes)} "
+            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} "
             "before replaying"
         )
     return "; ".join(words)

@@ -26,7 +26,7 @@ from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint import meta, transformers
+from ssdprof.checkpoint import devices, transformers
 from ssdprof.checkpoint.load import (
     DType,
     LocalCheckpoint,
@@ -35,6 +35,8 @@ from ssdprof.checkpoint.load import (
     fetch_tokenizer,
     load_model,
 )
+from ssdprof.checkpoint.meta import quiet_transformers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import PlacementKind
@@ -87,7 +89,7 @@ class ChosenPlacement:
     """
 
     record: Placement
-    device_map: Mapping[str, meta.Device] | None = None
+    device_map: Mapping[str, devices.Device] | None = None
     segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
     remark: str = ""
@@ -168,11 +170,13 @@ class Chooser:
 
     def __init__(self, target: Target, copies: int = 1) -> None:
         self._target, self._batch, self.remark = target, target.batch * copies, ""
-        self._model: PreTrainedModel = meta.meta_model(
-            target.located, deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
+        self._model: PreTrainedModel = target.located.cut_on_meta(
+            deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
         self._seqlen = max(target.seqlens)
-        self.main: meta.Device = limits.device().index if limits.device().type == "cuda" else "cpu"
+        self.main: devices.Device = (
+            limits.device().index if limits.device().type == "cuda" else "cpu"
+        )
         self.fixed = target.serving.chunk or target.request.segment_length
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -200,15 +204,15 @@ class Chooser:
         for length in self._lengths(self._seqlen):
             beside = self._predicted(self._seqlen, length)[1]
             if kind == "one-gpu":
-                mapped: meta.DeviceMap | None = {"": self.main} if beside <= free else None
+                mapped: devices.DeviceMap | None = {"": self.main} if beside <= free else None
             else:
-                mapped = meta.infer(self._model, dict(self._room(kind, beside)))
+                mapped = devices.infer(self._model, dict(self._room(kind, beside)))
             if mapped is not None:
                 return self.at(kind, mapped, length, max(beside, free))
         return None
 
     def at(
-        self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int
+        self, kind: PlacementKind, mapped: devices.DeviceMap, length: int, free: int
     ) -> ChosenPlacement:
         """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
         of the others.
@@ -295,7 +299,7 @@ class Chooser:
         """
         if (seqlen, length) not in self._known and not self.remark:
             try:
-                with meta.quiet_transformers():
+                with quiet_transformers():
                     self._known[seqlen, length] = memory.predict_memory(
                         self._model.base_model,
                         {layer.index for layer in self._target.layers},
@@ -330,7 +334,7 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Device, int]]:
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[devices.Device, int]]:
         """Bytes available for weights on each device, after activations."""
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
@@ -343,7 +347,7 @@ class Chooser:
             wanted = {layer.index for layer in self._target.layers}
             mixers = (
                 mixer
-                for mixer in meta.find_mixers(self._model.base_model)
+                for mixer in find_mixers(self._model.base_model)
                 if mixer.layer_index in wanted
             )
             layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
@@ -351,11 +355,11 @@ class Chooser:
         if kind == "disk-offload":
             yield "disk", 0
 
-    def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
+    def _record(self, kind: PlacementKind, mapped: devices.DeviceMap, length: int) -> Placement:
         """The placement as reports store it.  length: of the longest prompt's segments."""
         serving = self._target.serving
-        by_device = meta.weights_by_device(self._model, mapped)
-        layer, module = meta.largest_streamed(self._model, mapped, self.main)
+        by_device = devices.weights_by_device(self._model, mapped)
+        layer, module = devices.largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
             len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
@@ -371,7 +375,7 @@ class Chooser:
             forward_calls=calls + serving.decode,
         )
 
-    def _rewritten(self, mapped: meta.DeviceMap) -> int:
+    def _rewritten(self, mapped: devices.DeviceMap) -> int:
         """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
         or decodes.
         """
@@ -385,12 +389,12 @@ class Chooser:
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if meta.device_of(name, mapped) == "disk"
+            if devices.device_of(name, mapped) == "disk"
             and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _name(device: meta.Device) -> str:
+def _name(device: devices.Device) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
@@ -563,7 +567,7 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
     with (
         limits.memory_errors(),
         watcher.step(f"Loading {target.ref.repo_id}"),
-        meta.quiet_transformers(),
+        quiet_transformers(),
     ):
         dtype: DType = "auto" if target.dtype is None else getattr(torch, target.dtype)
         loaded = load_model(

@@ -91,7 +91,7 @@ def problems(
     operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
     """The problems of one layer's cells: one for each, or one for all if they share a tuned
-    configuration.
+    configuration configuration configuration.
     """
     waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
     for cell in cells:

@@ -126,8 +126,7 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
     _use(saved)
     count = plural(len(saved.configs), "configuration")
     say(
-        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the "
-        "committed "
+        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the committed "
         "ones."
     )
     return file_of(gpu)
