@@ -12,17 +12,17 @@ import pytest
 import torch
 from gluon_emulator import GDN, emulate
 from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors, spoilt
-from subjects import (
+from targets import (
     GDN_CUT,
     GDN_ON_HOPPER,
     GDN_PARTS,
     OLMO,
     ON_HOPPER,
-    SUBJECTS,
+    TARGETS,
     WHOLE_PAST,
-    Subject,
+    Target,
     gdn_hopper_by,
-    subjects,
+    targets,
 )
 
 from ssdprof.kernels import Precision, get
@@ -360,10 +360,8 @@ HARD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("run", [16, 1024])
 @pytest.mark.parametrize("beta", [0.5, 0.875, 0.99])
-@subjects(emulated=("gdn hopper",), gpu=("gdn hopper",))
-def test_no_head_is_less_exact_in_runs_of_equal_keys(
-    kernel: Subject, beta: float, run: int
-) -> None:
+@targets(emulated=("gdn hopper",), gpu=("gdn hopper",))
+def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float, run: int) -> None:
     """Roundings of the inverse then add up in all tokens of the run, because A is a function of the
     distance.
     """
@@ -371,7 +369,7 @@ def test_no_head_is_less_exact_in_runs_of_equal_keys(
     first = torch.arange(inputs.length, device=inputs.device) // run * run
     inputs = replace(inputs, k=inputs.k[:, first], beta=torch.full_like(inputs.beta, beta))
     exact = gdn_chunked(inputs)
-    both = (kernel, SUBJECTS["gdn unfused"])
+    both = (kernel, TARGETS["gdn unfused"])
     ours, theirs = (head_errors(evaluate(inputs), exact) for evaluate in both)
     assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
 
