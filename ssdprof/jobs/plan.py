@@ -508,7 +508,7 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.
+    placement: where the model's weights are.  files: the source of weights on the disk.
     """
 
     subject: Subject
@@ -517,6 +517,7 @@ class Loaded:
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
     placement: Placement
+    files: LocalCheckpoint  # its folder goes with it
     whole: Any = None
 
     def run(self, on_layer: OnLayer) -> None:
@@ -585,6 +586,7 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=placed.segment_lengths,
         placement=record,
+        files=local,
         whole=loaded if subject.head else None,
     )
 
