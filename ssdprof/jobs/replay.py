@@ -112,7 +112,9 @@ class _Replay:
         prompts = writer.report.prompts
         several = any(p.serving.chunk or p.serving.decode or p.kind == "recorded" for p in prompts)
         named = all(prompt.kind != "recorded" for prompt in prompts)
-        self._provenance = Provenance(rows_are_sequences=named) if several else None
+        # processes that sample again read the same calls
+        follows = several and not options.sampler
+        self._provenance = Provenance(rows_are_sequences=named) if follows else None
         isolated = IsolatedFirstCall(options.first_call_s)
         self._prober = Prober(isolated, thorough=options.thorough)
         self._comparer = Comparer(
