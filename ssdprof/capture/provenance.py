@@ -15,7 +15,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
-from ssdprof.core.subject import CallRef
+from ssdprof.core.target import CallRef
 
 # Relative distance of a head's states that are equal but for rounding: in the server's dtype, and
 # by its kernel where the recording has no final states.  Those of two sequences differ by about 1.

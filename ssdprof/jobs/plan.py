@@ -581,12 +581,8 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=chosen.segment_lengths,
         placement=record,
-<<<<<<< HEAD
         files=local,
-        whole=loaded if subject.head else None,
-=======
         whole=loaded if target.head else None,
->>>>>>> main
     )
 
 

@@ -19,7 +19,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import MANIFEST, open_recording
-from ssdprof.core.subject import Serving
+from ssdprof.core.target import Serving
 from ssdprof.kernels import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 
