@@ -506,7 +506,8 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.  files: the source of weights on the disk.
+    placement: where the model's weights are.  files: of weights on the disk, which go with this
+    object.
     """
 
     target: Target
@@ -515,7 +516,7 @@ class Loaded:
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
     placement: Placement
-    files: LocalCheckpoint  # its folder goes with it
+    files: LocalCheckpoint
     whole: Any = None
 
     def run(self, on_layer: OnLayer) -> None:
