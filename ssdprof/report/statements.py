@@ -5,7 +5,7 @@ caveats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -256,19 +256,67 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
-    """Recommends the most accurate precision that is not clearly slower than the fastest one."""
+    """What is not usable and why, then what is: the most accurate precision that is not clearly
+    slower than the fastest one.
+    """
     outcome = Outcome(report)
     if report.doubts:
         first = min(report.doubts).partition(":")[0].rstrip(".")
         return VerdictLine(f"explain the inputs first, which no model has: {first}", False)
-    if not outcome.passed:
-        wrong = outcome.failed or outcome.refused or outcome.broken or outcome.answers_failed
-        why = "this run did not pass" if wrong else "this run is incomplete"
-        return VerdictLine(f"keep {group.baseline} for now: {why}", False)
-    usable = _usable(group)
+    if of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
+        first = f"explain {layer_words(of_inputs)} first, where the exact answer is not finite"
+        return VerdictLine(first, False)
+    troubles = dict.fromkeys(_troubles(report, outcome))
+    if not (troubles or outcome.broken or outcome.passed):
+        return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
+    by_reason = grouped(troubles, lambda trouble: (trouble[0], trouble[2]))
+    words = []
+    for (name, why), same in by_reason.items():
+        precisions = dict.fromkeys(precision for _, precision, _ in same)
+        every = {case.precision for case in report.cases if case.implementation == name}
+        where = f" at {fmt.words(precisions)}" if set(precisions) < every else ""
+        words.append(f"{name} is not usable{where}: {why}")
+    for verdict in outcome.broken:
+        if not verdict.case:
+            words.append(f"{verdict.condition} could judge no case")
+    advised, good = _recommendation(group, {(name, precision) for name, precision, _ in troubles})
+    return VerdictLine("; ".join([*words, advised]), good and outcome.passed)
+
+
+def _troubles(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName, str]]:
+    """Each implementation and precision that failed, was refused or misses a limit, and why."""
+    for case in (*outcome.failed, *outcome.refused, *outcome.answers_failed):
+        if case.result != "passed":
+            yield case.implementation, case.precision, _result_words(case)
+    cases = {case.name: case for case in report.cases}
+    for verdict in outcome.broken:
+        if verdict.case in cases:
+            case = cases[verdict.case]
+            yield case.implementation, case.precision, f"misses {verdict.condition}"
+
+
+def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
+    """The most accurate precision that is not clearly slower than the fastest one.
+
+    faulty: implementations and precisions that are not usable.
+    """
+    usable = [
+        series
+        for series in _usable(group)
+        if (series.implementation, series.precision) not in faulty
+    ]
+    if not usable:
+        return _without_usable(group, faulty)
     timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
     if not timed:
-        return _untimed_decision(group, usable)
+        names = dict.fromkeys(series.implementation for series in usable)
+        verb = "is" if len(names) == 1 else "are"
+        precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
+        at = f" at {precisions}" if faulty else ""
+        enough = f"{fmt.words(names)} {verb} accurate enough{at} for {group.extent} {group.where}"
+        has_gpu = group.report.environment.gpu
+        why = "on this GPU nothing was timed" if has_gpu else "without a GPU there is no speed"
+        return VerdictLine(f"{enough}; {why}", True)
     least = min(series.us("device") for series in timed)
     best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least)
     if best.verdict != "faster":
@@ -277,9 +325,20 @@ def _decision(report: Report, group: Group) -> VerdictLine:
     whole = best.baseline_us or 0.0
     less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
     gain = f"{best.implementation} takes {less} for {group.extent} {group.where}"
-    gpu = gpu_name(report.environment)
+    gpu = gpu_name(group.report.environment)
     words = f"on this {gpu}, {gain}; {_answers_words(best)}; use {best.precision}"
     return VerdictLine(words, True)
+
+
+def _without_usable(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
+    """Where only the baseline was compared, or only what a server computed."""
+    every = [(series.implementation, series.precision) for series in group.series()]
+    if any(name == group.baseline and (name, precision) in faulty for name, precision in every):
+        return VerdictLine("nothing that was compared is usable", False)
+    if group.compared == ("served",) and not any(names in faulty for names in every):
+        words = f"what the server computed is accurate enough for {group.extent} {group.where}"
+        return VerdictLine(words, True)
+    return VerdictLine(f"keep {group.baseline}", True)
 
 
 def _usable(group: Group) -> list[Series]:
@@ -291,18 +350,6 @@ def _usable(group: Group) -> list[Series]:
             within = (series for series in every if series.within_budget)
             usable += [series for series in within if not _doubt(series, every)]
     return usable
-
-
-def _untimed_decision(group: Group, usable: Sequence[Series]) -> VerdictLine:
-    why = "without a GPU there is no speed"
-    if group.report.environment.gpu:
-        why = "on this GPU nothing was timed"
-    names = dict.fromkeys(series.implementation for series in usable) or group.compared
-    verb = "is" if len(names) == 1 else "are"
-    if not usable:
-        verb += " not"
-    words = f"{fmt.words(names)} {verb} accurate enough for {group.extent} {group.where}"
-    return VerdictLine(f"{words}; {why}", bool(usable))
 
 
 def _answers_words(series: Series) -> str:
