@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -94,7 +95,7 @@ class Commands(TyperGroup):
             ctx.exit(expected.exit_code)
 
 
-def _ranks() -> Any:
+def _ranks() -> ModuleType:
     """The module, imported only after an error, because the import is slow."""
     return import_module("ssdprof.store.ranks")
 
@@ -203,7 +204,7 @@ def schemas(
     _module("commands.stored").schemas(name)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return import_module(f"ssdprof.{name}")
 
 
@@ -287,7 +288,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, _interrupt)
     Commands.of_main = True
-    code: Any = INTERNAL_ERROR
+    code: int | str = INTERNAL_ERROR
     try:
         terminal.prepare()
         app(prog_name="ssdprof")

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ssdprof.core.conditions import Condition, parse_gate
-from ssdprof.errors import BadInputError, first_fault, library_message, nearest, unreadable
+from ssdprof.core.conditions import OF_SPEED, Change, Condition, parse_gate
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    first_fault,
+    library_message,
+    nearest,
+    unreadable,
+)
 from ssdprof.files import regular
 
+AnyCondition = TypeVar("AnyCondition", Condition, Change)
 _PROJECT = "pyproject.toml"
 
 
@@ -85,6 +93,34 @@ def besides(
     """Those on other values than the requested ones."""
     values = {(gate.metric, gate.at) for gate in requested}
     return tuple(gate for gate in conditions if (gate.metric, gate.at) not in values)
+
+
+def without_speed(
+    conditions: Iterable[AnyCondition],
+    requested: Container[str],
+    option: str,
+    machine: str,
+    say: Callable[[str], None],
+) -> tuple[AnyCondition, ...]:
+    """The conditions without those on speed, for a machine without a GPU.  Says which of the
+    settings file were left out.
+
+    requested: texts of the conditions that the option gave.  machine: for messages.
+    Raises MissingCapabilityError if one of these is on speed.
+    """
+    kept: list[AnyCondition] = []
+    for condition in conditions:
+        if condition.metric not in OF_SPEED:
+            kept.append(condition)
+        elif condition.text in requested:
+            words = f"{option} {condition.text}"
+            raise MissingCapabilityError(
+                f"{words} needs an NVIDIA GPU, and {machine} has none that torch can use.",
+                f"Run on a machine with an NVIDIA GPU, or leave {words} out.",
+            )
+        else:
+            say(f"{condition.text} of the settings file is not judged: {machine} has no GPU.")
+    return tuple(kept)
 
 
 def _values(file: Path) -> dict[str, Any] | None:

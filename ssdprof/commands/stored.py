@@ -262,7 +262,7 @@ def compare(options: options.CompareOptions) -> None:
         raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
-    allowed = [parse_change(text) for text in texts]
+    allowed = tuple(map(parse_change, texts))
     smallest = parse_percent(
         "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
     )
@@ -270,6 +270,10 @@ def compare(options: options.CompareOptions) -> None:
     chosen = options.format or (format_of(target, _OF_COMPARISONS) if target else "")
     base_folder, base = reports.load(options.base)
     new_folder, new = reports.load(options.new)
+    if new.environment.gpu is None:
+        allowed = settings.without_speed(
+            allowed, options.fail_if or (), "--fail-if", "NEW's machine", terminal.say
+        )
     compared = pairs.compare(
         (options.base, base), (options.new, new), smallest_difference=smallest, allowed=allowed
     )

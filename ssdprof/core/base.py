@@ -82,7 +82,7 @@ class Record(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings"
     )
 
-    def changed(self, **fields: Any) -> Self:
+    def changed(self, **fields: object) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
         return type(self)(**(self.own | fields))
 

@@ -24,6 +24,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
 
+OF_SPEED = ("speedup", "time")  # metrics
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
 Measured = Estimate | float
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ssdprof.core.base import Record, Text
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.conditions import METRICS, Condition, is_answers, number
+from ssdprof.core.conditions import METRICS, OF_SPEED, Condition, is_answers, number
 from ssdprof.core.report import Report
 from ssdprof.errors import SsdprofError
 
@@ -69,7 +69,7 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
     """The verdicts of one condition, those on passed cases first."""
-    text, of_time = condition.text, condition.metric in ("speedup", "time")
+    text, of_time = condition.text, condition.metric in OF_SPEED
     cases = [case for case in judged(report) if METRICS[condition.metric].applies(case)]
     for case in cases:
         if case.result == "passed":

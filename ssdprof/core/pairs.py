@@ -14,7 +14,7 @@ from pydantic import PlainSerializer, TypeAdapter, computed_field
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionName, grouped
 from ssdprof.core.case import Answers, Case, Drawn, Prefill
-from ssdprof.core.conditions import METRICS, Change, number
+from ssdprof.core.conditions import METRICS, OF_SPEED, Change, number
 from ssdprof.core.outcome import Outcome, Verdict
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
@@ -22,7 +22,6 @@ from ssdprof.errors import BadInputError
 
 TotalBy = Literal["device time", "call time", "speedup", "call speedup"]
 TotalOver = Literal["layer", "call", "length"]
-_TIMED = ("time", "speedup")  # metrics
 
 
 def subject(report: Report) -> str:
@@ -389,7 +388,7 @@ def _lost(change: Change, pairs: Sequence[Pair], new: Report) -> list[str]:
 
 def _why_none(change: Change, both: Sequence[Pair]) -> str:
     """Why no pair has two values that can be compared."""
-    timed = change.metric in _TIMED
+    timed = change.metric in OF_SPEED
     reasons: list[str] = []
     for pair in both:
         reasons += pair.incomparable if timed else [pair.other_inputs]
@@ -407,7 +406,7 @@ def _fault(change: Change, pair: Pair, base_report: Report, new_report: Report) 
     assert new
     if not metric.applies(new):
         return None
-    if change.metric in _TIMED and base.time_us and not new.time_us:
+    if change.metric in OF_SPEED and base.time_us and not new.time_us:
         return f"timed in BASE; {_status(new)} in NEW"
     if change.metric == "time":
         return _time_rose(change, pair, base, new)

@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -234,7 +235,7 @@ def main() -> None:
     )
 
 
-def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
+def launches(ncu_report: ModuleType, path: Path) -> Iterator[RawKernel]:
     """Every launch in the file, by the module `ncu_report`."""
     context = ncu_report.load_report(str(path))
     for i in range(context.num_ranges()):

@@ -70,7 +70,7 @@ def main() -> None:
     profiled(call)
 
 
-def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
+def load(folder: Path, layer: int, seqlen: int, device: str) -> Inputs:
     """The captured inputs of one layer.  Raises BadInputError if they are not in the folder."""
     manifest, read = store.load(folder)
     for stored in manifest.layers:
@@ -79,7 +79,7 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
     raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
 
 
-def refusal_of(error: Exception) -> dict[str, Any]:
+def refusal_of(error: Exception) -> dict[str, str | int]:
     """The message and hint for the user, and the exit code of the command, which the error's type
     determines.
     """

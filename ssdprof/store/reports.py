@@ -171,7 +171,7 @@ class Writer:
         if (key := str(layer)) not in self.report.first.gates:
             self.update(gates=self.report.first.gates | {key: heads()})
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, object]) -> None:
         if self._file is None:
             return
         try:
@@ -269,7 +269,7 @@ def opened(
     header = header.changed(
         id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
     )
-    made = not path.exists()
+    is_new = not path.exists()
     with locked(path / f"cases.{rank}.jsonl", *_TAKEN) as file:
         if rank == FIRST:
             _begin(path, header, sources)
@@ -287,7 +287,7 @@ def opened(
             if ranks and ranks.first:
                 _wait(path, ranks)
         except BaseException as error:
-            _clean_up(writer, error, watcher, ranks, made)
+            _clean_up(writer, error, watcher, ranks, is_new)
             raise
 
 
@@ -355,12 +355,12 @@ def _sampled(folder: Path, number: int) -> Iterator[Writer]:
 
 
 def _clean_up(
-    writer: Writer, error: BaseException, watcher: Watcher, ranks: Ranks | None, made: bool
+    writer: Writer, error: BaseException, watcher: Watcher, ranks: Ranks | None, is_new: bool
 ) -> None:
     """Keep what was done before an error, and tell the user where it is; remove a report without
     a case.
 
-    made: whether this process made the folder.  Raises the error of a rank that died, and a
+    is_new: whether this process made the folder.  Raises the error of a rank that died, and a
     KeyboardInterrupt with the sentence for the user.
     """
     with uninterrupted():
@@ -368,7 +368,7 @@ def _clean_up(
         died = _dead(writer.folder, ranks) if ranks else None
         kept = _note_end(writer, died or error)
         if not writer.begun and (ranks is None or ranks.first):
-            _remove_empty(writer.folder, made)
+            _remove_empty(writer.folder, is_new)
     if died:
         raise died from None
     if isinstance(error, KeyboardInterrupt):
@@ -377,14 +377,14 @@ def _clean_up(
         watcher.say(kept)
 
 
-def _remove_empty(folder: Path, made: bool) -> None:
-    """Remove a report, unless a process has written a case.  made: the folder too."""
+def _remove_empty(folder: Path, is_new: bool) -> None:
+    """Remove a report, unless a process has written a case.  is_new: the folder too."""
     files = [*folder.glob("cases.[0-9]*.jsonl")]
     if any(b'{"case":' in file.read_bytes() for file in files):
         return
     for file in (*files, folder / HEADER):
         file.unlink(missing_ok=True)
-    if made:
+    if is_new:
         with suppress(OSError):  # it has other files, or was removed
             folder.rmdir()
 
