@@ -26,6 +26,7 @@ from ssdprof.core.base import (
 )
 from ssdprof.core.case import Case
 from ssdprof.core.outcome import ListedRun, Outcome
+from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
@@ -123,9 +124,9 @@ def _errors(series: Series) -> TableRow:
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
-        "equal to\nbaseline": fmt.percent(rival and rival.match_pct(0.0)),
-        "within\n1e-3": fmt.percent(rival and rival.match_pct(1e-3)),
-        "1e-3\nof rms": fmt.percent(rival and rival.match_rms_pct(calls.OF_RMS)),
+        "equal to\nbaseline": calls.match(rival, 0.0),
+        "match\n@ 1e-3": calls.match(rival, 1e-3),
+        "@ 1e-3\nof rms": fmt.percent(rival and rival.match_rms_pct(calls.OF_RMS)),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -305,7 +306,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
     """The subject, the GPU and the names of the compared cases."""
-    names = tuple(case.name for case in _judged(report))
+    names = tuple(case.name for case in compared(report))
     return report.subject, gpu_name(report.environment), names
 
 
@@ -314,7 +315,7 @@ def _judged(report: Report) -> list[Case]:
 
 
 def _us(report: Report) -> float | None:
-    """The time of all compared cases; None if one was not timed."""
+    """The time of all cases that gates apply to; None if one was not timed."""
     times = [case.time_us for case in _judged(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None

@@ -32,24 +32,20 @@ from ssdprof.report.table import (
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
-    "Speedup: over the "
-    "baseline, with its 95 % interval.  Tokens per s: of the prompt, by device time.  % of "
-    "roofline: the least time in "
-    "which this GPU can move the bytes and do the arithmetic, divided by the device time.  Extra "
-    "memory: allocated by "
-    "the call beyond its outputs."
+    "Speedup: over the baseline, with its 95 % interval.  Tokens per s: of the prompt, by device "
+    "time.  % of roofline: the least time in which this GPU can move the bytes and do the "
+    "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its "
+    "outputs."
 )
 ACCURACY_READING = (
-    "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "
-    '"of rms", with t (rms '
-    "+ |b|), where rms is the tensor's own: t alone says nothing about small numbers.  Rms "
-    "error: rms(a - b) / rms(b)."
-    "  Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no "
-    "implementation can do "
-    "better.  In several calls, shares are of all elements, errors those of the worst call.  "
-    "Positions count from 0: "
+    "Match @ t: share of elements with |a - b| <= t + t |b|, rounded down; a dash where t is over "
+    '2 % of the largest value; equal: t = 0.  Where it says "of rms", with t (rms + |b|), where '
+    "rms is the tensor's own.  Rms error: rms(a - b) / rms(b).  Floor: how the fp64 answer itself "
+    "scores once it is rounded to the tensor's dtype; no implementation can do better.  In several "
+    "calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
+_LEAST_VALUE = 50  # times a tolerance, below which every element is within it
 OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
 
@@ -210,15 +206,22 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
     return {
         "against": against,
         "within\nbudget": within_budget,
-        "equal": fmt.percent(pooled.match_pct(0.0)),
-        "within\n1e-3": fmt.percent(pooled.match_pct(1e-3)),
-        "within\n1e-2": fmt.percent(pooled.match_pct(1e-2)),
-        f"{fmt.tolerance(OF_RMS)}\nof rms": fmt.percent(pooled.match_rms_pct(OF_RMS)),
+        "match,\nequal": match(pooled, 0.0),
+        "match\n@ 1e-3": match(pooled, 1e-3),
+        "match\n@ 1e-2": match(pooled, 1e-2),
+        "@ 1e-3\nof rms": fmt.percent(pooled.match_rms_pct(OF_RMS)),
         "rms\nerror": fmt.small(pooled.rms_ratio),
         "largest\nerror": fmt.small(largest.max_abs),
         "largest\nvalue": fmt.small(largest.scale_max_abs),
         "its position": f"{', '.join(place)} {position}".lstrip(),
     }
+
+
+def match(pooled: Pooled | None, tolerance: float) -> str:
+    """The share of elements; a dash where the tolerance is too large to say anything."""
+    if pooled is None or (pooled.largest.scale_max_abs or 0.0) < _LEAST_VALUE * tolerance:
+        return fmt.MISSING
+    return fmt.percent(pooled.match_pct(tolerance))
 
 
 def _within_budget(series: Series, tensor: TensorName) -> str:

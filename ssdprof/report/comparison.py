@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -114,17 +114,50 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
             yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
     if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.", True)
-    within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
-    counts = Counter(pair.verdict for pair in comparison.pairs)
-    words = ", ".join(
-        f"{number} {within if verdict == 'no difference' else verdict}"
-        for verdict, number in counts.most_common()
-    )
+    counted = fmt.plural(len(comparison.pairs), "case")
     if why := comparison.nothing_compared:
-        counted = f" ({words})" if words else ""
-        yield VerdictLine(f"FAILED: nothing was compared: {why}{counted}.", False)
+        yield VerdictLine(f"FAILED: nothing was compared: {why} ({_times(comparison)}).", False)
+    elif changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
+        words = f"Compared {counted}.  Time: {_times(comparison)}.  Accuracy: {changes}."
+        yield VerdictLine(words, True)
     else:
-        yield VerdictLine(f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {words}.", True)
+        yield VerdictLine(f"Compared {counted}.  Time: {_times(comparison)}.", True)
+
+
+def _times(comparison: Comparison) -> str:
+    """ "4 no difference within 1.0%, 1 slower"."""
+    within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
+    verdicts = (pair.verdict for pair in comparison.pairs)
+    return _counts(within if verdict == "no difference" else verdict for verdict in verdicts)
+
+
+def _accuracy_change(pair: Pair) -> str:
+    """What became of the result and the errors of a case; "" if neither has an error."""
+    base, new = pair.base, pair.new
+    if base is None or new is None:
+        return ""
+    if base.result != new.result:
+        return f"now {new.result}"
+    before, after = _error(base), _error(new)
+    if before is None or after is None:
+        return ""
+    if pair.other_inputs:
+        return "not comparable"
+    if (_errors(base), _answers(base)) == (_errors(new), _answers(new)):
+        return "equal"
+    return "with a larger error" if after > before else "with another error, no larger"
+
+
+def _error(case: Case) -> float | None:
+    """The rms error of an output, the mean KL of answers."""
+    if case.band:
+        return case.band.kl_mean
+    return case.error.rms_ratio if case.error else None
+
+
+def _counts(words: Iterable[str]) -> str:
+    """ "3 equal, 1 slower", the most frequent first."""
+    return ", ".join(f"{number} {word}" for word, number in Counter(words).most_common())
 
 
 def _caveats(comparison: Comparison) -> Iterator[str]:

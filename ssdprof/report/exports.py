@@ -32,6 +32,7 @@ from ssdprof.core.base import (
 )
 from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
 from ssdprof.core.outcome import Outcome, judged
+from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import LayerRef
@@ -48,11 +49,6 @@ LONGEST_MESSAGE = 4_000  # characters
 _MOST_ROWS = 12  # of a summary
 _FORMULA = tuple("=+-@\t\r")  # begin a text that a spreadsheet computes
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
-
-
-def rows(report: Report) -> tuple[Case, ...]:
-    """All cases, but of a model's answers only those that are judged."""
-    return tuple(case for case in report.cases if not isinstance(case.task, Answers) or case.judged)
 
 
 # --- CSV
@@ -85,7 +81,7 @@ def _without_formula(value: object) -> object:
 
 def records(report: Report) -> list[CsvRow]:
     """A row per case with numbers, texts and None, for a data frame."""
-    return [_row(report, case) for case in rows(report)]
+    return [_row(report, case) for case in compared(report)]
 
 
 def _row(report: Report, case: Case) -> CsvRow:
@@ -212,7 +208,7 @@ def baseline(report: Report) -> str:
     ]
     head = _stored(report.changed(cases=(), requested=(), processes=processes))
     fields = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
-    cases = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in rows(report))
+    cases = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in compared(report))
     return f'{{\n{fields}"cases": [\n{cases}\n]\n}}'
 
 
@@ -277,7 +273,7 @@ def junit(report: Report) -> str:
     outcome = Outcome(report)
     failures = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
     counted = {case.name for case in failures}
-    cases = [_of_case(report, case, counts=case.name in counted) for case in rows(report)]
+    cases = [_of_case(report, case, counts=case.name in counted) for case in compared(report)]
     # with the time of everything but the calls above; without a GPU these have none
     whole = _test(report.kind, "all requested cases are present", report.seconds)
     if why := incomplete(report):

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
-from ssdprof.core.case import Answers, Drawn, Prefill
+from ssdprof.core.case import Answers, Case, Drawn, Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
@@ -211,7 +211,7 @@ def _settings(report: Report) -> Iterator[Fact]:
     for seqlen, same in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = same[0].task
         assert isinstance(answers, Answers)
-        compared = f"{fmt.plural(len(same), 'case')} against {answers.reference}"
+        compared = f"{answers_words(same)} against {answers.reference}"
         layers = f"layers {fmt.indices(answers.layers)}"
         ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
         yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
@@ -226,6 +226,18 @@ def _settings(report: Report) -> Iterator[Fact]:
         tuned.update(f"{case.implementation}: {part}" for part in parts)
     every = fmt.plural(len(cases), "case")
     yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
+
+
+def answers_words(cases: Sequence[Case]) -> str:
+    """ "4 cases (and 2 of noise, 8 of single layers)": the cases, and those beside them."""
+    tasks = [case.task for case in cases if isinstance(case.task, Answers)]
+    beside = {
+        "noise": sum(bool(task.change) for task in tasks),
+        "single layers": sum(task.alone is not None for task in tasks),
+    }
+    counted = fmt.plural(len(tasks) - sum(beside.values()), "case")
+    others = [f"{number} of {name}" for name, number in beside.items() if number]
+    return f"{counted} (and {', '.join(others)})" if others else counted
 
 
 def _machine(report: Report) -> Iterator[Fact]:

@@ -172,18 +172,22 @@ class Group:
 
     @property
     def extent(self) -> str:
-        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11
-        steps in 3 layers".
+        """ "layer 3", "3 layers", "4 steps in each of 3 layers"; "2 of 3 chunks in layer 0" if the
+        last one is shorter; where a run was broken off "11 steps in 3 layers".
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
         each, *others = {layer.calls for layer in self.by_layer()}
         if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        if each == 1:
+        every = self.call.count if self.call else 1
+        if every == 1:
             return of_layers
+        number = fmt.plural(each, self.noun)
+        if each < every:
+            number = f"{each:,} of {fmt.plural(every, self.noun)}"
         in_layers = of_layers if layers == 1 else f"each of {of_layers}"
-        return f"{fmt.plural(each, self.noun)} in {in_layers}"
+        return f"{number} in {in_layers}"
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
         """Every series, or those of some implementations: exact before relaxed, wide states before

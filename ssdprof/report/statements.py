@@ -22,7 +22,7 @@ from ssdprof.core.case import Answers, Case, Drawn
 from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.table import VerdictLine, shortened
 
@@ -162,6 +162,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         how = "ran"
     if any(case.variant == "interpreter" for case in report.of_calls):
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
+    if outcome.others and report.kind in ("bench", "prefill"):
+        how += f"; {outcome.others} more of other libraries do not count"
     yield VerdictLine(f"{_capital(who)} {how}.", True)
 
 
@@ -175,8 +177,8 @@ def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
         limits = "a limit could not be judged"
     elif gates:
         limits = "they are within the limits"
-    cases = fmt.plural(len(outcome.answers), "case")
-    return VerdictLine(f"Answers of {cases} were compared: {limits}.", not unknown)
+    shown = f"Answers of {answers_words(report.of_answers)} were compared"
+    return VerdictLine(f"{shown}: {limits}.", not unknown)
 
 
 # --- where an implementation may be used
@@ -207,10 +209,10 @@ def _advice(every: Sequence[Series]) -> VerdictLine:
     if good:
         layers = {case.layer for case in chain.from_iterable(series.cases for series in good)}
         where = "every layer replayed" if len(layers) > 1 else "the layer replayed"
-        precisions = "; ".join(series.precision for series in good)
+        precisions = fmt.words(f"at {series.precision}" for series in good)
         if not bad and len(good) > 4:
-            precisions = f"each of its {len(good)} precisions"
-        words.append(f"{name} may be used at {precisions}: within the error budget in {where}.")
+            precisions = f"at each of its {len(good)} precisions"
+        words.append(f"{name} may be used {precisions}: it is within the error budget in {where}.")
     if bad:
         words.append(f"{'It' if good else name} may not be used at {'; '.join(bad)}.")
     return VerdictLine("  ".join(words), all(series.within_budget for series in every))
@@ -514,13 +516,11 @@ def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
         words = [_with_states(precision) for precision in sorted(precisions, key=PRECISIONS.index)]
         ran = {_with_states(case.precision) for case in cases if case.implementation == name}
         which = "every precision" if ran <= {other, *words} else fmt.words(words)
-        sentence = f"{name} computes {which} as {other}: results are bitwise the same"
-        if timed:
-            sentence += (
-                ", and so is the time.  Speedups differ where each is over the baseline at "
-                "its own state dtype"
-            )
-        yield f"{sentence}."
+        same = "its outputs and its times are the same" if timed else "its outputs are the same"
+        yield (
+            f"{name} computes {which} as {other}: {same}.  Their rows differ where each is "
+            "compared with the baseline at its own state dtype."
+        )
 
 
 def _with_states(precision: PrecisionName) -> str:

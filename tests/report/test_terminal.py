@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
         "all four have the same reason"
     )
     assert any(line.startswith("FAILED: 4 of 8 cases") for line in lines)
-    assert lines[-1].startswith("In short: keep unfused")
+    assert lines[-1] == "In short: fused is not usable: inaccurate; keep unfused."
     text = printed(brief.render(report(notes=NOTES)), 200)
     assert "  1 more caveat with --full." in text
     assert NOTES[0].strip() in text
@@ -253,7 +253,7 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
     first, advice, *_ = text.splitlines()
     assert first.startswith("ibm-granite/granite-4.0-h-small, run 2026")
     assert advice.startswith(
-        "At 131,072 tokens, fused may be used at relaxed, fp32 states; relaxed, fp16 states: "
+        "At 131,072 tokens, fused may be used at relaxed, fp32 states and at relaxed, fp16 states: "
     )
     wrong = report(
         seqlens=(2048, 1024), change=result("nonfinite", precision=RELAXED_FP16, layers=(9,))
