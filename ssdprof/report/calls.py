@@ -418,7 +418,7 @@ def repeats(report: Report) -> Table | None:
 # --- of a bench: a table for each shape, dtype, draw and layout
 
 
-def _of_shape(report: Report) -> dict[str, list[Group]]:
+def by_shape(report: Report) -> dict[str, list[Group]]:
     """Title -> its groups."""
 
     def title(group: Group) -> str:
@@ -434,7 +434,7 @@ _SIZE = "sequences x\ntokens"
 
 
 def speed_of_bench(report: Report) -> Iterator[Table | None]:
-    for title, same in _of_shape(report).items():
+    for title, same in by_shape(report).items():
         rows = []
         for group in same:
             rows += [(_of_bench(series), series) for series in group.series()]
@@ -455,7 +455,7 @@ def _of_bench(series: Series) -> TableRow:
 
 
 def accuracy_of_bench(report: Report) -> Iterator[Table | None]:
-    for title, same in _of_shape(report).items():
+    for title, same in by_shape(report).items():
         for tensor, name in SHOWN.items():
             parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
             yield errors(f"Accuracy of the {name}: {title}", tensor, parts)

@@ -11,11 +11,12 @@ from xml.etree import ElementTree
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.report import plots
+from ssdprof.report import calls, model, plots
 from ssdprof.report import stalls as of_stalls
-from ssdprof.report.document import ACCURACY, SPEED, compose
+from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import Group, groups
 from ssdprof.report.table import Document, Section, Table, section, tone
@@ -33,6 +34,7 @@ _KINDS = {Table: "table", str: "note", tuple: "list"}
 PageBlock = tuple[str, object]  # kind, by which the template draws it, and content
 # title, SVG, its numbers, and whether the picture includes its title
 Picture = tuple[str, Markup, Table, bool]
+Pictures = dict[str, dict[str, plots.Drawing | None]]
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
@@ -45,16 +47,7 @@ def of_document(document: Document, stalls: StallReport | None = None) -> str:
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
-    prompts = () if report.kind == "bench" else groups(report)
-    pictures: dict[str, dict[str, plots.Drawing | None]] = {
-        SPEED: {
-            "Speedup": plots.speedups(prompts),
-            "Roofline of the operator": plots.roofline(report, prompts),
-        },
-        ACCURACY: {
-            _title_of_errors(group): plots.along_positions(group) for group in prompts[:_LAYERED]
-        },
-    }
+    pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
     parts = [
         _part(section, _pictures(numbers, pictures.get(section.title, {}).items()))
         for section in document.sections
@@ -62,6 +55,34 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     if stalls:
         parts += _stalls(stalls, numbers)
     return _page(document, parts)
+
+
+def _of_bench(report: Report) -> Pictures:
+    """Section -> the pictures in it."""
+    shapes = calls.by_shape(report)
+    return {SPEED: {title: plots.bench_speedups(same) for title, same in shapes.items()}}
+
+
+def _of_prompts(report: Report) -> Pictures:
+    """Section -> the pictures in it; none where nothing was measured."""
+    prompts, prefills = groups(report), model.by_length(model.prefills(report))
+    return {
+        SPEED: {
+            "Speedup": plots.speedups(prompts),
+            "Roofline of the operator": plots.roofline(report, prompts),
+        },
+        ACCURACY: {
+            _title_of_errors(group): plots.along_positions(group) for group in prompts[:_LAYERED]
+        },
+        ANSWERS: {
+            f"Divergence at {fmt.tokens(cases[0].seqlen)}": plots.divergences(cases)
+            for cases in model.prompts(report)
+        },
+        model.PARTS: {
+            f"The parts of a prefill of {size}": plots.prefill_parts(model.parts_of_prefills(same))
+            for size, same in prefills.items()
+        },
+    }
 
 
 def _title_of_errors(group: Group) -> str:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
-from ssdprof.core.case import Case
+from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
-from ssdprof.report.stalls import KernelGroup, kernel_groups, most, summed
+from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
 from ssdprof.report.table import Cells, Table, aligned
 
 if TYPE_CHECKING:
@@ -203,8 +203,6 @@ def _roofline(
 
     def paint(axes: Axes) -> None:
         """The roof, then the points of each label."""
-        from matplotlib.ticker import LogLocator
-
         axes.loglog()
         if roof:
             corners = [low, ridge, high]
@@ -216,8 +214,7 @@ def _roofline(
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
-        if high < _WIDE * low:  # the powers of ten alone may be one tick
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        _log_ticks(axes)
         axes.set_ylim(min(rates) / 3, ceiling * 2)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
@@ -322,43 +319,144 @@ def _stage_name(group: KernelGroup, stage: str) -> str:
 
 
 def stages(
-    bars: Mapping[str, Mapping[str, float]],
-    title: str,
-    reasons: Sequence[str],
-    longest: float = 0.0,
+    bars: Mapping[str, Share], title: str, reasons: Sequence[str], longest: float = 0.0
 ) -> Drawing:
-    """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
-
-    longest: of the bars of all plots of a report, which have one axis.
-    reasons: all reasons in the order of their colours, which is the same in all plots of a report;
-    the last ones share a colour.
+    """bars: stage -> stall reason -> percent.  longest: of the bars of all plots of a report, which
+    have one axis.  reasons: those of all plots of a report, which have one order of colours.
     """
-    last = len(COLORS) - 1
-    parts = {reason: [reason] for reason in reasons[:last]}
-    if rest := reasons[last:]:
-        parts["other"] = [*rest]
 
     def paint(axes: Axes) -> None:
-        """From the left to the right of each bar, the reasons in their order."""
-        names = list(bars)[::-1]
-        labels = [textwrap.fill(name, 26) for name in names]
-        left = [0.0] * len(names)
-        for (reason, among), color in zip(parts.items(), COLORS, strict=False):
-            widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
-            axes.barh(labels, widths, left=left, color=color, label=reason, height=0.75)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for position, total in enumerate(left):
-            axes.text(total, position, f" {fmt.share(total, 1)}", va="center", fontsize=9)
-        axes.set_xlim(0, max(*left, longest) * 1.3)
+        _stack(axes, bars, reasons, lambda pct: fmt.share(pct, 1), longest)
         axes.set_xlabel("percent of the busy warp time")
         axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
 
-    cells = (
-        (name, *(f"{share.get(reason, 0.0):.1f}" for reason in reasons))
-        for name, share in bars.items()
-    )
+    cells = [
+        (stage, *(f"{share.get(reason, 0.0):.1f}" for reason in reasons))
+        for stage, share in bars.items()
+    ]
     size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)
     return draw(paint, size, legend=2), _data(("stage, percent", *reasons), cells)
+
+
+def prefill_parts(prefills: Sequence[tuple[str, Share]]) -> Drawing | None:
+    """A bar for each prefill of one length, which is as long as its call.  prefills: name, and part
+    -> us.
+    """
+    if not prefills:
+        return None
+    bars = dict(prefills)
+    names = list(dict.fromkeys(chain.from_iterable(bars.values())))
+
+    def paint(axes: Axes) -> None:
+        _stack(axes, bars, names, fmt.duration)
+        axes.xaxis.set_major_formatter(lambda us, _position: fmt.duration(us) if us else "0")
+        axes.locator_params(axis="x", nbins=4)
+
+    cells = [
+        (name, *(fmt.duration(us.get(part, 0.0)) for part in names)) for name, us in bars.items()
+    ]
+    size = _NARROW[0], 1.7 + 0.4 * len(bars) + 0.1 * len(names)
+    return draw(paint, size, legend=2), _data(("prefill", *names), cells)
+
+
+def _stack(
+    axes: Axes,
+    bars: Mapping[str, Share],
+    parts: Sequence[str],
+    words: Callable[[float], str],
+    longest: float = 0.0,
+) -> None:
+    """Stacked bars from top to bottom; the last parts share a colour if there are too many.
+
+    words: the length of a bar as text.
+    """
+    last = len(COLORS) - 1
+    shown = {part: [part] for part in parts[:last]}
+    if rest := parts[last:]:
+        shown["other"] = [*rest]
+    names = list(bars)[::-1]
+    labels = [textwrap.fill(name, 26) for name in names]
+    left = [0.0] * len(names)
+    for (part, among), color in zip(shown.items(), COLORS, strict=False):
+        widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
+        axes.barh(labels, widths, left=left, color=color, label=part, height=0.75)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for position, total in enumerate(left):
+        axes.text(total, position, f" {words(total)}", va="center", fontsize=9)
+    axes.set_xlim(0, max(*left, longest) * 1.3)
+
+
+# --- points in rows
+
+
+def bench_speedups(groups: Sequence[Group]) -> Drawing | None:
+    """A row for each size, with a point for each series.  None if nothing was timed."""
+    rows: dict[str, dict[str, float]] = {}
+    for group in groups:
+        speedups = {series.label: series.speedup() for series in group.others()}
+        known = {label: speedup.value for label, speedup in speedups.items() if speedup}
+        if known:
+            rows[group.size] = known
+    return _points(rows, "times as fast as the baseline,\nby device time", fmt.ratio, 1.0)
+
+
+def divergences(cases: Sequence[Case]) -> Drawing | None:
+    """A row for each case of answers, with the mean, the 99th percentile and the maximum of KL."""
+    rows = {}
+    for case in cases:
+        if case.band and isinstance(case.task, Answers) and case.task.alone is None:
+            noise = f"noise: {case.task.change}" if case.task.change else ""
+            name = noise or f"{case.implementation}, {short_precision(case.precision)}"
+            band = case.band
+            rows[name] = {"mean": band.kl_mean, "p99": band.kl_p99, "max": band.kl_max}
+    return _points(rows, "KL divergence of the next token,\nnats", fmt.small)
+
+
+def _points(
+    rows: Mapping[str, Mapping[str, float]],
+    xlabel: str,
+    words: Callable[[float], str],
+    reference: float | None = None,
+) -> Drawing | None:
+    """A row from top to bottom for each name, with a value for each label on a logarithmic axis.
+
+    words: a value as text.  reference: a line at this value.
+    """
+    if not rows:
+        return None
+    labels = list(dict.fromkeys(chain.from_iterable(rows.values())))
+
+    def paint(axes: Axes) -> None:
+        axes.set_xscale("log")
+        for number, label in enumerate(labels):
+            known = [(at, row[label]) for at, row in enumerate(rows.values()) if row.get(label)]
+            heights, values = zip(*known, strict=True) if known else ((), ())
+            marker = _MARKERS[number % len(_MARKERS)]
+            axes.plot(values, heights, marker, color=_color(number), fillstyle="none", label=label)
+        if reference:
+            axes.axvline(reference, color=GREY, linewidth=1, linestyle=":")
+        axes.set_yticks(range(len(rows)), [textwrap.fill(name, 24) for name in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        _log_ticks(axes)
+        axes.xaxis.set_major_formatter(lambda value, _position: words(value))
+        axes.set_xlabel(xlabel)
+
+    cells = [
+        (name, *(words(row[label]) if label in row else fmt.MISSING for label in labels))
+        for name, row in rows.items()
+    ]
+    size = _NARROW[0], 1.4 + 0.35 * len(rows) + 0.1 * len(labels)
+    return draw(paint, size, legend=2), _data(("", *labels), cells)
+
+
+def _log_ticks(axes: Axes) -> None:
+    """The powers of ten alone may be one tick."""
+    from matplotlib.ticker import LogLocator
+
+    low, high = axes.get_xlim()
+    if high < _WIDE * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.xaxis.set_minor_formatter("")
 
 
 def _color(number: int) -> str:
