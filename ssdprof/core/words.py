@@ -136,11 +136,6 @@ def words(items: Iterable[str], last: str = "and") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
-def cut(code: str, most: int) -> str:
-    """At most so many characters of a line of code; the last ones say if there were more."""
-    return code if len(code) <= most else f"{code[: most - 3]}..."
-
-
 def plural(number: int, noun: str) -> str:
     """ "1 layer", "4 layers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

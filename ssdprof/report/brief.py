@@ -38,8 +38,8 @@ from ssdprof.report.statements import (
     caveats,
     in_short,
     shortcomings,
-    suspicions,
     verdict_lines,
+    weaknesses,
 )
 from ssdprof.report.table import (
     PRECISION,
@@ -84,7 +84,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))
     if warnings := list(caveats(report)):
         yield Text("What limits this:", style="yellow")
-        yield from _listed(warnings, "caveat", len(suspicions(report)))
+        yield from _listed(warnings, "caveat", len(weaknesses(report)))
     yield from map(terminal.verdict, in_short(report))
 
 

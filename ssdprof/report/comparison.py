@@ -95,15 +95,19 @@ def compose(
     comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
-    base, new = (str(side[0]) for side in (comparison.base, comparison.new))
-    short = Path(base).name, Path(new).name
-    names = short if short[0] != short[1] else (base, new)
+    names = _short_names(Path(comparison.base[0]).parts, Path(comparison.new[0]).parts)
     return Document(
         title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
         verdict=tuple(_verdict(comparison)),
         caveats=tuple(_caveats(comparison)),
         sections=tuple(_sections(comparison, stalls, every)),
     )
+
+
+def _short_names(base: Sequence[str], new: Sequence[str]) -> tuple[str, str]:
+    """The first parts of two paths, from the end, that differ: a/x/run and b/y/run are x and y."""
+    pairs = list(zip(base[::-1], new[::-1], strict=False))
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:

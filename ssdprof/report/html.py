@@ -9,7 +9,7 @@ from itertools import chain, count
 from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
@@ -110,11 +110,12 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
     return environment.get_template("page.html.j2").render(document=document, parts=parts)
 
 
-def unbroken(cell: str) -> str:
+def unbroken(cell: str) -> Markup:
     """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
-    two parts.
+    two parts; what is between backticks is code.
     """
-    return _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
+    text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 def _part(

@@ -151,7 +151,8 @@ def answers_by_position(cases: Sequence[Case]) -> Table | None:
             positions = {"positions": f"{band.start:,} to {band.stop - 1:,}"}
             rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
-    return table(title, rows, (*NAMES, "positions"), note=_reference(cases), keys=3)
+    words = (*NAMES, "positions")
+    return without_empty_columns(table(title, rows, words, note=_reference(cases), keys=3))
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table | None:
@@ -164,7 +165,7 @@ def answers_by_layer(cases: Sequence[Case]) -> Table | None:
     ]
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
-    return table(title, rows, ("layer", *NAMES), keys=3, note=note)
+    return without_empty_columns(table(title, rows, ("layer", *NAMES), keys=3, note=note))
 
 
 def _reference(cases: Sequence[Case]) -> str:
@@ -214,7 +215,7 @@ def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
                 "speedup": fmt.speedup(speedup, by_call=True),
                 "verdict": report.faster(case) or fmt.MISSING,
                 "predicted": fmt.ratio(report.predicted(case) if speedup else None),
-                "operator's\nshare": fmt.share(_operators_share(case, task), 1),
+                "operator's\nshare": fmt.share(operators_share(case, task), 1),
                 "operator,\none layer": fmt.duration(task.alone_us),
                 "peak\nmemory": fmt.size_words(task.peak_bytes),
                 "logits": fmt.small(task.logits_rms),
@@ -224,7 +225,7 @@ def _times(report: Report, prefills: Sequence[_Timed]) -> Table | None:
     return table(title, rows, ("tokens", "convolution\nand norm", "implementation"), keys=3)
 
 
-def _operators_share(case: Case, task: Prefill) -> float | None:
+def operators_share(case: Case, task: Prefill) -> float | None:
     """The share of the operators in the call, in percent, from the device time of one layer
     alone.
     """

@@ -350,7 +350,7 @@ def prefill_parts(prefills: Sequence[tuple[str, Share]]) -> Drawing | None:
     def paint(axes: Axes) -> None:
         _stack(axes, bars, names, fmt.duration)
         axes.xaxis.set_major_formatter(lambda us, _position: fmt.duration(us) if us else "0")
-        axes.locator_params(axis="x", nbins=4)
+        axes.locator_params(axis="x", nbins=3)
 
     cells = [
         (name, *(fmt.duration(us.get(part, 0.0)) for part in names)) for name, us in bars.items()
@@ -409,7 +409,7 @@ def divergences(cases: Sequence[Case]) -> Drawing | None:
             name = noise or f"{case.implementation}, {short_precision(case.precision)}"
             band = case.band
             rows[name] = {"mean": band.kl_mean, "p99": band.kl_p99, "max": band.kl_max}
-    return _points(rows, "KL divergence of the next token,\nnats", fmt.small)
+    return _points(rows, "KL of the next token, nats", fmt.small)
 
 
 def _points(
@@ -438,7 +438,7 @@ def _points(
         axes.set_yticks(range(len(rows)), [textwrap.fill(name, 24) for name in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         _log_ticks(axes)
-        axes.xaxis.set_major_formatter(lambda value, _position: words(value))
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(xlabel)
 
     cells = [

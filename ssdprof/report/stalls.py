@@ -11,7 +11,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
 from ssdprof.report.calls import resources
-from ssdprof.report.facts import Fact, gpu, software
+from ssdprof.report.facts import Fact, gpu, software, when
 from ssdprof.report.table import (
     Document,
     Section,
@@ -58,7 +58,6 @@ _KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
 _MOST_HINTS = 6
 _HOTTEST = 10
 _MOST_REASONS = 7
-_LONGEST_LINE = 76
 
 
 # --- the kernels of an implementation, weighted by their durations
@@ -215,9 +214,11 @@ def compose(report: StallReport) -> Document:
         if group.duration_us is not None:
             kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
             lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
+    origin = {"when": when(report.created), "read from": ", ".join(report.sources)}
     return Document(
         title=", ".join(filter(None, (*parts, report.gpu))),
         version=report.ssdprof_version,
+        origin=tuple((label, value) for label, value in origin.items() if value),
         verdict=tuple(VerdictLine(line, True) for line in lines),
         caveats=tuple(_caveats(report)),
         sections=tuple(_sections(report, profiled)),
@@ -239,10 +240,10 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     meanings = {reason: meaning(reason) for reason, _ in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
+    ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
+    yield section("What ran", ran)
     yield section("What the reasons mean", words, folded=True)
     yield section("Self-checks", _self_checks(report), folded=True)
-    ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
-    yield section("What was profiled", ran, folded=True)
 
 
 def meaning(reason: str) -> str:
@@ -417,7 +418,7 @@ def _hottest_lines(group: KernelGroup) -> Table | None:
             "line": f"{line.file}:{line.line}" if line.line else "no line",
             "stage": line.stage,
             "waits for": _waits(line),
-            "source": fmt.cut(line.text, _LONGEST_LINE),
+            "source": line.text,
         }
         for pct, line in group.lines[:_HOTTEST]
     ]

@@ -18,12 +18,13 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Drawn
+from ssdprof.core.case import Answers, Case, Drawn, Prefill
 from ssdprof.core.conditions import METRICS
-from ssdprof.core.outcome import Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
+from ssdprof.report.model import operators_share, prefills
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
@@ -248,13 +249,37 @@ def _doubt(series: Series, every: Sequence[Series]) -> str:
 
 def in_short(report: Report) -> tuple[VerdictLine, ...]:
     """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers
-    stay, and what to use.
+    stay, and what to use; on a prefill the gain of the whole model.
     """
     longest = next(iter(groups(report)), None)
-    if report.kind != "run" or longest is None or not longest.compared:
-        return ()
-    words, good = _decision(report, longest)
-    return (VerdictLine(f"In short: {words}.", good),)
+    decision = None
+    if report.kind == "run" and longest and longest.compared:
+        decision = _decision(report, longest)
+    elif report.kind == "prefill":
+        decision = _of_prefill(report)
+    return (decision._replace(text=f"In short: {decision.text}."),) if decision else ()
+
+
+def _of_prefill(report: Report) -> VerdictLine | None:
+    """The gain in the longest prefill; None if `fused` was not timed beside its baseline."""
+    timed = [
+        (case, rival)
+        for case, _ in prefills(report)
+        if case.implementation == GATED and case.call_us and (rival := report.rival(case))
+    ]
+    if not timed:
+        return None
+    case, rival = max(timed, key=lambda pair: pair[0].seqlen)
+    if not (case.call_us and rival.call_us and isinstance(rival.task, Prefill)):
+        return None
+    less, whole = rival.call_us.value - case.call_us.value, fmt.duration(rival.call_us.value)
+    share = fmt.share(operators_share(rival, rival.task), 1)
+    size = fmt.tokens(case.seqlen, case.batch)
+    gain = f"{case.implementation} takes {fmt.duration(less)} less of {whole}"
+    if report.faster(case) != "faster":
+        gain = f"{case.implementation} is not faster than {rival.implementation}, {whole}"
+    words = f"{gain} for a prefill of {size}, in which the operator takes {share}"
+    return VerdictLine(f"on this {gpu_name(report.environment)}, {words}", True)
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
@@ -386,7 +411,7 @@ def _divergence(series: Series) -> tuple[float, float]:
 
 def caveats(report: Report) -> Iterator[str]:
     """Caveats that follow from the results, and the report's own notes; the gravest first."""
-    yield from suspicions(report)
+    yield from weaknesses(report)
     timed = any(case.time_us for case in report.of_calls)
     if report.of_calls and not timed:
         why = " in this run" if report.environment.gpu else ", because this machine has no GPU"
@@ -410,22 +435,23 @@ def caveats(report: Report) -> Iterator[str]:
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _equal_precisions(report.of_calls, timed)
-    yield from _single_chunks(report)
     for out in report.left_out:
         who = f"{fmt.words(out.implementations)} of " if out.implementations else ""
         yield f"{_capital(f'{who}{out.place}')} was left out: {out.reason}."
     yield from report.remarks
 
 
-def suspicions(report: Report) -> list[str]:
-    """On inputs that no model has: of a server's calls, the recording is wrong before any kernel
-    is, and before the server.
+def weaknesses(report: Report) -> list[str]:
+    """What the verdict says less for: inputs that no model has, and sequences of one chunk.
+
+    Of a server's calls, the recording is wrong before any kernel is, and before the server.
     """
     recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
     begin = "Suspect the recording before the kernels and the server: in" if recorded else "In"
-    return [
+    suspicions = [
         f"{begin} {fmt.plural(layers, 'layer')}, {text}" for text, layers in report.doubts.items()
     ]
+    return [*suspicions, *_single_chunks(report)]
 
 
 def _single_chunks(report: Report) -> Iterator[str]:

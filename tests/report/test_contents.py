@@ -228,7 +228,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         ),
         [
             "GATE FAILED: perplexity:9: no case passed that it could judge.",
-            f"{ANSWERS_COMPARED}: a limit could not be judged.",
+            "Answers of 1 case were compared: a limit could not be judged.",
         ],
     ),
     "answers outside": (
