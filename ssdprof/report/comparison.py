@@ -117,15 +117,15 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
             offenders = [": ".join(filter(None, (each.case, each.actual))) for each in verdicts]
             yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
     if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
-        yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.", True)
+        yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.")
     counted = fmt.plural(len(comparison.pairs), "case")
     if why := comparison.nothing_compared:
         yield VerdictLine(f"FAILED: nothing was compared: {why} ({_times(comparison)}).", False)
     elif changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
         words = f"Compared {counted}.  Time: {_times(comparison)}.  Accuracy: {changes}."
-        yield VerdictLine(words, True)
+        yield VerdictLine(words)
     else:
-        yield VerdictLine(f"Compared {counted}.  Time: {_times(comparison)}.", True)
+        yield VerdictLine(f"Compared {counted}.  Time: {_times(comparison)}.")
 
 
 def _times(comparison: Comparison) -> str:

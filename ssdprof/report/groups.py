@@ -31,6 +31,10 @@ class Series:
     cases: Sequence[Case]
 
     @property
+    def key(self) -> tuple[str, PrecisionName]:
+        return self.implementation, self.precision
+
+    @property
     def name(self) -> str:
         """ "fused hopper", with all variants that ran."""
         variants = dict.fromkeys(case.variant for case in self.cases)
@@ -251,22 +255,22 @@ class Pooled(NamedTuple):
     rms_ratio: float
     parts: tuple[Deviation, ...]
 
-    def match_pct(self, tolerance: float) -> float:
+    def match_pct(self, tolerance: float) -> float | None:
         """Share of all elements that match; 100 only if all do."""
-        return self._share([(part.match_pct(tolerance), part.elements) for part in self.parts])
+        return self._share([part.match_pct(tolerance) for part in self.parts])
 
     def match_rms_pct(self, tolerance: float) -> float | None:
-        """The same, relative to the RMS of the tensor."""
-        shares = [(part.match_rms_pct(tolerance), part.elements) for part in self.parts]
-        known = [(share, elements) for share, elements in shares if share is not None]
-        return self._share(known) if len(known) == len(shares) else None
+        """The same, relative to the RMS of the tensor; None if it is not known of each call."""
+        return self._share([part.match_rms_pct(tolerance) for part in self.parts])
 
-    @staticmethod
-    def _share(shares: Sequence[tuple[float, int]]) -> float:
-        if all(share == 100.0 for share, _ in shares):
+    def _share(self, shares: Sequence[float | None]) -> float | None:
+        known = [share for share in shares if share is not None]
+        if len(known) < len(shares):
+            return None
+        if min(known) == 100.0:
             return 100.0
-        matching = math.fsum(share * elements for share, elements in shares)
-        pooled = matching / sum(elements for _, elements in shares)
+        elements = [part.elements for part in self.parts]
+        pooled = math.fsum(map(operator.mul, known, elements)) / sum(elements)
         return min(pooled, math.nextafter(100.0, 0.0))
 
 

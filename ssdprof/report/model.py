@@ -240,26 +240,26 @@ def _parts(prefills: Sequence[_Timed]) -> Table | None:
     if not columns:
         return None
     headers, cells = ["part"], []
-    for name, us in columns:
+    for name, us in columns.items():
         whole = math.fsum(us.values())
         headers.append(name.replace(", ", ",\n"))
         cells.append([_time_and_share(part_us, whole) for part_us in (*us.values(), whole)])
-    rows = zip((*columns[0][1], "call"), *cells, strict=True)
+    rows = zip((*us, "call"), *cells, strict=True)
     title = f"Where the time goes at {_size(prefills[0][0])}, {_layers(prefills[0][1])}"
     return strings(title, headers, rows, "l".ljust(len(headers), "r"))
 
 
-def parts_of_prefills(prefills: Sequence[_Timed]) -> list[tuple[str, dict[str, float]]]:
+def parts_of_prefills(prefills: Sequence[_Timed]) -> dict[str, dict[str, float]]:
     """The name and the us of each part of every timed prefill, which add up to its call."""
     names: dict[str, float] = {}
     for _, task in prefills:
         names |= dict.fromkeys(task.parts, 0.0)
-    columns = []
+    columns = {}
     for case, task in prefills:
         if task.parts and case.call_us:
             us = names | task.part_us
             us["GPU idle"] = case.call_us.value - math.fsum(us.values())
-            columns.append((f"{_name(case)}, {task.conv_and_norm}", us))
+            columns[f"{_name(case)}, {task.conv_and_norm}"] = us
     return columns
 
 

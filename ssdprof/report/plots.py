@@ -14,7 +14,6 @@ from ssdprof.core.base import short_precision
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
 from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
 from ssdprof.report.table import Cells, Table, aligned
@@ -45,6 +44,7 @@ _SETTINGS: dict[Any, Any] = {
 }
 # of positions
 _PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}
+_BUSY = "percent of the busy warp time"
 _WIDE = 300  # ends of a logarithmic axis, from which on its powers of ten are enough
 _STROKE = 0.01  # of the height of a plot
 _MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -89,42 +89,17 @@ def _data(headers: Cells, rows: Iterable[Cells]) -> Table:
 
 
 def speedups(groups: Sequence[Group]) -> Drawing | None:
-    """Bars of the speedups by device time, with their intervals.  None if nothing was timed."""
-    names, ratios, baselines = list[str](), list[Estimate](), set[str]()
+    """By device time: a row for each size, with a point for each series; of one size, a row for
+    each series.  None if nothing was timed.
+    """
+    rows: dict[str, dict[str, float]] = {}
     for group in groups:
         for series in group.others():
-            if ratio := series.speedup():
-                names.append(series.label if len(groups) == 1 else f"{series.label},\n{group.size}")
-                ratios.append(ratio)
-                baselines.add(group.baseline)
-    if not ratios:
-        return None
-    baseline = baselines.pop() if len(baselines) == 1 else "the baseline"
-    size = f", {groups[0].size}" if len(groups) == 1 else ""
-
-    def paint(axes: Axes) -> None:
-        """From the lowest bar to the highest."""
-        bars = ratios[::-1]
-        values = [bar.value for bar in bars]
-        spread = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
-        axes.barh(names[::-1], values, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
-        for position, value in enumerate(values):
-            axes.text(
-                value * 0.97,
-                position,
-                fmt.ratio(value),
-                va="center",
-                ha="right",
-                color="#fffffe",
-                fontsize=9,
-            )
-        axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        axes.set_xlabel(f"times as fast as {baseline},\nby device time{size}")
-
-    picture = draw(paint, (_NARROW[0], 1.2 + 0.35 * len(ratios)), legend=0)
-    named = zip(names, ratios, strict=True)
-    cells = [(" ".join(name.split()), fmt.speedup(ratio)) for name, ratio in named]
-    return picture, _data(("implementation", "speedup"), cells)
+            if speedup := series.speedup():
+                names = (group.size, series.label)
+                row, label = names if len(groups) > 1 else names[::-1]
+                rows.setdefault(row, {})[label] = speedup.value
+    return _points(rows, "times as fast as the baseline,\nby device time", fmt.ratio, 1.0)
 
 
 # --- rooflines: operations per byte and per second
@@ -306,10 +281,15 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {_stage_name(group, stage): share for stage, share in group.stages.items()}
-        pictures[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
+        if picture := stacked(bars, reasons, _percent, _BUSY, title, longest):
+            pictures[group.name.lstrip("_")] = (title, picture)
     if roof := stall_roofline(report):
         pictures["roofline"] = ("Roofline", roof)
     return pictures
+
+
+def _percent(share: float) -> str:
+    return fmt.share(share, 1)
 
 
 def _stage_name(group: KernelGroup, stage: str) -> str:
@@ -318,86 +298,62 @@ def _stage_name(group: KernelGroup, stage: str) -> str:
     return f"{name}: {group.part(stage)}" if part else name
 
 
-def stages(
-    bars: Mapping[str, Share], title: str, reasons: Sequence[str], longest: float = 0.0
-) -> Drawing:
-    """bars: stage -> stall reason -> percent.  longest: of the bars of all plots of a report, which
-    have one axis.  reasons: those of all plots of a report, which have one order of colours.
-    """
-
-    def paint(axes: Axes) -> None:
-        _stack(axes, bars, reasons, lambda pct: fmt.share(pct, 1), longest)
-        axes.set_xlabel("percent of the busy warp time")
-        axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
-
-    cells = [
-        (stage, *(f"{share.get(reason, 0.0):.1f}" for reason in reasons))
-        for stage, share in bars.items()
-    ]
-    size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)
-    return draw(paint, size, legend=2), _data(("stage, percent", *reasons), cells)
-
-
-def prefill_parts(prefills: Sequence[tuple[str, Share]]) -> Drawing | None:
-    """A bar for each prefill of one length, which is as long as its call.  prefills: name, and part
-    -> us.
-    """
-    if not prefills:
-        return None
-    bars = dict(prefills)
-    names = list(dict.fromkeys(chain.from_iterable(bars.values())))
-
-    def paint(axes: Axes) -> None:
-        _stack(axes, bars, names, fmt.duration)
-        axes.xaxis.set_major_formatter(lambda us, _position: fmt.duration(us) if us else "0")
-        axes.locator_params(axis="x", nbins=3)
-
-    cells = [
-        (name, *(fmt.duration(us.get(part, 0.0)) for part in names)) for name, us in bars.items()
-    ]
-    size = _NARROW[0], 1.7 + 0.4 * len(bars) + 0.1 * len(names)
-    return draw(paint, size, legend=2), _data(("prefill", *names), cells)
-
-
-def _stack(
-    axes: Axes,
+def stacked(
     bars: Mapping[str, Share],
     parts: Sequence[str],
     words: Callable[[float], str],
+    xlabel: str,
+    title: str = "",
     longest: float = 0.0,
-) -> None:
-    """Stacked bars from top to bottom; the last parts share a colour if there are too many.
+) -> Drawing | None:
+    """Bars from top to bottom, of parts from left to right; the last parts share a colour if there
+    are too many.
 
-    words: the length of a bar as text.
+    words: a length as text.  longest: of the bars of all plots that have the same axis.
     """
+    if not bars:
+        return None
     last = len(COLORS) - 1
     shown = {part: [part] for part in parts[:last]}
     if rest := parts[last:]:
         shown["other"] = [*rest]
-    names = list(bars)[::-1]
-    labels = [textwrap.fill(name, 26) for name in names]
-    left = [0.0] * len(names)
-    for (part, among), color in zip(shown.items(), COLORS, strict=False):
-        widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
-        axes.barh(labels, widths, left=left, color=color, label=part, height=0.75)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for position, total in enumerate(left):
-        axes.text(total, position, f" {words(total)}", va="center", fontsize=9)
-    axes.set_xlim(0, max(*left, longest) * 1.3)
+
+    def paint(axes: Axes) -> None:
+        """From the lowest bar to the highest."""
+        names = list(bars)[::-1]
+        labels = [textwrap.fill(name, 26) for name in names]
+        left = [0.0] * len(names)
+        for (part, among), color in zip(shown.items(), COLORS, strict=False):
+            widths = [sum(bars[name].get(each, 0.0) for each in among) for name in names]
+            axes.barh(labels, widths, left=left, color=color, label=part, height=0.75)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for position, total in enumerate(left):
+            axes.text(total, position, f" {words(total)}", va="center", fontsize=9)
+        axes.set_xlim(0, max(*left, longest) * 1.3)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_xlabel(xlabel)
+        heading = "\n".join(textwrap.wrap(title, 40))
+        axes.figure.suptitle(heading, x=0.02, ha="left", fontsize=10)
+
+    cells = [
+        (name, *(words(lengths.get(part, 0.0)) for part in parts)) for name, lengths in bars.items()
+    ]
+    size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(parts)
+    return draw(paint, size, legend=2), _data(("", *parts), cells)
+
+
+def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
+    """bars: prefill -> part -> us."""
+    ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
+    parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
+    return stacked(ms, parts, _ms, "ms of a prefill")
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f}"
 
 
 # --- points in rows
-
-
-def bench_speedups(groups: Sequence[Group]) -> Drawing | None:
-    """A row for each size, with a point for each series.  None if nothing was timed."""
-    rows: dict[str, dict[str, float]] = {}
-    for group in groups:
-        speedups = {series.label: series.speedup() for series in group.others()}
-        known = {label: speedup.value for label, speedup in speedups.items() if speedup}
-        if known:
-            rows[group.size] = known
-    return _points(rows, "times as fast as the baseline,\nby device time", fmt.ratio, 1.0)
 
 
 def divergences(cases: Sequence[Case]) -> Drawing | None:

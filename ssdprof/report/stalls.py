@@ -219,7 +219,7 @@ def compose(report: StallReport) -> Document:
         title=", ".join(filter(None, (*parts, report.gpu))),
         version=report.ssdprof_version,
         origin=tuple((label, value) for label, value in origin.items() if value),
-        verdict=tuple(VerdictLine(line, True) for line in lines),
+        verdict=tuple(VerdictLine(line) for line in lines),
         caveats=tuple(_caveats(report)),
         sections=tuple(_sections(report, profiled)),
     )

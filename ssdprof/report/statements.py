@@ -18,13 +18,13 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Drawn, Prefill
+from ssdprof.core.case import Answers, Case, Drawn
 from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
-from ssdprof.report.model import operators_share, prefills
+from ssdprof.report.model import prefills
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
@@ -165,7 +165,7 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
     if outcome.others and report.kind in ("bench", "prefill"):
         how += f"; {outcome.others} more of other libraries do not count"
-    yield VerdictLine(f"{_capital(who)} {how}.", True)
+    yield VerdictLine(f"{_capital(who)} {how}.")
 
 
 def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
@@ -262,24 +262,18 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
 
 def _of_prefill(report: Report) -> VerdictLine | None:
     """The gain in the longest prefill; None if `fused` was not timed beside its baseline."""
-    timed = [
-        (case, rival)
-        for case, _ in prefills(report)
-        if case.implementation == GATED and case.call_us and (rival := report.rival(case))
-    ]
-    if not timed:
+    timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
+    case = max(timed, key=lambda case: case.seqlen, default=None)
+    speedup = case and report.speedup(case)
+    if not (case and case.call_us and speedup):
         return None
-    case, rival = max(timed, key=lambda pair: pair[0].seqlen)
-    if not (case.call_us and rival.call_us and isinstance(rival.task, Prefill)):
-        return None
-    less, whole = rival.call_us.value - case.call_us.value, fmt.duration(rival.call_us.value)
-    share = fmt.share(operators_share(rival, rival.task), 1)
-    size = fmt.tokens(case.seqlen, case.batch)
-    gain = f"{case.implementation} takes {fmt.duration(less)} less of {whole}"
+    less = fmt.duration(case.call_us.value * (speedup.value - 1))
+    gain = f"takes {less} less ({fmt.ratio(speedup.value)})"
     if report.faster(case) != "faster":
-        gain = f"{case.implementation} is not faster than {rival.implementation}, {whole}"
-    words = f"{gain} for a prefill of {size}, in which the operator takes {share}"
-    return VerdictLine(f"on this {gpu_name(report.environment)}, {words}", True)
+        gain = f"is not faster ({fmt.ratio(speedup.value)})"
+    size, gpu = fmt.tokens(case.seqlen, case.batch), gpu_name(report.environment)
+    over = f"than {report.baseline} for a whole prefill of {size}"
+    return VerdictLine(f"on this {gpu}, {case.implementation} {gain} {over}")
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
@@ -327,45 +321,34 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
 
     faulty: implementations and precisions that are not usable.
     """
-    usable = [
-        series
-        for series in _usable(group)
-        if (series.implementation, series.precision) not in faulty
-    ]
+    usable = [series for series in _usable(group) if series.key not in faulty]
+    where = f"{group.extent} {group.where}"
     if not usable:
-        return _without_usable(group, faulty)
+        if group.compared == ("served",) and not faulty:
+            return VerdictLine(f"what the server computed is accurate enough for {where}")
+        if any(series.key in faulty for series in group.series(group.baseline)):
+            return VerdictLine("nothing that was compared is usable", False)
+        return VerdictLine(f"keep {group.baseline}")
     timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
+    gpu = group.report.environment.gpu
     if not timed:
         names = dict.fromkeys(series.implementation for series in usable)
         verb = "is" if len(names) == 1 else "are"
         precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
         at = f" at {precisions}" if faulty else ""
-        enough = f"{fmt.words(names)} {verb} accurate enough{at} for {group.extent} {group.where}"
-        has_gpu = group.report.environment.gpu
-        why = "on this GPU nothing was timed" if has_gpu else "without a GPU there is no speed"
-        return VerdictLine(f"{enough}; {why}", True)
+        why = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
+        words = f"{fmt.words(names)} {verb} accurate enough{at} for {where}; {why}"
+        return VerdictLine(words)
     least = min(series.us("device") for series in timed)
     best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least)
     if best.verdict != "faster":
-        words = f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
-        return VerdictLine(words, True)
+        return VerdictLine(
+            f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
+        )
     whole = best.baseline_us or 0.0
     less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
-    gain = f"{best.implementation} takes {less} for {group.extent} {group.where}"
-    gpu = gpu_name(group.report.environment)
-    words = f"on this {gpu}, {gain}; {_answers_words(best)}; use {best.precision}"
-    return VerdictLine(words, True)
-
-
-def _without_usable(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
-    """Where only the baseline was compared, or only what a server computed."""
-    every = [(series.implementation, series.precision) for series in group.series()]
-    if any(name == group.baseline and (name, precision) in faulty for name, precision in every):
-        return VerdictLine("nothing that was compared is usable", False)
-    if group.compared == ("served",) and not any(names in faulty for names in every):
-        words = f"what the server computed is accurate enough for {group.extent} {group.where}"
-        return VerdictLine(words, True)
-    return VerdictLine(f"keep {group.baseline}", True)
+    gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {less}"
+    return VerdictLine(f"{gain} for {where}; {_answers_words(best)}; use {best.precision}")
 
 
 def _usable(group: Group) -> list[Series]:

@@ -161,7 +161,7 @@ class VerdictLine(NamedTuple):
     """good: it says nothing bad."""
 
     text: str
-    good: bool
+    good: bool = True
 
 
 # a text explains the table above it, a tuple is a list of sentences

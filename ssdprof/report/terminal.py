@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 
 from rich import box
 from rich.cells import cell_len
@@ -114,35 +113,19 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part: the fewest parts that fit, of similar widths.  A split table loses
-    empty columns.
-    """
-    widths = _widths(table)
-    whole, keys = tuple(range(len(widths))), tuple(range(table.keys))
-    rest = [column for column in table.full() if column >= table.keys]
-
-    def taken(block: Sequence[int]) -> int:
-        return _taken(widths[column] for column in block)
-
-    def fits(block: Sequence[int]) -> bool:
-        return len(block) == len(keys) + 1 or taken(block) <= width
-
-    if taken(whole) <= width:
-        return [whole]
-    for parts in range(1, len(rest) + 1):
-        cuts = combinations(range(1, len(rest)), parts - 1)
-        splits = (_split(keys, rest, borders) for borders in cuts)
-        if possible := [split for split in splits if all(map(fits, split))]:
-            return min(possible, key=lambda split: max(map(taken, split)))
-    return [keys]
-
-
-def _split(
-    keys: Sequence[int], rest: Sequence[int], borders: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """The other columns cut at the borders, each part behind the keys."""
-    edges = (0, *borders, len(rest))
-    return [(*keys, *rest[low:high]) for low, high in pairwise(edges)]
+    """Columns of each part that fits, the keys first.  A split table loses empty columns."""
+    widths, keys = _widths(table), range(table.keys)
+    if _taken(widths) <= width:
+        return [tuple(range(len(widths)))]
+    room = width - sum(widths[key] + _GAP for key in keys)
+    parts: list[list[int]] = [[]]
+    for column in table.full():
+        if column < table.keys:
+            continue
+        if parts[-1] and _taken(widths[each] for each in (*parts[-1], column)) > room:
+            parts.append([])
+        parts[-1].append(column)
+    return [(*keys, *part) for part in parts]
 
 
 def _widths(table: Table) -> list[int]:

@@ -116,7 +116,7 @@ def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
     drawing = plots.speedups(groups(report()))
     assert drawing is not None
     svg, numbers = drawing
-    assert numbers.rows[0] == ("fused, exact, fp32", "2.00x [1.98, 2.02]")
+    assert numbers.rows[0] == ("fused, exact, fp32", "2.00x")
     first, second = (Page(inline(svg, prefix, "Speed & more")) for prefix in ("a-", "b-"))
     assert first.ids
     assert not set(first.ids) & set(second.ids)
@@ -154,7 +154,8 @@ def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     )
     words = Page((plots.speedups(both) or [""])[0]).words
     assert "times as fast as the baseline, by device time" in words
-    assert "recurrent, exact, fp32, decode steps after 8 tokens" in words
+    assert "decode steps after 8 tokens" in words
+    assert "recurrent, exact, fp32" in words
     assert plots.along_positions(both[1]) is None
     (chunks,) = groups(in_calls(report(seqlens=(24,))))
     assert "position in the chunk, tokens" in Page((plots.along_positions(chunks) or [""])[0]).words
