@@ -114,7 +114,7 @@ def unbroken(cell: str) -> Markup:
     two parts; what is between backticks is code.
     """
     text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", escape(text)))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _part(
@@ -175,7 +175,7 @@ def inline(svg: str, prefix: str, title: str) -> str:
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", body)
     body = body.replace("#000000", "currentColor").replace("#ffffff", "none")
     style = f'role="img" style="max-width: {width:.0f}px"'
-    return f"{tag}{head} {style}><title>{escape(title)}</title>{body}"
+    return f"{tag}{head} {style}><title>{escape(title)}</title>{body.rstrip()}"
 
 
 # --- tables

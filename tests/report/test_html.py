@@ -73,6 +73,10 @@ def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str])
     """The goldens hold the tables and captions of whole pages."""
     words = {name: Page(text).words for name, text in pages.items()}
     assert "weights random" in words["cpu"]
+    assert "ms of a prefill" in words["prefill"]
+    assert "KL of the next token, nats" in words["answers"]
+    assert "times as fast as the baseline" in words["bench"]
+    assert html.unbroken("a < b `c < d`") == "a &lt; b <code>c &lt; d</code>"
     assert not any(absent in words["cpu"] for absent in ("Roofline", "times as fast"))
     assert "svg" not in Page(pages["nothing"]).tags
     assert "Nothing was compared." in words["nothing"]

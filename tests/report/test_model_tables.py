@@ -6,9 +6,9 @@ from typing import Any
 
 import cases
 import pytest
-from cases import EXACT_FP32, answers, band, of_answers, of_prefill, prefill, report, timed
+from cases import EXACT_FP32, answers, band, failed, of_answers, of_prefill, prefill, report, timed
 from report.shown import row
-from report.test_contents import of_title, verdict
+from report.test_contents import changed, of_title, verdict
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
@@ -17,6 +17,7 @@ from ssdprof.core.report import LeftOut, Report
 from ssdprof.report import comparison
 from ssdprof.report.document import compose
 from ssdprof.report.stalls import StageChange
+from ssdprof.report.statements import in_short
 from ssdprof.report.table import Document, Table
 
 
@@ -188,6 +189,52 @@ def test_only_the_values_that_changed_are_shown() -> None:
     assert table.headers[3:] == ("configuration,\nBASE", "configuration,\nNEW")
     ((_, name, _, before, now),) = table.rows
     assert (name, before != now) == ("fused", True)
+
+
+def worse(case: Case) -> Case:
+    error = cases.deviation(rms_ratio=0.5)
+    return case.changed(accuracy=(cases.accuracy("out").changed(vs_oracle=error),))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (lambda case: case, "2 equal"),
+        (failed, "1 equal, 1 now inaccurate"),
+        (worse, "1 equal, 1 with a "),
+    ],
+)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu: bool) -> None:
+    base = report(layers=(0,), precisions=(EXACT_FP32,), gpu=gpu)
+    new = base.changed(cases=tuple(map(changed(how), base.cases)))
+    (line,) = compared(base, new).verdict
+    assert f"Accuracy: {words}" in line.text, line.text
+
+
+@pytest.mark.parametrize(
+    ("fused_us", "words"),
+    [(1000.0, "takes 1.00 ms less (2.00x) than unfused"), (2100.0, "is not faster (0.95x) than")],
+)
+def test_a_prefill_is_in_short(fused_us: float, words: str) -> None:
+    found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us))
+    (line,) = in_short(found)
+    assert line.text.startswith(f"In short: on this NVIDIA H200, fused {words} ")
+    assert not in_short(prefill(of_prefill("unfused", 2000.0), of_prefill("fused", None)))
+
+
+@pytest.mark.parametrize(
+    ("base", "new", "title"),
+    [
+        ("a/run", "b/run", "BASE a, NEW b"),
+        ("runs/one", "two.json", "BASE one, NEW two.json"),
+        ("x/run", "x/run", "BASE run, NEW run"),
+    ],
+)
+def test_the_title_of_a_comparison_is_short(base: str, new: str, title: str) -> None:
+    whole = report(layers=(0,))
+    found = compare((base, whole), (new, whole), smallest_difference=0.01)
+    assert comparison.compose(found).title == f"ssdprof compare: {title}"
 
 
 def test_other_machines_and_inputs_are_caveats() -> None:
