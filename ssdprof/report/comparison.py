@@ -95,7 +95,7 @@ def compose(
     comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
-    names = _short_names(Path(comparison.base[0]).parts, Path(comparison.new[0]).parts)
+    names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
     return Document(
         title=f"ssdprof compare: BASE {names[0]}, NEW {names[1]}",
         verdict=tuple(_verdict(comparison)),
@@ -104,10 +104,10 @@ def compose(
     )
 
 
-def _short_names(base: Sequence[str], new: Sequence[str]) -> tuple[str, str]:
-    """The first parts of two paths, from the end, that differ: a/x/run and b/y/run are x and y."""
-    pairs = list(zip(base[::-1], new[::-1], strict=False))
-    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+def _short_names(base: str, new: str) -> tuple[str, str]:
+    """The last parts of two paths that differ: a/x/run and b/y/run are x and y."""
+    pairs = zip(reversed(Path(base).parts), reversed(Path(new).parts), strict=False)
+    return next((pair for pair in pairs if pair[0] != pair[1]), (base, new))
 
 
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:

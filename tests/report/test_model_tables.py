@@ -228,7 +228,7 @@ def test_a_prefill_is_in_short(fused_us: float, words: str) -> None:
     [
         ("a/run", "b/run", "BASE a, NEW b"),
         ("runs/one", "two.json", "BASE one, NEW two.json"),
-        ("x/run", "x/run", "BASE run, NEW run"),
+        ("run", "x/run", "BASE run, NEW x/run"),
     ],
 )
 def test_the_title_of_a_comparison_is_short(base: str, new: str, title: str) -> None:
