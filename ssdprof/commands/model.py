@@ -70,9 +70,7 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
         folder, report = run_job.run(found, options, watcher, ranks)
     if not reports:
         return
-    shown = (
-        tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
-    )
+    shown = tables.render(compose(report)) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=output.kept(folder))
     codes = []
     if options.prefill:
@@ -165,8 +163,7 @@ def answers(options: AnswersOptions, subject: Subject) -> None:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = answers_job.answers(subject, options, TerminalWatcher())
-    shown = tables.render(compose(report), verdict_last=True)
-    output.finish(report, shown, as_json=options.json, note=output.kept(folder))
+    output.finish(report, folder, as_json=options.json)
 
 
 def prefill(options: PrefillOptions) -> None:
@@ -176,6 +173,4 @@ def prefill(options: PrefillOptions) -> None:
         use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = prefill_job.time_prefills(options, subject, TerminalWatcher())
-    output.finish(
-        report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder)
-    )
+    output.finish(report, folder, as_json=options.json)

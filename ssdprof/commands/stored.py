@@ -33,7 +33,6 @@ from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
-from ssdprof.report.document import compose
 from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
@@ -90,8 +89,7 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    shown = brief.render(report) if report.kind == "run" else render(compose(report))
-    output.finish(report, shown, as_json=as_json, note=output.kept(Path(place)))
+    output.finish(report, Path(place), as_json=as_json)
 
 
 # --- accuracy
@@ -122,7 +120,8 @@ def accuracy(options: options.AccuracyOptions) -> None:
         report, options.intermediates, states, every_state=options.states != "all"
     )
     shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
-    output.finish(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.show(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.end(shown)
 
 
 # --- export

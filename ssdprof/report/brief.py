@@ -43,11 +43,13 @@ from ssdprof.report.statements import (
 )
 from ssdprof.report.table import (
     PRECISION,
+    Document,
     Table,
     TableRow,
     VerdictLine,
     fold_precisions,
     is_filled,
+    section,
     table,
 )
 
@@ -210,11 +212,15 @@ def accuracy_table(
     wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(line, False) for line in wrong]
     lines += advice((group, name) for group in chosen for name in group.compared)
-    parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
-    parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
-    for shown in filter(None, chain.from_iterable(map(calls.accuracies, chosen))):
-        parts += ["", terminal.SplitTable(shown)]
-    return Renderables(*parts, "", Text(calls.ACCURACY_READING, style="dim"))
+    tables = chain.from_iterable(map(calls.accuracies, chosen))
+    return terminal.render(
+        Document(
+            title=f"{report.subject}, run {report.id}",
+            verdict=tuple(lines),
+            caveats=tuple(caveats(report)),
+            sections=(section("Accuracy", *tables, reading=calls.ACCURACY_READING),),
+        )
+    )
 
 
 def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[Group]:
@@ -239,11 +245,11 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
         return BadInputError(
             f"Run {report.id} compared nothing at {precisions}.", f"It compared: {names}."
         )
-    hint = "It ended before its first comparison.  Run again."
+    hint = f"It holds {report.baseline} alone."
     if report.of_answers:
         hint = "It holds a model's answers: 'ssdprof export' shows them."
-    elif report.cases:
-        hint = f"It holds {report.baseline} alone."
+    elif not report.cases:
+        hint = "It ended before its first comparison.  Run again."
     return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
 
 
@@ -297,8 +303,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                     "largest rms error,\nover the floor": fmt.ratio(_error(report)),
                 }
             )
-        known = times if any(times) else map(_error, reports)
-        line = fmt.sparkline([value for value in known if value is not None])
+        line = fmt.sparkline([us for us in times if us is not None])
         title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
         if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
             yield shown

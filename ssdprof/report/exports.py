@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from csv import DictWriter
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
@@ -31,6 +31,7 @@ from ssdprof.core.base import (
     states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn, Launch, LayerCall, Prefill, Summary
+from ssdprof.core.conditions import METRICS, Metric, number
 from ssdprof.core.outcome import Outcome, judged
 from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
@@ -42,7 +43,7 @@ from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, subject
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
-from ssdprof.report.table import Document, Section, Table
+from ssdprof.report.table import Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
@@ -54,6 +55,8 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 # --- CSV
 
 CsvRow = dict[str, object]  # header, with its unit -> value
+
+
 _ANY = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY = Case.model_construct(  # for the headers of a report without cases
     task=_ANY, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
@@ -229,9 +232,13 @@ def _summarised(report: Report, case: Case) -> Case:
         samples=(),
         summary=summary,
         accuracy=[
-            _summarised_errors(accuracy)
-            for accuracy in case.accuracy
-            if accuracy.tensor == "out" or accuracy.reason
+            error.changed(
+                vs_oracle=error.vs_oracle.changed(along=()),
+                vs_baseline=error.vs_baseline and error.vs_baseline.changed(along=()),
+                floor=error.floor.changed(along=()),
+            )
+            for error in case.accuracy
+            if error.tensor == "out" or error.reason
         ],
         launches=launches,
         probes=[probe for probe in case.probes if probe.holds == "no"],
@@ -241,15 +248,6 @@ def _summarised(report: Report, case: Case) -> Case:
         bytes_moved=None,
         flops=None,
     )
-
-
-def _summarised_errors(accuracy: Accuracy) -> Accuracy:
-    short = accuracy.changed(
-        vs_oracle=accuracy.vs_oracle.changed(along=()),
-        vs_baseline=accuracy.vs_baseline and accuracy.vs_baseline.changed(along=()),
-        floor=accuracy.floor.changed(along=()),
-    )
-    return short if accuracy.reason else short.changed(budget=(), checks=())
 
 
 def _stored(record: Report | Case) -> dict[str, object]:
@@ -281,8 +279,8 @@ def junit(report: Report) -> str:
     gates = _gates(report, outcome)
     root = Element("testsuites")
     suites = ("cases", cases), (report.kind, [whole, *gates])
-    for number, (name, tests) in enumerate(suites):
-        root.append(_suite(report, number, name, tests))
+    for place, (name, tests) in enumerate(suites):
+        root.append(_suite(report, place, name, tests))
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
@@ -375,17 +373,13 @@ def _clean(text: str) -> str:
 def step_summary(report: Report) -> str:
     """One screen of Markdown: the verdict, what limits it, and the first table."""
     document = compose(report)
-    sections = tuple(islice(_tables(document), 1))
-    return markdown.render(replace(document, sections=sections))
-
-
-def _tables(document: Document) -> Iterator[Section]:
-    """Each table in a section of its own, shortened."""
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Table):
                 short = replace(block, rows=block.rows[:_MOST_ROWS], note="")
-                yield replace(section, blocks=(short,))
+                first = replace(section, blocks=(short,))
+                return markdown.render(replace(document, sections=(first,)))
+    return markdown.render(document)
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
@@ -419,22 +413,21 @@ def outputs(report: Report) -> dict[str, str]:
         for case in judged(report)
         if case.result == "passed" and not isinstance(case.task, Answers)
     ]
-    speedups = [speedup.value for speedup in map(report.speedup, cases) if speedup]
-    outputs = [case.tensor("out") for case in cases]
-    over_floor = [out.over_floor for out in outputs if out]
+    worst = {"least-speedup": "speedup", "least-match": "match", "largest-rms-ratio": "rms"}
     verdict = printable(" ".join(line.text for line in verdict_lines(report)))
     return {
         "passed": "true" if Outcome(report).passed else "false",
         "verdict": whole_words(verdict, LONGEST_MESSAGE),
         "run": printable(report.id),
-        "least-speedup": _worst(min, speedups),
-        "least-match": _worst(min, [case.match_pct(1e-3) for case in cases]),
-        "largest-rms-ratio": _worst(max, over_floor),
+        **{name: _worst(METRICS[metric], cases, report) for name, metric in worst.items()},
     }
 
 
-def _worst(most: Callable[[list[float]], float], values: Iterable[float | None]) -> str:
-    known = [value for value in values if value is not None]
+def _worst(metric: Metric, cases: Iterable[Case], report: Report) -> str:
+    """The value that fails a gate first; empty if no case has one."""
+    values = (metric.value(case, metric.default, report) for case in cases)
+    known = [number(value) for value in values if value is not None]
+    most = min if metric.more_is_better else max
     return f"{most(known):.6g}" if known else ""
 
 

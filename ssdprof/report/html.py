@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, count
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -31,29 +31,55 @@ _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 _KINDS = {Table: "table", str: "note", tuple: "list"}
 
 PageBlock = tuple[str, object]  # kind, by which the template draws it, and content
-# title, SVG, its numbers, and whether the picture includes its title
-Picture = tuple[str, Markup, Table, bool]
+Picture = tuple[str, Markup, Table]  # title, SVG, its numbers
 Pictures = dict[str, dict[str, plots.Drawing | None]]
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
     """A document as an HTML file.  stalls: the stall report that it is of, for its pictures."""
-    pictures = [_part(section("Pictures"), _stall_pictures(stalls, count(1)))] if stalls else []
-    return _page(document, [*map(_part, document.sections), *pictures])
+    pictures = _of_stalls(stalls) if stalls else {}
+    return _page(document, list(_parts(document, pictures, count(1))))
 
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
     pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
-    parts = [
-        _part(section, _pictures(numbers, pictures.get(section.title, {}).items()))
-        for section in document.sections
-    ]
+    parts = list(_parts(document, pictures, numbers))
     if stalls:
-        parts += _stalls(stalls, numbers)
+        profiled = of_stalls.compose(stalls)
+        lines = (profiled.title, *(line.text for line in profiled.verdict), *profiled.caveats)
+        parts.append(_part(section("Warp stalls", (f"Profiled {when(stalls.created)}.", *lines))))
+        for part in _parts(profiled, _of_stalls(stalls), numbers):
+            parts.append(part | {"level": 3, "folded": part["title"] != "Hints"})
     return _page(document, parts)
+
+
+def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[PagePart]:
+    """Each section, with its pictures before its tables.  numbers: make their ids unique."""
+    for part in document.sections:
+        drawings = pictures.get(part.title, {}).items()
+        shown: list[Picture] = [
+            (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1])
+            for title, drawing in drawings
+            if drawing
+        ]
+        yield _part(part, [("pictures", shown)] if shown else [])
+
+
+def _part(section: Section, pictures: Sequence[PageBlock] = ()) -> PagePart:
+    return {
+        "title": section.title,
+        "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
+        "blocks": [*pictures, *((_KINDS[type(block)], block) for block in section.blocks)],
+        "folded": section.folded,
+        "level": 2,
+    }
+
+
+def _of_stalls(report: StallReport) -> Pictures:
+    return {of_stalls.STAGES: dict(plots.of_stalls(report).values())}
 
 
 def _of_bench(report: Report) -> Pictures:
@@ -117,49 +143,7 @@ def unbroken(cell: str) -> Markup:
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
-def _part(
-    section: Section, extra: Iterable[PageBlock] = (), *, level: int = 2, folded: bool = False
-) -> PagePart:
-    return {
-        "title": section.title,
-        "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
-        "blocks": [*extra, *((_KINDS[type(block)], block) for block in section.blocks)],
-        "folded": folded or section.folded,
-        "level": level,
-    }
-
-
 # --- pictures
-
-
-def _pictures(
-    numbers: Iterator[int],
-    drawings: Iterable[tuple[str, plots.Drawing | None]],
-    *,
-    titled: bool = False,
-) -> Iterator[PageBlock]:
-    """One block of those that there are.  numbers: make their ids unique."""
-    shown: list[Picture] = [
-        (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1], titled)
-        for title, drawing in drawings
-        if drawing is not None
-    ]
-    if shown:
-        yield "pictures", shown
-
-
-def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:
-    document = of_stalls.compose(stalls)
-    lines = [line.text for line in document.verdict] + list(document.caveats)
-    if stalls.created:
-        lines.append(f"Profiled {when(stalls.created)}: {document.title}.")
-    yield _part(section("Warp stalls"), [("list", tuple(lines)), *_stall_pictures(stalls, numbers)])
-    for part in document.sections:
-        yield _part(part, level=3, folded=part.title != "Hints")
-
-
-def _stall_pictures(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PageBlock]:
-    return _pictures(numbers, plots.of_stalls(stalls).values(), titled=True)
 
 
 def inline(svg: str, prefix: str, title: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,12 +58,11 @@ _Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the leg
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
     """A figure without a window, a date or a random identifier.
 
-    size: width and height in inches.  legend: columns of the legend below the axes; 0: none.
+    size: width and height in inches.  legend: columns of the legend below the axes.
     """
     # late: it takes most of a second, and few commands draw
     os.environ["MPLBACKEND"] = "svg"  # the user's may be unknown here, and no figure has a window
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_SETTINGS):
@@ -70,11 +70,9 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
-        if legend:
-            figure.legend(loc="outside lower center", ncols=legend, fontsize=9, frameon=False)
+        figure.legend(loc="outside lower center", ncols=legend, fontsize=9, frameon=False)
         out = io.StringIO()
-        canvas: Any = FigureCanvasSVG(figure)
-        canvas.print_svg(out, metadata={"Date": None, "Creator": "ssdprof"})
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "ssdprof"})
     return out.getvalue()
 
 
@@ -150,14 +148,12 @@ def stall_roofline(report: StallReport) -> Drawing | None:
     roof = None
     if busiest and busiest.dram_peak_gb_per_s and busiest.tensor_peak_tflops:
         roof = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
-    return _roofline(points, roof, "byte of DRAM", "Roofline")
+    return _roofline(points, roof, "byte of DRAM")
 
 
-def _roofline(
-    points: _Points, roof: tuple[float, float] | None, per: str, title: str = ""
-) -> Drawing | None:
+def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Drawing | None:
     """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
-    known.  title: it is wide.
+    known.
     """
     cells, intensities, rates = list[Cells](), list[float](), list[float]()
     for label, labelled in points.items():
@@ -196,7 +192,6 @@ def _roofline(
             axis.set_minor_formatter("")
         axes.set_xlabel(f"floating-point operations\nper {per}")
         axes.set_ylabel("TFLOP/s by device time")
-        axes.set_title(title, loc="left", fontsize=10)
 
     numbers = _data(("what", f"operations per {per}", "TFLOP/s"), cells)
     return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
@@ -281,7 +276,7 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {_stage_name(group, stage): share for stage, share in group.stages.items()}
-        if picture := stacked(bars, reasons, _percent, _BUSY, title, longest):
+        if picture := stacked(bars, reasons, _percent, _BUSY, longest):
             pictures[group.name.lstrip("_")] = (title, picture)
     if roof := stall_roofline(report):
         pictures["roofline"] = ("Roofline", roof)
@@ -303,7 +298,6 @@ def stacked(
     parts: Sequence[str],
     words: Callable[[float], str],
     xlabel: str,
-    title: str = "",
     longest: float = 0.0,
 ) -> Drawing | None:
     """Bars from top to bottom, of parts from left to right; the last parts share a colour if there
@@ -332,8 +326,6 @@ def stacked(
         axes.set_xlim(0, max(*left, longest) * 1.3)
         axes.locator_params(axis="x", nbins=5)
         axes.set_xlabel(xlabel)
-        heading = "\n".join(textwrap.wrap(title, 40))
-        axes.figure.suptitle(heading, x=0.02, ha="left", fontsize=10)
 
     cells = [
         (name, *(words(lengths.get(part, 0.0)) for part in parts)) for name, lengths in bars.items()
@@ -381,17 +373,17 @@ def _points(
     if not rows:
         return None
     labels = list(dict.fromkeys(chain.from_iterable(rows.values())))
+    heights = range(len(rows))
 
     def paint(axes: Axes) -> None:
         axes.set_xscale("log")
         for number, label in enumerate(labels):
-            known = [(at, row[label]) for at, row in enumerate(rows.values()) if row.get(label)]
-            heights, values = zip(*known, strict=True) if known else ((), ())
+            values = [row.get(label, math.nan) for row in rows.values()]
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(values, heights, marker, color=_color(number), fillstyle="none", label=label)
         if reference:
             axes.axvline(reference, color=GREY, linewidth=1, linestyle=":")
-        axes.set_yticks(range(len(rows)), [textwrap.fill(name, 24) for name in rows])
+        axes.set_yticks(heights, [textwrap.fill(name, 24) for name in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         _log_ticks(axes)
         axes.xaxis.set_major_formatter("{x:g}")

@@ -31,6 +31,7 @@ READING = (
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
     "run."
 )
+STAGES = "Stages and stall reasons"  # the title of the section with pictures
 REASONS = {
     "selected": "issuing: not a stall",
     "not_selected": "ready, but another warp was chosen: not a stall",
@@ -230,7 +231,7 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
     stages = (side_by_side(profiled), *map(by_stage, profiled))
-    yield section("Stages and stall reasons", *stages, reading=READING)
+    yield section(STAGES, *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")

@@ -16,7 +16,6 @@ from ssdprof.core.base import (
     PrecisionName,
     grouped,
     intermediates_of,
-    states_of,
 )
 from ssdprof.core.case import Answers, Case, Drawn
 from ssdprof.core.conditions import METRICS
@@ -287,33 +286,29 @@ def _decision(report: Report, group: Group) -> VerdictLine:
     if of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
         first = f"explain {layer_words(of_inputs)} first, where the exact answer is not finite"
         return VerdictLine(first, False)
-    troubles = dict.fromkeys(_troubles(report, outcome))
-    if not (troubles or outcome.broken or outcome.passed):
+    faulty = dict.fromkeys(_faulty(report, outcome))
+    if not (faulty or outcome.broken or outcome.passed):
         return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
-    by_reason = grouped(troubles, lambda trouble: (trouble[0], trouble[2]))
     words = []
-    for (name, why), same in by_reason.items():
-        precisions = dict.fromkeys(precision for _, precision, _ in same)
+    for name, same in grouped(faulty, lambda names: names[0]).items():
+        precisions = [precision for _, precision in same]
         every = {case.precision for case in report.cases if case.implementation == name}
         where = f" at {fmt.words(precisions)}" if set(precisions) < every else ""
-        words.append(f"{name} is not usable{where}: {why}")
+        words.append(f"{name} did not pass{where}")
     for verdict in outcome.broken:
         if not verdict.case:
             words.append(f"{verdict.condition} could judge no case")
-    advised, good = _recommendation(group, {(name, precision) for name, precision, _ in troubles})
+    advised, good = _recommendation(group, set(faulty))
     return VerdictLine("; ".join([*words, advised]), good and outcome.passed)
 
 
-def _troubles(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName, str]]:
-    """Each implementation and precision that failed, was refused or misses a limit, and why."""
-    for case in (*outcome.failed, *outcome.refused, *outcome.answers_failed):
-        if case.result != "passed":
-            yield case.implementation, case.precision, _result_words(case)
-    cases = {case.name: case for case in report.cases}
-    for verdict in outcome.broken:
-        if verdict.case in cases:
-            case = cases[verdict.case]
-            yield case.implementation, case.precision, f"misses {verdict.condition}"
+def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName]]:
+    """Each implementation and precision that failed, was refused or misses a limit."""
+    offenders = {verdict.case for verdict in outcome.broken}
+    failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
+    for case in report.cases:
+        if case in failed or case.name in offenders:
+            yield case.implementation, case.precision
 
 
 def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
@@ -522,19 +517,12 @@ def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
                 key = case.implementation, part.removeprefix(_SAME_AS)
                 equal.setdefault(key, set()).add(case.precision)
     for (name, other), precisions in equal.items():
-        words = [_with_states(precision) for precision in sorted(precisions, key=PRECISIONS.index)]
-        ran = {_with_states(case.precision) for case in cases if case.implementation == name}
-        which = "every precision" if ran <= {other, *words} else fmt.words(words)
+        which = "; ".join(sorted(precisions, key=PRECISIONS.index))
         same = "its outputs and its times are the same" if timed else "its outputs are the same"
         yield (
             f"{name} computes {which} as {other}: {same}.  Their rows differ where each is "
             "compared with the baseline at its own state dtype."
         )
-
-
-def _with_states(precision: PrecisionName) -> str:
-    """ "exact with fp32 states"."""
-    return f"{intermediates_of(precision)} with {states_of(precision)} states"
 
 
 # --- cases in words

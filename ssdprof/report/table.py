@@ -17,7 +17,7 @@ Align = Literal["left", "right"]
 Cells = tuple[str, ...]
 TableRow = dict[str, str]  # heading -> cell
 _GOOD = ("faster", "passed", "yes", "ok")
-_BAD = ("slower", "inaccurate", "nonfinite", "failed", "out of memory")
+_BAD = ("missing", "slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)

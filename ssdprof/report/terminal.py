@@ -21,13 +21,10 @@ _MOST_ROWS = 60  # of a table with one row per case
 _STYLES = {"good": "green", "bad": "red", "": ""}
 
 
-def render(
-    document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False
-) -> RenderableType:
-    """The whole document.
+def render(document: Document, *, rest: str = WHOLE_REPORT) -> RenderableType:
+    """The whole document; the verdict stands before and after its tables.
 
-    rest: the command that shows all rows of a long table.  verdict_last: repeat the verdict at the
-    end.
+    rest: the command that shows all rows of a long table.
     """
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
@@ -38,7 +35,7 @@ def render(
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:
         parts += _section(section, rest)
-    return Group(*parts, *(["", *map(verdict, document.verdict)] if verdict_last else []))
+    return Group(*parts, "", *map(verdict, document.verdict))
 
 
 def origin(pairs: Iterable[tuple[str, str]]) -> RenderableType:
@@ -70,7 +67,8 @@ class SplitTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the parts, the note."""
-        yield Text(self.table.title, style="bold")
+        if self.table.title:
+            yield Text(self.table.title, style="bold")
         parts = [self.table.only(block) for block in _blocks(self.table, options.max_width)]
         for number, part in enumerate(parts):
             if number:

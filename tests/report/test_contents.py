@@ -368,34 +368,30 @@ def beside(name: str, kind: str, *changes: Change) -> Report:
             "fused is accurate enough for layer 3 at 131,072 tokens; "
             "without a GPU there is no speed.",
         ),
-        (report(change=changed(failed)), "fused is not usable: inaccurate; keep unfused."),
+        (report(change=changed(failed)), "fused did not pass; keep unfused."),
         (
             report(**TWO_OF_ONE, change=result("refused", precision=RELAXED_FP16)),
-            f"fused is not usable at relaxed, fp16 states: refused; {GAIN}; use exact, fp32 "
-            "states.",
+            f"fused did not pass at relaxed, fp16 states; {GAIN}; use exact, fp32 states.",
         ),
         (
             report(**TWO_OF_ONE, gpu=False, change=result("nonfinite", precision=RELAXED_FP16)),
-            "fused is not usable at relaxed, fp16 states: not finite; fused is accurate enough at "
+            "fused did not pass at relaxed, fp16 states; fused is accurate enough at "
             "exact, fp32 states for layer 3 at 131,072 tokens; without a GPU there is no speed.",
         ),
         (
             beside("mine:f", "own", result("inaccurate", "mine:f")),
-            f"mine:f is not usable: inaccurate; {GAIN}; use exact, fp32 states.",
+            f"mine:f did not pass; {GAIN}; use exact, fp32 states.",
         ),
         (
             beside("served", "served", result("nonfinite", "served")),
-            f"served is not usable: not finite; {GAIN}; use exact, fp32 states.",
+            f"served did not pass; {GAIN}; use exact, fp32 states.",
         ),
         (
             beside("mine:f", "own", result("failed", "unfused")),
-            "unfused is not usable: failed; fused and mine:f are accurate enough at exact, fp32 "
+            "unfused did not pass; fused and mine:f are accurate enough at exact, fp32 "
             "states for layer 3 at 131,072 tokens; on this GPU nothing was timed.",
         ),
-        (
-            report(**ONE, conditions=(parse_gate("speedup:9"),)),
-            "fused is not usable: misses speedup:9; keep unfused.",
-        ),
+        (report(**ONE, conditions=(parse_gate("speedup:9"),)), "fused did not pass; keep unfused."),
         (
             report(**ONE, conditions=(parse_gate("kl:1"),)),
             f"kl:1 could judge no case; {GAIN}; use exact, fp32 states.",
@@ -505,20 +501,21 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
     "equal precisions": (
         report(change=changed(as_exact)),
         [
-            "fused computes every precision as exact with fp32 states: "
-            "its outputs and its times are the same."
+            "fused computes exact, fp16 states; relaxed, fp32 states; relaxed, fp16 states as "
+            "exact with fp32 states: its outputs and its times are the same."
         ],
     ),
     "equal precisions without times": (
         report(gpu=False, change=changed(as_exact)),
         [
             UNTIMED,
-            "fused computes every precision as exact with fp32 states: its outputs are the same.",
+            "fused computes exact, fp16 states; relaxed, fp32 states; relaxed, fp16 states as "
+            "exact with fp32 states: its outputs are the same.",
         ],
     ),
     "one equal precision": (
         report(change=changed(as_exact, precision=EXACT_FP16)),
-        ["fused computes exact with fp16 states as exact with"],
+        ["fused computes exact, fp16 states as exact with"],
     ),
     "left out": (
         bench(left_out=(LeftOut(place="a cell", implementations=("fla",), reason="no room"),)),

@@ -45,7 +45,7 @@ WRONG = result("inaccurate")
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int) -> None:
     found = report(seqlens=(131_072, 1024), change=result("inaccurate", layers=(9,)), **HOT)
-    text = printed(terminal.render(compose(found), verdict_last=True), width)
+    text = printed(terminal.render(compose(found)), width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     for word in (
@@ -60,9 +60,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int) -> No
 
 
 def test_the_verdict_is_first_and_last() -> None:
-    lines = printed(
-        terminal.render(compose(report(precisions=TWO, gpu=False)), verdict_last=True), 400
-    ).splitlines()
+    lines = printed(terminal.render(compose(report(precisions=TWO, gpu=False))), 400).splitlines()
     assert lines[0] == "ssdprof: ibm-granite/granite-4.0-h-small, 131,072 tokens, no GPU"
     assert lines[1].startswith("PASSED")
     assert lines[1:4] == lines[-3:]
@@ -209,7 +207,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said() -> None:
         "all four have the same reason"
     )
     assert any(line.startswith("FAILED: 4 of 8 cases") for line in lines)
-    assert lines[-1] == "In short: fused is not usable: inaccurate; keep unfused."
+    assert lines[-1] == "In short: fused did not pass; keep unfused."
     text = printed(brief.render(report(notes=NOTES)), 200)
     assert "  1 more caveat with --full." in text
     assert NOTES[0].strip() in text
