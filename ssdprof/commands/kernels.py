@@ -82,7 +82,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
     if options.json:
         print(dump(report))
     else:
-        terminal.out().print(render(of_tuning(report), rest="--json"))
+        terminal.out().print(render(of_tuning(report)))
 
 
 def stalls(options: StallsOptions) -> None:
@@ -105,7 +105,7 @@ def stalls(options: StallsOptions) -> None:
     if options.json:
         print(stall_files.dump(report))
     else:
-        terminal.out().print(render(stall_report.compose(report), rest="--markdown FILE"))
+        terminal.out().print(render(stall_report.compose(report)))
     for written in (folder, options.markdown, options.html):
         if written is not None:
             terminal.say(output.kept(written))

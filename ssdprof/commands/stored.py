@@ -60,7 +60,7 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif tables:
         for table in tables:
-            terminal.out().print(SplitTable(table, rest="--json"))
+            terminal.out().print(SplitTable(table))
     else:
         terminal.say(
             f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
@@ -241,7 +241,7 @@ def compare(options: options.CompareOptions) -> None:
     elif chosen:
         _write(markdown.render(document), target, force=options.force)
     else:
-        terminal.out().print(render(document, rest="--format markdown"))
+        terminal.out().print(render(document))
     if compared.passed:
         return
     offences = list(chain.from_iterable(compared.verdicts.values()))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from csv import DictWriter
 from dataclasses import replace
 from itertools import chain
-from typing import get_args
+from typing import Any, get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
@@ -199,6 +199,13 @@ def _of_model(report: Report, case: Case) -> CsvRow:
 
 # --- baselines
 
+_ALONG = {"vs_oracle": {"along"}, "vs_baseline": {"along"}, "floor": {"along"}}
+_NOT_SUMMARISED = {
+    **dict.fromkeys(("trials", "first_call", "plan", "bytes_moved", "flops"), True),
+    "task": {"parts"},
+    "accuracy": {"__all__": _ALONG},
+}
+
 
 def baseline(report: Report) -> str:
     """A JSON document for `compare`, to be kept in a repository: a line per case, with times and
@@ -211,11 +218,11 @@ def baseline(report: Report) -> str:
     ]
     head = _stored(report.changed(cases=(), requested=(), processes=processes))
     fields = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
-    cases = ",\n".join(json.dumps(_stored(_summarised(report, case))) for case in compared(report))
+    cases = ",\n".join(json.dumps(_summarised(report, case)) for case in compared(report))
     return f'{{\n{fields}"cases": [\n{cases}\n]\n}}'
 
 
-def _summarised(report: Report, case: Case) -> Case:
+def _summarised(report: Report, case: Case) -> dict[str, object]:
     """Without samples, with what `compare` reads."""
     summary = case.summary
     if case.samples:
@@ -226,33 +233,22 @@ def _summarised(report: Report, case: Case) -> Case:
         Launch(kernel=launch.kernel, config={"digest": launch.digest}, registers=launch.registers)
         for launch in case.launches
     ]
-    return case.changed(
+    accuracy = [error for error in case.accuracy if error.tensor == "out" or error.reason]
+    probes = [probe for probe in case.probes if probe.holds == "no"]
+    short = case.changed(
         inputs=case.inputs[:16],
-        task=case.task.changed(parts={}) if isinstance(case.task, Prefill) else case.task,
         samples=(),
         summary=summary,
-        accuracy=[
-            error.changed(
-                vs_oracle=error.vs_oracle.changed(along=()),
-                vs_baseline=error.vs_baseline and error.vs_baseline.changed(along=()),
-                floor=error.floor.changed(along=()),
-            )
-            for error in case.accuracy
-            if error.tensor == "out" or error.reason
-        ],
+        accuracy=accuracy,
         launches=launches,
-        probes=[probe for probe in case.probes if probe.holds == "no"],
-        trials={},
-        first_call=None,
-        plan="",
-        bytes_moved=None,
-        flops=None,
+        probes=probes,
     )
+    return _stored(short, _NOT_SUMMARISED)
 
 
-def _stored(record: Report | Case) -> dict[str, object]:
+def _stored(record: Report | Case, without: dict[str, Any] | None = None) -> dict[str, object]:
     """Its fields; what a case is and its times come first."""
-    fields = record.model_dump(mode="json", exclude_defaults=True)
+    fields = record.model_dump(mode="json", exclude_defaults=True, exclude=without)
     first = ("implementation", "precision", "task", "seqlen", "status", "summary", "accuracy")
     order = first if isinstance(record, Case) else ()
     return {name: fields[name] for name in (*order, *fields) if name in fields}

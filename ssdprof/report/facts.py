@@ -18,7 +18,7 @@ from ssdprof.report.table import Table, facts
 
 Fact = tuple[str, str]  # name and value; those without a value are not shown
 _KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
-_SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"}
+_SOURCES = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}
 _PROMPTS = {
     "default": "built-in text",
     "file": "text file",
@@ -26,9 +26,7 @@ _PROMPTS = {
     "recorded": "a recording",
 }
 _MEANINGS = {
-    "unfused": (
-        "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates"
-    ),
+    "unfused": "ssdprof's own kernels with one launch per stage",
     "fused": "the stages merged into as few kernel launches as is fastest",
     "recurrent": "one launch that goes token by token, with the state in registers",
     "unfused_step": (
@@ -47,11 +45,7 @@ def meanings(report: Report) -> tuple[Fact, ...]:
     used = {case.implementation for case in report.cases}
     used |= {intermediates_of(case.precision) for case in report.cases}
     words = {word: meaning for word, meaning in _MEANINGS.items() if word in used}
-    if report.baseline != "unfused":
-        words = {"baseline": f"{report.baseline}, which the others are compared with"} | words
-        if "unfused" in words:
-            words["unfused"] = words["unfused"].partition(";")[0]
-    return tuple(words.items())
+    return (("baseline", f"{report.baseline}, which the others are compared with"), *words.items())
 
 
 def origin(report: Report) -> tuple[Fact, ...]:
@@ -76,10 +70,7 @@ def weights(ref: CheckpointRef) -> str:
         return "random"
     revision = f", revision {ref.revision[:12]}" if ref.revision else ""
     quantised = f", quantised ({ref.quantization})" if ref.quantization else ""
-    where = {"hub": "from the hub", "local": "from a local folder", "demo": "trained, built in"}[
-        ref.source
-    ]
-    return f"{where}{revision}{quantised}"
+    return f"{_SOURCES[ref.source]}{revision}{quantised}"
 
 
 def when(created: str) -> str:

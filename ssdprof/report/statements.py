@@ -442,12 +442,12 @@ def _single_chunks(report: Report) -> Iterator[str]:
             call and not (call.kind == "chunk" and call.count == 1)
         ):
             continue  # of a bench, or it begins with a state
-        dims = (case.dims for case in group.cases if case.dims)
-        chunks = {size for size in (each.chunk_size for each in dims) if size is not None}
-        if chunks and longest <= min(chunks):
+        sizes = {case.dims.chunk_size for case in group.cases if case.dims}
+        chunks = sorted(size for size in sizes if size is not None)
+        if chunks and longest <= chunks[0]:
             what = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
             are = "are" if call is None and longest > 1 else "is"
-            chunk = f"one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}"
+            chunk = f"one chunk of {fmt.words(map(str, chunks), 'or')}"
             untested = "no state is passed on, so the dtype of the states is not tested"
             yield f"{what} {are} no more than {chunk}: {untested}."
 

@@ -14,18 +14,13 @@ from rich.text import Text
 from ssdprof.core.words import MISSING
 from ssdprof.report.table import Document, Section, Table, VerdictLine, tone
 
-WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _LEAST_WRAPPED = 30  # least width of a text column, if possible
-_MOST_ROWS = 60  # of a table with one row per case
 _STYLES = {"good": "green", "bad": "red", "": ""}
 
 
-def render(document: Document, *, rest: str = WHOLE_REPORT) -> RenderableType:
-    """The whole document; the verdict stands before and after its tables.
-
-    rest: the command that shows all rows of a long table.
-    """
+def render(document: Document) -> RenderableType:
+    """The whole document; the verdict stands before and after its tables."""
     parts: list[RenderableType] = [
         Text(document.title, style="bold"),
         *map(verdict, document.verdict),
@@ -34,7 +29,7 @@ def render(document: Document, *, rest: str = WHOLE_REPORT) -> RenderableType:
     if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:
-        parts += _section(section, rest)
+        parts += _section(section)
     return Group(*parts, "", *map(verdict, document.verdict))
 
 
@@ -57,13 +52,9 @@ def bullet(text: str) -> RenderableType:
 
 @dataclass(frozen=True)
 class SplitTable:
-    """A table that is split into several if the console is too narrow, each with the key columns.
-
-    rest: the command that shows all rows of a long table.
-    """
+    """A table, in several parts with the key columns if the console is too narrow."""
 
     table: Table
-    rest: str = WHOLE_REPORT
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the parts, the note."""
@@ -76,18 +67,16 @@ class SplitTable:
             yield _drawn(
                 part, is_part=len(parts) > 1, squeezed=_taken(_widths(part)) > options.max_width
             )
-        if (hidden := len(self.table.rows) - _MOST_ROWS) > 0:
-            yield Text(f"{hidden:,} more rows: {self.rest}", style="dim")
         if self.table.note:
             yield Text(self.table.note, style="dim")
 
 
-def _section(section: Section, rest: str) -> Iterator[RenderableType]:
+def _section(section: Section) -> Iterator[RenderableType]:
     for block in section.blocks:
         yield ""
         match block:
             case Table():
-                yield SplitTable(block, rest)
+                yield SplitTable(block)
             case str():
                 yield Text(block, style="dim")
             case _:
@@ -104,7 +93,7 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
         drawn.add_column(
             Text(header), justify=align, no_wrap=rigid, overflow="fold", vertical="top"
         )
-    for row in table.rows[:_MOST_ROWS]:
+    for row in table.rows:
         if not is_part or any(cell != MISSING for cell in row[table.keys :]):
             drawn.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
     return drawn

@@ -122,20 +122,6 @@ def test_a_part_has_no_empty_rows_and_no_empty_columns() -> None:
     )
 
 
-def test_long_tables_are_cut_with_a_word_about_the_rest() -> None:
-    table = Table(
-        title="t",
-        headers=("n",),
-        rows=tuple((str(i),) for i in range(100)),
-        align=("left",),
-        keys=0,
-    )
-    text = printed(terminal.SplitTable(table, rest="--json"))
-    assert "59" in text
-    assert "\n60" not in text
-    assert "40 more rows: --json" in text
-
-
 # --- one screen
 
 
