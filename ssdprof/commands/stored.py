@@ -25,7 +25,7 @@ from ssdprof.core.base import precisions_for
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
-from ssdprof.core.words import MISSING
+from ssdprof.core.words import count
 from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
@@ -269,16 +269,12 @@ def models(*, as_json: bool) -> None:
 
 
 def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
-    layers, context = "not known", MISSING
-    if known.operator_layers:
-        layers = f"{known.operator_layers} of {known.layers}"
-    if known.trained_context:
-        context = f"{known.trained_context:,}"
+    layers = f"{known.operator_layers} of {known.layers}" if known.operator_layers else "not known"
     return {
         "checkpoint": known.repo,
         "parameters": f"{known.parameters / 1e9:g} B",
         "layers": layers,
-        "trained on": context,
+        "trained on": count(known.trained_context),
         "operator's sizes": words.format(**known.dims) if known.dims else "not known",
     }
 

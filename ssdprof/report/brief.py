@@ -128,7 +128,7 @@ def _errors(series: Series) -> TableRow:
         "within\nbudget": "NO" if outside else "yes",
         "equal to\nbaseline": calls.match(rival, 0.0),
         "match\n@ 1e-3": calls.match(rival, 1e-3),
-        "@ 1e-3\nof rms": fmt.percent(rival and rival.match_rms_pct(calls.OF_RMS)),
+        "@ 1e-3\nof rms": fmt.percent(rival and rival.match_pct(calls.OF_RMS, of_rms=True)),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -303,8 +303,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                     "largest rms error,\nover the floor": fmt.ratio(_error(report)),
                 }
             )
-        line = fmt.sparkline([us for us in times if us is not None])
-        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {line}"
+        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}"
         if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
             yield shown
 

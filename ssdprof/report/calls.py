@@ -209,7 +209,7 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
         "match,\nequal": match(pooled, 0.0),
         "match\n@ 1e-3": match(pooled, 1e-3),
         "match\n@ 1e-2": match(pooled, 1e-2),
-        "@ 1e-3\nof rms": fmt.percent(pooled.match_rms_pct(OF_RMS)),
+        "@ 1e-3\nof rms": fmt.percent(pooled.match_pct(OF_RMS, of_rms=True)),
         "rms\nerror": fmt.small(pooled.rms_ratio),
         "largest\nerror": fmt.small(largest.max_abs),
         "largest\nvalue": fmt.small(largest.scale_max_abs),
@@ -233,43 +233,26 @@ def _within_budget(series: Series, tensor: TensorName) -> str:
     return "NO" if len(errors) == 1 else f"NO: {outside}/{len(errors)}"
 
 
-def laws(report: Report) -> Table | None:
-    """Which laws each implementation and precision obeys: "no" if any case breaks one."""
-    equal: dict[Cells, list[str]] = {}
-    for name, precision, probe in _worst_probes(report):
-        if not probe.name.startswith(BETWEEN_CALLS):
-            equal.setdefault((name, precision, probe.holds, probe.detail), []).append(probe.name)
-    rows = [
-        {
-            "implementation": name,
-            PRECISION: precision,
-            "holds": holds,
-            "laws": "; ".join(probes),
-            "why": why,
-        }
-        for (name, precision, holds, why), probes in equal.items()
-    ]
-    return table(
-        "Laws", fold_precisions(rows), (*NAMES, "holds", "laws", "why"), keys=3, wraps="laws"
-    )
-
-
-def between_calls(report: Report) -> Table | None:
-    """A row for each law of a pool of states, and the first place where it does not hold."""
-    rows = [
-        {
-            "law": probe.name.removeprefix(BETWEEN_CALLS),
-            "implementation": name,
-            PRECISION: precision,
-            "holds": probe.holds,
-            "first place, or why": probe.detail,
-        }
-        for name, precision, probe in _worst_probes(report)
-        if probe.name.startswith(BETWEEN_CALLS)
-    ]
-    detail = "first place, or why"
-    words = ("law", *NAMES, "holds", detail)
-    return table("State between calls", fold_precisions(rows), words, keys=3, wraps=detail)
+def laws(report: Report) -> Iterator[Table | None]:
+    """Which laws each implementation and precision obeys, "no" if any case breaks one; then those
+    of a pool of states between calls.
+    """
+    of_pool = grouped(_worst_probes(report), lambda row: row[2].name.startswith(BETWEEN_CALLS))
+    for is_of_pool, title in ((False, "Laws"), (True, "State between calls")):
+        probes = of_pool.get(is_of_pool, [])
+        equal = grouped(probes, lambda row: (*row[:2], row[2].holds, row[2].detail))
+        rows = [
+            {
+                "implementation": name,
+                PRECISION: precision,
+                "holds": holds,
+                "laws": "; ".join(probe.name.removeprefix(BETWEEN_CALLS) for *_, probe in same),
+                "why": why,
+            }
+            for (name, precision, holds, why), same in equal.items()
+        ]
+        words = (*NAMES, "holds", "laws", "why")
+        yield table(title, fold_precisions(rows), words, keys=3, wraps="why")
 
 
 def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:

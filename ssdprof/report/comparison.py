@@ -13,7 +13,6 @@ from ssdprof.core.case import Case
 from ssdprof.core.pairs import Comparison, Pair, Side, Total, subject, unfinished
 from ssdprof.core.report import Report
 from ssdprof.report.facts import gpu_name
-from ssdprof.report.stalls import StageChange
 from ssdprof.report.table import (
     PRECISION,
     Document,
@@ -36,6 +35,7 @@ READING = (
     "the spread within each of the two; what differs from run to run, such as clocks and "
     "temperature, is not in them."
 )
+_OF_STALLS = "Times under ncu cannot be compared with those of a run."
 _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
 _NAMES = ("case", "implementation", PRECISION)
 
@@ -92,7 +92,7 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 
 
 def compose(
-    comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False
+    comparison: Comparison, stalls: Sequence[Table | None] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
@@ -185,7 +185,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 
 
 def _sections(
-    comparison: Comparison, stalls: Sequence[StageChange], every: bool
+    comparison: Comparison, stalls: Sequence[Table | None], every: bool
 ) -> Iterator[Section]:
     """Speed, then what else differs side by side, then what was not compared.
 
@@ -205,7 +205,7 @@ def _sections(
     for title, describe in _DESCRIBED.items():
         described = [(_names(pair), describe(base), describe(new)) for pair, base, new in both]
         yield section(title, _differences(title, described, every))
-    yield section("Stalls by stage", _stages(stalls))
+    yield section("Stalls by stage", *stalls, reading=_OF_STALLS)
     yield section("Not compared", _unpaired(comparison.pairs))
     yield section("What ran", _facts(comparison))
 
@@ -270,24 +270,6 @@ def _differences(
                 row[f"{heading},\nNEW"] = new[heading]
     note = "" if every else "Only cases that changed; all of them with --format markdown."
     return table(f"{title}, side by side", rows, _NAMES, keys=3, note=note)
-
-
-def _stages(changes: Sequence[StageChange]) -> Table | None:
-    """A row for each stage of an implementation that was profiled in both."""
-    rows = [
-        {
-            "implementation": change.implementation,
-            "stage": change.stage,
-            "share,\nBASE": fmt.share(change.base_pct, 1),
-            "share,\nNEW": fmt.share(change.new_pct, 1),
-            "time,\nBASE": fmt.duration(change.base_us),
-            "time,\nNEW": fmt.duration(change.new_us),
-        }
-        for change in changes
-    ]
-    note = "Times under ncu cannot be compared with those of a run."
-    title = "Busy warp samples of each stage, by ncu"
-    return table(title, rows, ("implementation", "stage"), keys=2, note=note)
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Table | None:

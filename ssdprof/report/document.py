@@ -66,7 +66,7 @@ def _sections(report: Report) -> Iterator[Section]:
     answered = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
     yield from _of_bench(report) if report.kind == "bench" else _of_prompts(prompts)
-    yield section("Laws", calls.laws(report), calls.between_calls(report))
+    yield section("Laws", *calls.laws(report))
     compared = []
     for cases in answered:
         compared += [model.answers(cases), model.answers_by_layer(cases)]

@@ -220,15 +220,11 @@ def _settings(report: Report) -> Iterator[Fact]:
 
 
 def answers_words(cases: Sequence[Case]) -> str:
-    """ "4 cases (and 2 of noise, 8 of single layers)": the cases, and those beside them."""
-    tasks = [case.task for case in cases if isinstance(case.task, Answers)]
-    beside = {
-        "noise": sum(bool(task.change) for task in tasks),
-        "single layers": sum(task.alone is not None for task in tasks),
-    }
-    counted = fmt.plural(len(tasks) - sum(beside.values()), "case")
-    others = [f"{number} of {name}" for name, number in beside.items() if number]
-    return f"{counted} (and {', '.join(others)})" if others else counted
+    """ "4 cases (and 10 of noise or single layers)": those that gates apply to, and the others."""
+    judged = sum(case.judged for case in cases)
+    others = len(cases) - judged
+    words = fmt.plural(judged, "case")
+    return f"{words} (and {others} of noise or single layers)" if others else words
 
 
 def _machine(report: Report) -> Iterator[Fact]:

@@ -255,17 +255,17 @@ class Pooled(NamedTuple):
     rms_ratio: float
     parts: tuple[Deviation, ...]
 
-    def match_pct(self, tolerance: float) -> float | None:
-        """Share of all elements that match; 100 only if all do."""
-        return self._share([part.match_pct(tolerance) for part in self.parts])
+    def match_pct(self, tolerance: float, *, of_rms: bool = False) -> float | None:
+        """Share of all elements that match; 100 only if all do.
 
-    def match_rms_pct(self, tolerance: float) -> float | None:
-        """The same, relative to the RMS of the tensor; None if it is not known of each call."""
-        return self._share([part.match_rms_pct(tolerance) for part in self.parts])
-
-    def _share(self, shares: Sequence[float | None]) -> float | None:
+        of_rms: relative to the RMS of the tensor; then None if it is not known of each call.
+        """
+        shares = [
+            part.match_rms_pct(tolerance) if of_rms else part.match_pct(tolerance)
+            for part in self.parts
+        ]
         known = [share for share in shares if share is not None]
-        if len(known) < len(shares):
+        if len(known) < len(self.parts):
             return None
         if min(known) == 100.0:
             return 100.0

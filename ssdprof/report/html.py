@@ -17,7 +17,7 @@ from ssdprof.report import calls, model, plots
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
-from ssdprof.report.groups import Group, groups
+from ssdprof.report.groups import groups
 from ssdprof.report.table import Document, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
@@ -97,7 +97,8 @@ def _of_prompts(report: Report) -> Pictures:
             "Roofline of the operator": plots.roofline(report, prompts),
         },
         ACCURACY: {
-            _title_of_errors(group): plots.along_positions(group) for group in prompts[:_LAYERED]
+            f"Error by position, worst layer, {group.size}": plots.along_positions(group)
+            for group in prompts[:_LAYERED]
         },
         ANSWERS: {
             f"Divergence at {fmt.tokens(cases[0].seqlen)}": plots.divergences(cases)
@@ -108,12 +109,6 @@ def _of_prompts(report: Report) -> Pictures:
             for size, same in prefills.items()
         },
     }
-
-
-def _title_of_errors(group: Group) -> str:
-    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
-    kind = group.call.kind if group.call else None
-    return f"Error along {along.get(kind, 'a chunk')}, worst layer, {group.size}"
 
 
 def _page(document: Document, parts: Sequence[PagePart]) -> str:

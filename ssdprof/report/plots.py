@@ -43,8 +43,6 @@ _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
 }
-# of positions
-_PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}
 _BUSY = "percent of the busy warp time"
 _WIDE = 300  # ends of a logarithmic axis, from which on its powers of ten are enough
 _STROKE = 0.01  # of the height of a plot
@@ -234,8 +232,7 @@ def along_positions(group: Group) -> Drawing | None:
         axes.set_ylabel("rms error against fp64")
         axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
         axes.set_xlim(0, group.seqlen)
-        what = "prompt" if group.call is None else _PLACES[group.call.kind]
-        axes.set_xlabel(f"position in the {what}, tokens")
+        axes.set_xlabel("position, tokens")
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
@@ -338,11 +335,7 @@ def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
     """bars: prefill -> part -> us."""
     ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
     parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
-    return stacked(ms, parts, _ms, "ms of a prefill")
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.1f}"
+    return stacked(ms, parts, "{:,.1f}".format, "ms of a prefill")
 
 
 # --- points in rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
@@ -170,30 +169,20 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-class StageChange(NamedTuple):
-    """Its share in percent and its time, by ncu, in BASE and NEW; None: missing in that report."""
-
-    implementation: str
-    stage: str
-    base_pct: float | None
-    new_pct: float | None
-    base_us: float | None
-    new_us: float | None
-
-
-def changes(base: StallReport | None, new: StallReport | None) -> Iterator[StageChange]:
-    """Stages of the implementations that were profiled in both."""
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table | None]:
+    """A table of the stages of each implementation that was profiled in both."""
     if base is None or new is None:
         return
-    before = {group.name: group for group in kernel_groups(base) if group.is_sampled}
+    before = {group.name: group for group in kernel_groups(base)}
     for group in kernel_groups(new):
-        if group.is_sampled and group.name in before:
-            other = before[group.name]
-            for stage in dict.fromkeys((*group.whole, *other.whole)):
-                base_pct, new_pct = other.pct(stage), group.pct(stage)
-                yield StageChange(
-                    group.name, stage, base_pct, new_pct, other.us(base_pct), group.us(new_pct)
-                )
+        if group.name in before:
+            sides = {"BASE": before[group.name], "NEW": group}
+            yield side_by_side(
+                [
+                    KernelGroup(f"{group.name} in {side}", each.kernels, each.words)
+                    for side, each in sides.items()
+                ]
+            )
 
 
 # --- the document
@@ -238,17 +227,13 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     yield section("Hints", facts("What the numbers point to", headers, hints))
     yield section("Hottest lines", *map(_hottest_lines, profiled))
     reasons = chain.from_iterable(most(group.all) for group in profiled)
-    meanings = {reason: meaning(reason) for reason, _ in reasons}
+    meanings = {reason: REASONS.get(reason, _UNKNOWN) for reason, _ in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
     ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
     yield section("What ran", ran)
     yield section("What the reasons mean", words, folded=True)
     yield section("Self-checks", _self_checks(report), folded=True)
-
-
-def meaning(reason: str) -> str:
-    return REASONS.get(reason, _UNKNOWN)
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
@@ -400,7 +385,7 @@ def _averages(report: StallReport) -> Table | None:
     rows = []
     for reason in dict.fromkeys(chain.from_iterable(averages)):
         pcts = [100 * average.get(reason, 0.0) / sum(average.values()) for average in averages]
-        rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), meaning(reason)))
+        rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), REASONS.get(reason, _UNKNOWN)))
     note = (
         "Percent of all warps' time, idle ones among them; which line or stage, the report "
         "does not say."

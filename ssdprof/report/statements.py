@@ -20,6 +20,7 @@ from ssdprof.core.base import (
 from ssdprof.core.case import Answers, Case, Drawn
 from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
 from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
@@ -88,11 +89,7 @@ def errors(report: Report) -> tuple[str, ...]:
 
 def incomplete(report: Report) -> str:
     """Why a report is incomplete; empty if it is complete."""
-    outcome = Outcome(report)
-    if not report.cases:
-        return NOTHING
-    missing = f"{outcome.missing} cases are missing" if outcome.missing else ""
-    return outcome.ended_early or missing
+    return unfinished(report) if report.cases else NOTHING
 
 
 def shortcomings(outcome: Outcome) -> list[str]:
@@ -264,15 +261,12 @@ def _of_prefill(report: Report) -> VerdictLine | None:
     timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
     case = max(timed, key=lambda case: case.seqlen, default=None)
     speedup = case and report.speedup(case)
-    if not (case and case.call_us and speedup):
+    if not (case and speedup):
         return None
-    less = fmt.duration(case.call_us.value * (speedup.value - 1))
-    gain = f"takes {less} less ({fmt.ratio(speedup.value)})"
-    if report.faster(case) != "faster":
-        gain = f"is not faster ({fmt.ratio(speedup.value)})"
     size, gpu = fmt.tokens(case.seqlen, case.batch), gpu_name(report.environment)
-    over = f"than {report.baseline} for a whole prefill of {size}"
-    return VerdictLine(f"on this {gpu}, {case.implementation} {gain} {over}")
+    times = f"{fmt.ratio(speedup.value)} as fast as with {report.baseline}"
+    whole = f"a whole prefill of {size} with {case.implementation}"
+    return VerdictLine(f"on this {gpu}, {whole} is {times}")
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:

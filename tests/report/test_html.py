@@ -162,7 +162,7 @@ def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     assert "recurrent, exact, fp32" in words
     assert plots.along_positions(both[1]) is None
     (chunks,) = groups(in_calls(report(seqlens=(24,))))
-    assert "position in the chunk, tokens" in Page((plots.along_positions(chunks) or [""])[0]).words
+    assert "position, tokens" in Page((plots.along_positions(chunks) or [""])[0]).words
 
 
 def test_lines_that_coincide_are_one_labelled_line() -> None:

@@ -16,9 +16,8 @@ from ssdprof.core.pairs import compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.report import comparison
 from ssdprof.report.document import compose
-from ssdprof.report.stalls import StageChange
 from ssdprof.report.statements import in_short
-from ssdprof.report.table import Document, Table
+from ssdprof.report.table import Document, Table, table
 
 
 def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
@@ -137,7 +136,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
 ) -> None:
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
-    stalls = [StageChange("fused", "scores", 10.0, 12.5, 1.0, None)]
+    stalls = [table("Stages", [{"stage": "scores"}], ())]
     document = compared(base, new, "time:base+3%", "memory:base+0%", stalls=stalls, every=every)
     failing, passing, last = document.verdict
     name = "layer 0, 131,072 tokens, fused, exact, fp32 states"
@@ -166,7 +165,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
     assert len(found["Speed of NEW against BASE"].rows) == (2 if every else 1)
     assert ("Accuracy of the output, side by side" in found) == every
     assert ("Kernels and memory, side by side" in found) == every
-    assert row(found["Busy warp samples of each stage, by ncu"], "fused")["time, NEW"] == "-"
+    assert found["Stages"].rows == (("scores",),)
     assert [cells[3] for cells in found["Cases without a verdict on speed"].rows] == [
         "only in BASE"
     ] * 2
@@ -212,14 +211,14 @@ def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu:
     assert f"Accuracy: {words}" in line.text, line.text
 
 
-@pytest.mark.parametrize(
-    ("fused_us", "words"),
-    [(1000.0, "takes 1.00 ms less (2.00x) than unfused"), (2100.0, "is not faster (0.95x) than")],
-)
+@pytest.mark.parametrize(("fused_us", "words"), [(1000.0, "2.00x"), (2100.0, "0.95x")])
 def test_a_prefill_is_in_short(fused_us: float, words: str) -> None:
     found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us))
     (line,) = in_short(found)
-    assert line.text.startswith(f"In short: on this NVIDIA H200, fused {words} ")
+    assert line.text == (
+        "In short: on this NVIDIA H200, a whole prefill of 1,024 tokens with fused is "
+        f"{words} as fast as with unfused."
+    )
     assert not in_short(prefill(of_prefill("unfused", 2000.0), of_prefill("fused", None)))
 
 

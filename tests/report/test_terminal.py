@@ -344,7 +344,6 @@ def test_the_history_has_a_line_for_each_commit() -> None:
         [("a", "0", "-"), ("b", "2", "+10.0%"), ("c", "3", "-18.2%")],
         [("c", "4", "-")],
     ]
-    assert [one.title.split("  ")[1] for one in tables] == ["▅█▁", "▁"]
     untimed = list(brief.history([run(0, "a", 1, gpu=False)]))
     assert untimed[0].rows[0][4] == "-"
     assert list(brief.history([(Path("x"), BadInputError("It is damaged."))])) == []
