@@ -108,6 +108,6 @@ def stalls(options: StallsOptions) -> None:
         terminal.out().print(render(stall_report.compose(report)))
     for written in (folder, options.markdown, options.html):
         if written is not None:
-            terminal.say(output.kept(written))
+            terminal.say(f"Kept in {written}.")
     if report.missing:
         raise typer.Exit(ExitCode.MISSING_CAPABILITY)

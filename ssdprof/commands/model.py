@@ -71,7 +71,7 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
     if not reports:
         return
     shown = tables.render(compose(report)) if options.full else brief.render(report)
-    output.show(report, shown, as_json=options.json, note=output.kept(folder))
+    output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
     codes = []
     if options.prefill:
         codes.append(_prefill(options, folder))

@@ -112,7 +112,7 @@ class TerminalWatcher(Watcher):
 def finish(report: Report, folder: Path, *, as_json: bool) -> None:
     """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
     shown = brief.render(report) if report.kind == "run" else render(compose(report))
-    show(report, shown, as_json=as_json, note=kept(folder))
+    show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 
 
@@ -145,10 +145,6 @@ def fail(lines: Iterable[str]) -> NoReturn:
     for line in lines:
         terminal.say(line)
     raise typer.Exit(ExitCode.GATE_FAILED)
-
-
-def kept(folder: Path) -> str:
-    return f"Kept in {folder}."
 
 
 def show_plan(plan: DryRun, *, as_json: bool) -> None:

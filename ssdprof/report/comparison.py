@@ -35,7 +35,6 @@ READING = (
     "the spread within each of the two; what differs from run to run, such as clocks and "
     "temperature, is not in them."
 )
-_OF_STALLS = "Times under ncu cannot be compared with those of a run."
 _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
 _NAMES = ("case", "implementation", PRECISION)
 
@@ -205,7 +204,7 @@ def _sections(
     for title, describe in _DESCRIBED.items():
         described = [(_names(pair), describe(base), describe(new)) for pair, base, new in both]
         yield section(title, _differences(title, described, every))
-    yield section("Stalls by stage", *stalls, reading=_OF_STALLS)
+    yield section("Stalls by stage", *stalls)
     yield section("Not compared", _unpaired(comparison.pairs))
     yield section("What ran", _facts(comparison))
 

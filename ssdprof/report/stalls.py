@@ -52,7 +52,6 @@ REASONS = {
     "drain": "has ended, but its stores have not",
     "misc": "something else",
 }
-_UNKNOWN = "a reason that this version does not know"
 _HINT_PCT = 4.0  # least share of the busy time that a hint on a stage is about
 _KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
 _MOST_HINTS = 6
@@ -227,7 +226,7 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     yield section("Hints", facts("What the numbers point to", headers, hints))
     yield section("Hottest lines", *map(_hottest_lines, profiled))
     reasons = chain.from_iterable(most(group.all) for group in profiled)
-    meanings = {reason: REASONS.get(reason, _UNKNOWN) for reason, _ in reasons}
+    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason, _ in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
     ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
@@ -385,7 +384,9 @@ def _averages(report: StallReport) -> Table | None:
     rows = []
     for reason in dict.fromkeys(chain.from_iterable(averages)):
         pcts = [100 * average.get(reason, 0.0) / sum(average.values()) for average in averages]
-        rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), REASONS.get(reason, _UNKNOWN)))
+        rows.append(
+            (reason, *(fmt.share(pct, 1) for pct in pcts), REASONS.get(reason, REASONS["misc"]))
+        )
     note = (
         "Percent of all warps' time, idle ones among them; which line or stage, the report "
         "does not say."
