@@ -121,14 +121,14 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 def _errors(series: Series) -> TableRow:
     """The output of all calls."""
-    rival, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    baseline, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
-        "equal to\nbaseline": calls.match(rival, 0.0),
-        "match\n@ 1e-3": calls.match(rival, 1e-3),
-        "@ 1e-3\nof rms": fmt.percent(rival and rival.match_pct(calls.OF_RMS, of_rms=True)),
+        "equal to\nbaseline": calls.match(baseline, 0.0),
+        "match\n@ 1e-3": calls.match(baseline, 1e-3),
+        "@ 1e-3\nof rms": fmt.percent(baseline and baseline.match_pct(calls.OF_RMS, of_rms=True)),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -215,7 +215,7 @@ def accuracy_table(
     tables = chain.from_iterable(map(calls.accuracies, chosen))
     return terminal.render(
         Document(
-            title=f"{report.subject}, run {report.id}",
+            title=f"{report.target}, run {report.id}",
             verdict=tuple(lines),
             caveats=tuple(caveats(report)),
             sections=(section("Accuracy", *tables, reading=calls.ACCURACY_READING),),
@@ -287,7 +287,7 @@ def _listed_verdict(run: ListedRun) -> str:
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
     readable = [report for _, report in listed if isinstance(report, Report)][::-1]
-    for (subject, gpu, names), same in grouped(readable, _compared_cases).items():
+    for (target, gpu, names), same in grouped(readable, _compared_cases).items():
         reports = list({report.commit or report.id: report for report in same}.values())
         times = [_us(report) for report in reports]
         rows = []
@@ -303,7 +303,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                     "largest rms error,\nover the floor": fmt.ratio(_error(report)),
                 }
             )
-        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}"
+        title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}"
         if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
             yield shown
 
@@ -311,22 +311,22 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
     """The subject, the GPU and the names of the compared cases."""
     names = tuple(case.name for case in compared(report))
-    return report.subject, gpu_name(report.environment), names
+    return report.target, gpu_name(report.environment), names
 
 
-def _judged(report: Report) -> list[Case]:
-    return [case for case in report.cases if case.judged]
+def _gated(report: Report) -> list[Case]:
+    return [case for case in report.cases if case.is_gated]
 
 
 def _us(report: Report) -> float | None:
     """The time of all cases that gates apply to; None if one was not timed."""
-    times = [case.time_us for case in _judged(report)]
+    times = [case.time_us for case in _gated(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None
 
 
 def _error(report: Report) -> float | None:
     """The largest rms error of an output, over the floor."""
-    outputs = (case.tensor("out") for case in _judged(report))
+    outputs = (case.tensor("out") for case in _gated(report))
     ratios = (out.over_floor for out in outputs if out)
     return max((ratio for ratio in ratios if ratio is not None), default=None)
