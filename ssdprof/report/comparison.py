@@ -133,7 +133,7 @@ def _times(comparison: Comparison) -> str:
 
 
 def _accuracy_change(pair: CasePair) -> str:
-    """What became of the result and the errors of a case; "" if neither has an error."""
+    """How the result and the errors of a case changed; "" if neither has an error."""
     base, new = pair.base, pair.new
     if base is None or new is None:
         return ""

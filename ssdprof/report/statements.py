@@ -414,7 +414,7 @@ def caveats(report: Report) -> Iterator[str]:
 def weaknesses(report: Report) -> list[str]:
     """What the verdict says less for: inputs that no model has, and sequences of one chunk.
 
-    Of a server's calls, the recording is wrong before any kernel is, and before the server.
+    With a server's calls, the recording is wrong before any kernel is, and before the server.
     """
     recorded = any(prompt.kind == "recorded" for prompt in report.prompts)
     begin = "Suspect the recording before the kernels and the server: in" if recorded else "In"
