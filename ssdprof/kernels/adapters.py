@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -33,12 +34,13 @@ import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
-from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
+MOST_STEPS = 64  # tokens of a sequence for token-by-token kernels
 INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
 T = TypeVar("T")
 
@@ -80,6 +82,36 @@ def once(of: Callable[[Any], T]) -> Callable[[Any], T]:
         return kept[id(inputs)]
 
     return get
+
+
+# what makes a call; the values and the states as the call reads them
+Prepared = tuple[Callable[[], Output], tuple[torch.Tensor | None, ...]]
+
+
+def prepared_kernel(
+    operator: str,
+    name: str,
+    unsupported: Callable[[Any, Precision], str],
+    prepare: Callable[[Any], Prepared],
+    plan: Callable[[Any, Precision], Plan] | Plan,
+) -> Implementation:
+    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
+    live.
+    """
+    prepared = once(prepare)
+
+    def call(inputs: Inputs, _precision: Precision) -> Output:
+        with torch.cuda.device(inputs.values.get_device()), torch.no_grad():
+            return prepared(inputs)[0]()
+
+    def copies(inputs: Inputs) -> list[torch.Tensor]:
+        given = {
+            inputs.tensors[name].data_ptr() for name in inputs.LINEAR if name in inputs.tensors
+        }
+        read = (tensor for tensor in prepared(inputs)[1] if tensor is not None)
+        return [tensor for tensor in read if tensor.data_ptr() not in given]
+
+    return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)
 
 
 def import_bare(name: str, packages: Iterable[str]) -> ModuleType:

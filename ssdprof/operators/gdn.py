@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.operators import generate
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator
 from ssdprof.operators.late import lazy, packages, rounding, torch
 from ssdprof.operators.operator import (
     BoundCall,
@@ -543,15 +543,6 @@ def states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     return requested_precisions(dtype, "exact", (dtype,))
 
 
-def sglang(operator: str) -> Library:
-    return generate.installed(
-        "sglang",
-        lambda: packages.package_version("sglang"),
-        states_as_inputs,
-        lambda: servers.load_sglang(operator),
-    )
-
-
 LIBRARIES = {
     name: generate.installed(package, version, precisions, load)
     for name, package, version, precisions, load in (
@@ -592,13 +583,7 @@ LIBRARIES = {
         ),
     )
 } | {
-    "sglang": sglang("gdn"),
-    "vllm": generate.installed(
-        "vllm",
-        lambda: packages.package_version("vllm"),
-        states_as_inputs,
-        lambda: servers.load_vllm(),
-    ),
+    **generate.of_servers(states_as_inputs, lambda name: servers.LOADERS[name]("gdn")),
     **generate.of_transformers(
         "fla",
         "flash-linear-attention",

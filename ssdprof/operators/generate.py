@@ -146,6 +146,27 @@ def installed(
     )
 
 
+def of_servers(
+    precisions: Callable[[Any], tuple[Any, ...]], load: Callable[[str], Implementation]
+) -> dict[str, Library]:
+    """What vLLM and SGLang run for prompts, at these precisions, and for steps on a pool.
+
+    load: (name).
+    """
+    return {
+        f"{package}{form}": installed(
+            package, partial(package_version, package), of_form, partial(load, f"{package}{form}")
+        )
+        for package in ("vllm", "sglang")
+        for form, of_form in (("", precisions), ("_step", exact_fp32))
+    }
+
+
+def package_version(package: str) -> str:
+    """Of an installed package, without importing it."""
+    return packages.package_version(package)
+
+
 def of_transformers(
     package: str,
     distribution: str,

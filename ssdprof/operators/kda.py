@@ -19,13 +19,13 @@ from ssdprof.operators.tensors import dtype_named, exact_fp32
 
 if TYPE_CHECKING:
     from ssdprof.kernels import oracle
-    from ssdprof.kernels.gdn import adapters
+    from ssdprof.kernels.gdn import adapters, servers
     from ssdprof.kernels.kda import reference
     from ssdprof.operators import kda_tuning
 else:
     oracle = lazy("ssdprof.kernels.oracle")
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference")
+    adapters, servers, reference = (
+        lazy(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "gdn.servers", "kda.reference")
     )
     kda_tuning = lazy("ssdprof.operators.kda_tuning")
 
@@ -376,7 +376,7 @@ LIBRARIES = {
         gdn.states_as_inputs,
         lambda: adapters.load_flash_kda(),
     ),
-    "sglang": gdn.sglang("kda"),
+    **generate.of_servers(gdn.states_as_inputs, lambda name: servers.LOADERS[name]("kda")),
     "cudnn": generate.installed(
         "nvidia-cudnn-frontend",
         lambda: packages.package_version("nvidia-cudnn-frontend"),

@@ -25,11 +25,11 @@ from ssdprof.operators.operator import (
 from ssdprof.operators.tensors import exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.ssd import adapters, reference
+    from ssdprof.kernels.ssd import adapters, reference, servers
     from ssdprof.operators import ssd_tuning
 else:
-    adapters, reference = (
-        lazy(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference")
+    adapters, reference, servers = (
+        lazy(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference", "servers")
     )
     ssd_tuning = lazy("ssdprof.operators.ssd_tuning")
 
@@ -463,7 +463,11 @@ LIBRARIES = {
         "mamba-ssm",
         lambda: adapters.mamba_ssm_version(),
         exact_fp32,
-        lambda: adapters.load_selective_state_update(),
+        lambda: servers.load_step(servers.MAMBA_STEP),
+    ),
+    **generate.of_servers(
+        lambda dtype: requested_precisions(dtype, "exact", (dtype, "fp32")),
+        lambda name: servers.LOADERS[name](name),
     ),
     "published": Library(
         load=lambda checkout: replace(

@@ -34,7 +34,16 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel, model_function, once
+from ssdprof.kernels.adapters import (
+    MOST_STEPS,
+    SHORT,
+    Prepared,
+    Tunings,
+    library_kernel,
+    model_function,
+    once,
+    prepared_kernel,
+)
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
@@ -43,7 +52,6 @@ HEAD_DIM = 128  # the only K and V of some libraries
 CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
 _FLASH_KDA_BOUND = -5.0  # of the gates
 CUDNN_PLAN = "kda_hopper_cuda"
-MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 # the module to pass to `load_fla...`
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
@@ -73,6 +81,12 @@ def plain_gates(inputs: GDNInputs) -> Reasons:
     """For kernels that take g as it is."""
     low, high = _ranges(inputs)[:2]
     yield low == -inf or high > 0, "g is finite and at most 0"
+
+
+def plain_beta(inputs: GDNInputs) -> Reasons:
+    """For kernels that take beta before its activation."""
+    low, high = _ranges(inputs)[2:]
+    yield low < 0 or high > 1, "beta between 0 and 1"
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -276,8 +290,7 @@ def load_cudnn() -> Implementation:
         yield from _unlike_128(inputs, precision)
         yield inputs.q.dtype != torch.bfloat16, "bf16 inputs only"
         yield from plain_gates(inputs)
-        low, high = _ranges(inputs)[2:]
-        yield low < 0 or high > 1, "beta between 0 and 1"
+        yield from plain_beta(inputs)
         long = not inputs.use_qk_l2norm and _longest_key(inputs) > 1.01
         yield long, "keys of at most length 1, or keys that it normalises"
 
@@ -446,34 +459,3 @@ def load_flashinfer_mtp() -> Implementation:
         keeps=lambda inputs: inputs.state_every == 1,
         pools=True,
     )
-
-
-# v and the states as the call reads them
-Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]
-
-
-def prepared_kernel(
-    operator: str,
-    name: str,
-    unsupported: Callable[[GDNInputs, Precision], str],
-    prepare: Callable[[GDNInputs], Prepared],
-    plan: Callable[[GDNInputs, Precision], Plan] | Plan,
-) -> Implementation:
-    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these
-    live.
-    """
-    prepared = once(prepare)
-
-    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
-            return prepared(inputs)[0]()
-
-    def copies(inputs: GDNInputs) -> list[torch.Tensor]:
-        given = {
-            tensor.data_ptr() for tensor in (inputs.v, inputs.initial_state) if tensor is not None
-        }
-        return [
-            one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given
-        ]
-
-    return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)

@@ -1,0 +1,178 @@
+"""Calls on a pool of states, as servers make them: what the adapters of libraries' kernels share
+with `operators/serving.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.adapters import Prepared, prepared_kernel
+from ssdprof.kernels.inputs import Inputs, Output
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the states of a call in place are, on the device; -1: nowhere.
+
+    read (sequences): the slot that each sequence begins with.  written (sequences, longest): that
+    of the state after each token.  overwrites: whether only final states are kept, where they were
+    read.  buffer: the slots of all states in order, of a call on a pool of its own.
+    """
+
+    read: torch.Tensor
+    written: torch.Tensor
+    overwrites: bool
+    buffer: slice | None = None
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> Slots:
+        read, written = inputs.state_indices, inputs.write_indices
+        assert read is not None
+        overwrites = written is None and read.ndim == 1
+        if inputs.accepted is not None:
+            read = read.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
+        if written is None or written.ndim == 1:
+            last = token_positions(inputs, inputs.length)[1].sum(1, keepdim=True) - 1
+            columns = torch.arange(inputs.length, device=read.device)
+            final = read if written is None else written
+            written = torch.where(columns == last, final[:, None], -1)
+        return cls(read, written, overwrites)
+
+    def refuse_tables(self, name: str) -> None:
+        """UnsupportedError for states that go to other slots than those that were read."""
+        if not self.overwrites and self.buffer is None:
+            raise UnsupportedError(f"{name}: states go back to the slots that were read")
+
+    def refuse_new(self, name: str) -> None:
+        """UnsupportedError for a sequence that begins with zeros, where the host may wait."""
+        if self.read.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        if bool(((self.read < 0)[:, None] & (self.written >= 0)).any()):
+            raise UnsupportedError(f"{name}: servers zero a new sequence's slot before the call")
+
+
+def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sequences, longest): the position of each token among those of all sequences, 0 for what
+    does not exist, and whether it exists.
+    """
+    steps, length = torch.arange(longest, device=inputs.device), inputs.length
+    if inputs.cu_seqlens is None:
+        starts = torch.arange(inputs.sequences, device=inputs.device) * length
+        stops = starts + length
+    else:
+        starts, stops = inputs.cu_seqlens[:-1].long(), inputs.cu_seqlens[1:].long()
+    positions = starts[:, None] + steps
+    exist = positions < stops[:, None]
+    return torch.where(exist, positions, 0), exist
+
+
+@dataclass(frozen=True)
+class OwnPool:
+    """A call without a pool, or with one that it must not change, as a call on a pool of its own.
+
+    call: the inputs without that pool.  states: what the pool begins with.  count: of its slots,
+    without the one before the first.  kept: the slots of the states that are wanted.
+    """
+
+    call: Inputs
+    states: torch.Tensor
+    count: int
+    kept: slice
+
+    @classmethod
+    def of(cls, inputs: Inputs, *, turned: bool = False) -> OwnPool:
+        """turned: the last two axes change places in the pool's memory."""
+        given, device, count = inputs.initial, inputs.device, inputs.sequences
+        states = torch.zeros(inputs.states_shape, device=device) if given is None else given.float()
+        table, room = None, inputs.final_shape[0] if inputs.state_every else 0
+        if room:
+            positions, exist = token_positions(inputs, inputs.length)
+            table = torch.where(exist, positions + count, -1).int()
+        call = replace(
+            inputs,
+            **{inputs.LINEAR[1]: states},
+            state_indices=torch.arange(count, dtype=torch.int32, device=device),
+            write_indices=table,
+            state_every=0,
+        )
+        stored = states.mT.contiguous() if turned else states
+        return cls(call, stored, count + room, slice(count if room else 0, count + room))
+
+    def fresh(self) -> torch.Tensor:
+        """A new pool with these states; there is memory of one more slot before its first."""
+        pool = self.states.new_empty(1 + self.count, *self.states.shape[1:])[1:]
+        pool[: len(self.states)] = self.states
+        return pool
+
+
+# (pool) -> out; and the values as the kernel reads them
+Bound = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
+
+
+def pool_kernel(
+    operator: str,
+    name: str,
+    unsupported: Callable[[Any, Precision], str],
+    bind: Callable[[Any, Slots], Bound],
+    plan: Plan,
+    *,
+    refused_values: Callable[[Any], str] = lambda _inputs: "",
+    turned: bool = False,
+    keeps: bool = True,
+) -> Implementation:
+    """A library's kernel that updates a pool in place.
+
+    unsupported, refused_values: why it does not take inputs; "" if it does.  A call in place is not
+    refused for its values, because padding may have any.
+    bind: prepares everything but the pool.  turned: the last two axes of its pools change places.
+    keeps: whether it can keep the state after every token.
+    """
+
+    def refused(inputs: Inputs, precision: Precision) -> str:
+        return unsupported(inputs, precision) or refused_values(inputs)
+
+    def prepare(inputs: Inputs) -> Prepared:
+        own = OwnPool.of(inputs, turned=turned)
+        buffer = own.kept if inputs.state_every and inputs.cu_seqlens is None else None
+        run, values = bind(own.call, replace(Slots.of(own.call), buffer=buffer))
+
+        def call() -> Output:
+            pool = own.fresh()
+            out, states = run(pool), pool[own.kept]
+            return Output(out, states.mT if turned else states)
+
+        return call, (values, own.states)
+
+    def in_place(inputs: Inputs, precision: Precision) -> Output:
+        if reason := unsupported(inputs, precision):
+            raise UnsupportedError(f"{name}: {reason}")
+        pool: torch.Tensor = getattr(inputs, inputs.LINEAR[1])
+        stored, slots = pool.mT if turned else pool, Slots.of(inputs)
+        if turned and (stored.stride(-1) != 1 or stored.stride(-2) != stored.shape[-1]):
+            raise UnsupportedError(f"{name}: slots of a pool are contiguous, V before K")
+        slots.refuse_new(name)
+        with torch.cuda.device(pool.get_device()), torch.no_grad():
+            return Output(bind(inputs, slots)[0](stored), pool)
+
+    return replace(
+        prepared_kernel(operator, name, refused, prepare, plan),
+        keeps=lambda inputs: keeps and inputs.state_every == 1,
+        pools=True,
+        in_place=in_place,
+        turned_pools=turned,
+    )
+
+
+def with_slot_before(pool: torch.Tensor, name: str) -> torch.Tensor:
+    """The pool from one slot before its first, which libraries take for padding."""
+    step, offset = pool.stride(0), pool.storage_offset()
+    if offset < step:
+        why = "slot 0 is padding, so that the pool is a view of one with a slot more in front"
+        raise UnsupportedError(f"{name}: {why}")
+    return pool.as_strided((len(pool) + 1, *pool.shape[1:]), pool.stride(), int(offset - step))
