@@ -26,7 +26,8 @@ from ssdprof import files, operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.core.base import DType
 from ssdprof.core.case import Case, call_size
-from ssdprof.core.conditions import Outcome, parse_percent
+from ssdprof.core.conditions import parse_percent
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.environment.machine import collect

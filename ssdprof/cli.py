@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -33,7 +34,6 @@ from ssdprof.errors import (
     library_message,
     masked,
     printable,
-    removed,
     whole_words,
 )
 from ssdprof.jobs import options
@@ -63,6 +63,7 @@ class Commands(TyperGroup):
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command.  The first of several ranks with the same error reports it."""
         try:
             terminal.check_working_directory()
             result = super().invoke(ctx)
@@ -73,9 +74,6 @@ class Commands(TyperGroup):
                 ctx.exit(error.exit_code)
             # of pydantic, in typer 0.29
             error.message = error.message.removeprefix("Value error, ")
-            if hint := removed(getattr(error, "option_name", "")):
-                error.message += f"  {hint}"
-                error.possibilities = []
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():
@@ -97,7 +95,7 @@ class Commands(TyperGroup):
             ctx.exit(expected.exit_code)
 
 
-def _ranks() -> Any:
+def _ranks() -> ModuleType:
     """The module, imported only after an error, because the import is slow."""
     return import_module("ssdprof.store.ranks")
 
@@ -144,12 +142,12 @@ def _failed_import(error: Exception) -> SsdprofError | None:
     if not library:
         return None
     read = library.upper(), f"PY{library.upper()}"
-    found = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(read)]
+    settings = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(read)]
     why = whole_words(library_message(error), _LONGEST_REASON)
-    unset = f"These variables are set; unset those that you do not need: {', '.join(found)}.  "
+    unset = f"These variables are set; unset those that you do not need: {', '.join(settings)}.  "
     return MissingCapabilityError(
         f"{library} cannot be imported: {why}.",
-        f"{unset if found else ''}Otherwise install {library} again.",
+        f"{unset if settings else ''}Otherwise install {library} again.",
     )
 
 
@@ -206,7 +204,7 @@ def schemas(
     _module("commands.stored").schemas(name)
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     return import_module(f"ssdprof.{name}")
 
 
@@ -232,20 +230,24 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 
 
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
-    def command(**given: Any) -> None:
-        asked = kind(**given)
+    """The command with these options: calls the functions, each with the result of the one before
+    it.
+    """
+
+    def command(**values: Any) -> None:
+        """In a child process if it calls the user's own kernels, which may end it."""
+        asked = kind(**values)
         if hasattr(asked, "command"):
             asked = replace(asked, command=terminal.command_line())
-        if Commands.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
+        if Commands.of_main and (names := options.own_kernels(values)) and (ended := child.fork()):
             _module("commands.stored").after_child(
                 names, ended, as_json=getattr(asked, "json", False)
             )
             return
         for name in functions:
             module, _, function = name.partition(":")
-            asked = getattr(_module(module), function)(
-                *(asked if isinstance(asked, tuple) else (asked,))
-            )
+            arguments = asked if isinstance(asked, tuple) else (asked,)
+            asked = getattr(_module(module), function)(*arguments)
 
     return options.as_command(kind, command)
 
@@ -286,7 +288,7 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, _interrupt)
     Commands.of_main = True
-    code: Any = INTERNAL_ERROR
+    code: int | str = INTERNAL_ERROR
     try:
         terminal.prepare()
         app(prog_name="ssdprof")

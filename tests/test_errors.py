@@ -44,6 +44,13 @@ def test_an_address_that_is_known_is_masked_whatever_is_in_it(
     assert masked(text) == shown
 
 
+def test_a_password_is_masked_without_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ssdprof", "run", "bob:p w@127.0.0.1:9/org/model"])
+    assert masked("'bob:p w' is neither a hub id nor a folder") == (
+        "'...' is neither a hub id nor a folder"
+    )
+
+
 def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "api-key 12345678")
     assert masked("sent 'api-key 12345678'") == "sent '...'"

@@ -23,7 +23,7 @@ from ssdprof import operators
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.core.base import BETWEEN_CALLS, REPEATS
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.kernels.precision import Precision

@@ -12,7 +12,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import intermediates_of
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerCapture, Serving
 from ssdprof.jobs import compare, limits

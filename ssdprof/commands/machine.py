@@ -13,6 +13,7 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 def doctor(*, as_json: bool) -> None:
+    """A line for each requirement; absent libraries say which implementations need them."""
     names: dict[str, list[str]] = {}
     for operator in operators.records():
         for name, library in operator.generated.libraries.items():

@@ -404,7 +404,7 @@ class CaptureOptions(ServedModelOptions):
     recorded: Literal["flashinfer", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/from-a-server.md.",
+        "MODEL is a folder that a server wrote: see docs/serving.md.",
         "--from",
         shown="a model",
     )

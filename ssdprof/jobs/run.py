@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from ssdprof import kernels, operators
+from ssdprof import kernels, operators, settings
 from ssdprof.capture import store as captures
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
 from ssdprof.core.case import call_size
-from ssdprof.core.conditions import Condition
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import (
     CallRef,
@@ -34,7 +33,7 @@ from ssdprof.core.subject import (
 )
 from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import collect
-from ssdprof.environment.toolchain import require_gpu, unusable_gpu
+from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
@@ -232,23 +231,6 @@ def refuse_sharding(
         )
 
 
-def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
-    """The conditions without those on times if there is no GPU.  MissingCapabilityError if an
-    option gave one.
-    """
-    if torch.cuda.is_available():
-        return options.conditions
-    of_times = [gate for gate in options.conditions if gate.metric in ("speedup", "time")]
-    for gate in of_times:
-        if gate.text in (options.gate or ()):
-            option = f"--gate {gate.text}"
-            require_gpu(
-                f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out."
-            )
-        watcher.say(f"{gate.text} of the settings file is not judged: this machine has no GPU.")
-    return tuple(gate for gate in options.conditions if gate not in of_times)
-
-
 def run(
     found: Subject | Stored, replay: RunOptions, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
@@ -258,7 +240,11 @@ def run(
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
-    replay = replace(replay, conditions=_judged_here(replay, watcher))
+    if not torch.cuda.is_available():
+        conditions = settings.without_speed(
+            replay.conditions, replay.gate or (), "--gate", "this machine", watcher.say
+        )
+        replay = replace(replay, conditions=conditions)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
     resolved = check(found, replay, ranks)

@@ -19,7 +19,7 @@ from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
-from ssdprof.core.conditions import Outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
 from ssdprof.jobs import compare, limits, subject

@@ -141,7 +141,7 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
 
 
 def from_before(lengths: list[int], memory: int) -> float:
-    """f of docs/ssd-performance.md: the share of the output's energy from before the segment, for a
+    """f of docs/kernels.md: the share of the output's energy from before the segment, for a
     head whose decay is e^(-1 / memory) per position.
     """
     kept = math.exp(-2 / memory)

@@ -320,7 +320,7 @@ def chunk_state(
         B = load_block(B_rows, t, k, m_q, DSTATE, AGAIN)
         if tail is None:
             # also multiply the rounding error: a term of the state is then rounded once on its way
-            # to the output, as a term of the chunk is (docs/ssd-performance.md).  This product
+            # to the output, as a term of the chunk is (docs/kernels.md).  This product
             # comes first: nothing waits for the other
             block *= decay
             if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:

@@ -194,7 +194,7 @@ def squared_error(lengths: list[int], memory: float) -> float:
     one rounding.
 
     Counts the rounding of the output, one rounding per term, and a second one for terms from before
-    a segment.  See docs/ssd-performance.md.
+    a segment.  See docs/kernels.md.
     """
     kept = math.exp(-2 / memory)
 
