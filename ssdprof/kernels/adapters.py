@@ -42,6 +42,20 @@ SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
 MOST_STEPS = 64  # tokens of a sequence for token-by-token kernels
 INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
+# packages of which the modules with kernels need nothing, outermost first
+_UNRUN = (
+    "vllm",
+    "vllm.model_executor",
+    "vllm.models",
+    "vllm.models.kimi_k3",
+    "vllm.models.kimi_k3.nvidia",
+    "vllm.models.kimi_k3.nvidia.ops",
+    "sglang",
+    "sglang.kernels",
+    "sglang.kernels.ops",
+    "sglang.kernels.ops.mamba",
+    "sglang.kernels.ops.mamba.triton_ops",
+)
 T = TypeVar("T")
 
 
@@ -114,13 +128,12 @@ def prepared_kernel(
     return replace(library_kernel(operator, name, unsupported, call, plan), copies=copies)
 
 
-def import_bare(name: str, packages: Iterable[str]) -> ModuleType:
-    """A library's module, imported without running these packages around it, outermost first.
-
-    What they do to other libraries at import is not done here.  Raises ImportError.
+def import_kernels(name: str) -> Any:
+    """A server's module with kernels, imported without running the packages around it that patch
+    torch or transformers, or that load the server.  Raises ImportError.
     """
-    for package in packages:
-        if package in sys.modules:
+    for package in _UNRUN:
+        if package in sys.modules or not name.startswith(f"{package}."):
             continue
         spec = find_spec(package)
         if spec is None or spec.submodule_search_locations is None:

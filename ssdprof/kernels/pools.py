@@ -49,6 +49,20 @@ class Slots:
         if not self.overwrites and self.buffer is None:
             raise UnsupportedError(f"{name}: states go back to the slots that were read")
 
+    def verification(self, inputs: Inputs, pool: torch.Tensor) -> dict[str, Any]:
+        """SGLang's arguments for a call that leaves the pool alone and writes all states to a
+        buffer; empty for another call.
+        """
+        if self.buffer is None:
+            return {}
+        rows = inputs.sequences, inputs.length
+        return {
+            "disable_state_update": True,
+            "intermediate_states_buffer": pool[self.buffer].view(*rows, *pool.shape[1:]),
+            "intermediate_state_indices": torch.arange(rows[0], device=pool.device).int(),
+            "cache_steps": rows[1],
+        }
+
     def refuse_new(self, name: str) -> None:
         """UnsupportedError for a sequence that begins with zeros, where the host may wait."""
         if self.read.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -88,8 +102,10 @@ class OwnPool:
     @classmethod
     def of(cls, inputs: Inputs, *, turned: bool = False) -> OwnPool:
         """turned: the last two axes change places in the pool's memory."""
-        given, device, count = inputs.initial, inputs.device, inputs.sequences
-        states = torch.zeros(inputs.states_shape, device=device) if given is None else given.float()
+        states, device, count = inputs.initial, inputs.device, inputs.sequences
+        if states is None:
+            states = torch.zeros(inputs.states_shape, device=device)
+        states = states.float()
         table, room = None, inputs.final_shape[0] if inputs.state_every else 0
         if room:
             positions, exist = token_positions(inputs, inputs.length)
@@ -138,16 +154,16 @@ def pool_kernel(
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
-        own = OwnPool.of(inputs, turned=turned)
-        buffer = own.kept if inputs.state_every and inputs.cu_seqlens is None else None
-        run, values = bind(own.call, replace(Slots.of(own.call), buffer=buffer))
+        copied = OwnPool.of(inputs, turned=turned)
+        buffer = copied.kept if inputs.state_every and inputs.cu_seqlens is None else None
+        run, values = bind(copied.call, replace(Slots.of(copied.call), buffer=buffer))
 
         def call() -> Output:
-            pool = own.fresh()
-            out, states = run(pool), pool[own.kept]
+            pool = copied.fresh()
+            out, states = run(pool), pool[copied.kept]
             return Output(out, states.mT if turned else states)
 
-        return call, (values, own.states)
+        return call, (values, copied.states)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
         if reason := unsupported(inputs, precision):

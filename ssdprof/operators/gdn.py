@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator
-from ssdprof.operators.late import lazy, packages, rounding, torch
+from ssdprof.operators.late import lazy, rounding, torch
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
@@ -544,43 +544,23 @@ def states_as_inputs(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 
 
 LIBRARIES = {
-    name: generate.installed(package, version, precisions, load)
-    for name, package, version, precisions, load in (
+    name: generate.installed(package, precisions, load)
+    for name, package, precisions, load in (
         (
             "fla",
             "flash-linear-attention",
-            lambda: adapters.fla_version(),
             states_as_inputs,
             lambda: adapters.load_fla(fla_operator()),
         ),
         (
             "fla_recurrent",
             "flash-linear-attention",
-            lambda: adapters.fla_version(),
             exact_fp32,
             lambda: adapters.load_fla_recurrent(fla_operator()),
         ),
-        (
-            "flash_qla",
-            "flash-qla",
-            lambda: packages.package_version("flash_qla"),
-            exact_fp32,
-            lambda: adapters.load_flash_qla(),
-        ),
-        (
-            "flashinfer",
-            "flashinfer-python",
-            lambda: packages.package_version("flashinfer-python"),
-            exact_fp32,
-            lambda: adapters.load_flashinfer(),
-        ),
-        (
-            "flashinfer_mtp",
-            "flashinfer-python",
-            lambda: packages.package_version("flashinfer-python"),
-            exact_fp32,
-            lambda: adapters.load_flashinfer_mtp(),
-        ),
+        ("flash_qla", "flash-qla", exact_fp32, lambda: adapters.load_flash_qla()),
+        ("flashinfer", "flashinfer-python", exact_fp32, lambda: adapters.load_flashinfer()),
+        ("flashinfer_mtp", "flashinfer-python", exact_fp32, lambda: adapters.load_flashinfer_mtp()),
     )
 } | {
     **generate.of_servers(states_as_inputs, lambda name: servers.LOADERS[name]("gdn")),

@@ -129,15 +129,16 @@ class Library:
 
 def installed(
     package: str,
-    version: Callable[[], str],
     precisions: Callable[[Any], tuple[Any, ...]],
     load: Callable[[], Implementation],
     *,
+    version: Callable[[], str] | None = None,
     needs_gpu: bool = True,
 ) -> Library:
     """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype)
-    -> its own.
+    -> its own.  version: None: that of the package.
     """
+    version = version or partial(package_version, package)
     return Library(
         load=lambda _: replace(load(), version=version(), precisions=precisions),
         hint=f"pip install {package}, or leave it out.",
@@ -154,17 +155,15 @@ def of_servers(
     load: (name).
     """
     return {
-        f"{package}{form}": installed(
-            package, partial(package_version, package), of_form, partial(load, f"{package}{form}")
-        )
+        f"{package}{form}": installed(package, of_form, partial(load, f"{package}{form}"))
         for package in ("vllm", "sglang")
         for form, of_form in (("", precisions), ("_step", exact_fp32))
     }
 
 
 def package_version(package: str) -> str:
-    """Of an installed package, without importing it."""
-    return packages.package_version(package)
+    """The version of an installed package, which pip may install from a repository's address."""
+    return packages.package_version(package.rpartition("/")[2])
 
 
 def of_transformers(
@@ -178,22 +177,16 @@ def of_transformers(
     load: (package, or "").
     """
 
-    def version(package: str) -> str:
-        return f"{package} {packages.package_version(package)}"
+    def version(distribution: str = "") -> str:
+        own = f"transformers {package_version('transformers')}"
+        return f"{own} with {distribution} {package_version(distribution)}" if distribution else own
 
     return {
         "model": installed(
-            "transformers",
-            lambda: version("transformers"),
-            exact_fp32,
-            lambda: load(""),
-            needs_gpu=False,
+            "transformers", exact_fp32, partial(load, ""), version=version, needs_gpu=False
         ),
         "model:installed": installed(
-            distribution,
-            lambda: f"{version('transformers')} with {version(distribution)}",
-            precisions,
-            lambda: load(package),
+            distribution, precisions, partial(load, package), version=partial(version, distribution)
         ),
     }
 

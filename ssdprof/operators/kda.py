@@ -13,7 +13,7 @@ from ssdprof import kernels
 from ssdprof.operators import gdn, generate
 from ssdprof.operators.gdn import CHUNK
 from ssdprof.operators.generate import Cell, History, KnownOutputs
-from ssdprof.operators.late import lazy, packages, rounding, torch
+from ssdprof.operators.late import lazy, rounding, torch
 from ssdprof.operators.operator import CallBinding, OracleSpec, Stages, computed
 from ssdprof.operators.tensors import dtype_named, exact_fp32
 
@@ -358,31 +358,30 @@ def decaying_sums(terms: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 LIBRARIES = {
-    name: generate.installed(
-        "flash-linear-attention", lambda: adapters.fla_version(), precisions, load
-    )
-    for name, precisions, load in (
-        ("fla", gdn.states_as_inputs, lambda: adapters.load_fla(gdn.fla_operator("kda"), "kda")),
+    name: generate.installed(package, precisions, load)
+    for name, package, precisions, load in (
+        (
+            "fla",
+            "flash-linear-attention",
+            gdn.states_as_inputs,
+            lambda: adapters.load_fla(gdn.fla_operator("kda"), "kda"),
+        ),
         (
             "fla_recurrent",
+            "flash-linear-attention",
             exact_fp32,
             lambda: adapters.load_fla_recurrent(gdn.fla_operator("kda"), "kda"),
         ),
+        (
+            "flash_kda",
+            "git+https://github.com/MoonshotAI/FlashKDA",
+            gdn.states_as_inputs,
+            lambda: adapters.load_flash_kda(),
+        ),
+        ("cudnn", "nvidia-cudnn-frontend", exact_fp32, lambda: adapters.load_cudnn()),
     )
 } | {
-    "flash_kda": generate.installed(
-        "git+https://github.com/MoonshotAI/FlashKDA",
-        lambda: packages.package_version("flash_kda"),
-        gdn.states_as_inputs,
-        lambda: adapters.load_flash_kda(),
-    ),
     **generate.of_servers(gdn.states_as_inputs, lambda name: servers.LOADERS[name]("kda")),
-    "cudnn": generate.installed(
-        "nvidia-cudnn-frontend",
-        lambda: packages.package_version("nvidia-cudnn-frontend"),
-        exact_fp32,
-        lambda: adapters.load_cudnn(),
-    ),
     **generate.of_transformers(
         "fla",
         "flash-linear-attention",

@@ -455,15 +455,15 @@ def _published_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 LIBRARIES = {
     "mamba_ssm": generate.installed(
         "mamba-ssm",
-        lambda: adapters.mamba_ssm_version(),
         _mamba_ssm_precisions,
         lambda: adapters.load_mamba_ssm(),
+        version=lambda: adapters.mamba_ssm_version(),
     ),
     "selective_state_update": generate.installed(
         "mamba-ssm",
-        lambda: adapters.mamba_ssm_version(),
         exact_fp32,
         lambda: servers.load_step(servers.MAMBA_STEP),
+        version=lambda: adapters.mamba_ssm_version(),
     ),
     **generate.of_servers(
         lambda dtype: requested_precisions(dtype, "exact", (dtype, "fp32")),

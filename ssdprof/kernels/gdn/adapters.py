@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from math import inf
@@ -87,6 +87,55 @@ def plain_beta(inputs: GDNInputs) -> Reasons:
     """For kernels that take beta before its activation."""
     low, high = _ranges(inputs)[2:]
     yield low < 0 or high > 1, "beta between 0 and 1"
+
+
+# --- arguments in other forms
+
+
+def packed(
+    inputs: GDNInputs, *names: str, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, ...]:
+    """These tensors of all sequences behind each other, (tokens, ...), contiguous."""
+    tensors = (getattr(inputs, name).flatten(0, 1) for name in names)
+    return tuple(tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors)
+
+
+def bounds_of(inputs: GDNInputs) -> torch.Tensor:
+    """(sequences + 1): where each sequence begins in a pack."""
+    if inputs.cu_seqlens is not None:
+        return inputs.cu_seqlens
+    return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
+
+
+def v_first_states(inputs: GDNInputs) -> torch.Tensor:
+    """The initial states in fp32, V before K."""
+    states = inputs.initial
+    if states is None:
+        states = torch.zeros(inputs.states_shape, device=inputs.device)
+    return states.float().mT.contiguous()
+
+
+@dataclass(frozen=True)
+class RawGates:
+    """Gates before their activations: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b).
+
+    a: (tokens, HV), of KDA (tokens, HV, K); b: (tokens, HV); fp32.  A_log and dt_bias are zeros, of
+    a head and of a number in a.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: GDNInputs) -> RawGates:
+        g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
+        a, b = g.neg().expm1().log().float(), beta.logit().float()
+        return cls(a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten())
+
+
+# --- the libraries
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -172,11 +221,6 @@ def load_model(name: str = "gdn", package: str = "") -> Implementation:
     return library_kernel(name, word, unsupported, call, plan)
 
 
-def fla_version() -> str:
-    """The library's own version."""
-    return str(getattr(import_module("fla"), "__version__", "unknown"))
-
-
 def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
 
@@ -205,8 +249,8 @@ def load_flash_kda() -> Implementation:
             raise UnsupportedError(
                 f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1"
             )
-        v, states, bounds = inputs.v.contiguous(), inputs.initial, inputs.cu_seqlens
-        states = None if states is None else states.float().mT.contiguous()
+        v, bounds = inputs.v.contiguous(), inputs.cu_seqlens
+        states = None if inputs.initial is None else v_first_states(inputs)
         activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
         before = (one.logit().bfloat16().contiguous() for one in activated)
         # A_log of a head and dt_bias of a channel
@@ -259,25 +303,19 @@ def load_cudnn() -> Implementation:
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        v, states, shape = inputs.v.flatten(0, 1).contiguous(), inputs.initial, inputs.v.shape
-        bounds = inputs.cu_seqlens
-        if bounds is None:
-            bounds = torch.arange(inputs.sequences + 1, device=v.device) * inputs.length
-        states = None if states is None else states.float().mT.contiguous()
+        q, k, v = packed(inputs, "q", "k", "v")
+        states = None if inputs.initial is None else v_first_states(inputs)
         run = partial(
             function,
-            inputs.q.flatten(0, 1).contiguous(),
-            inputs.k.flatten(0, 1).contiguous(),
-            v,
-            inputs.g.float().flatten(0, 1).contiguous(),
-            inputs.beta.float().flatten(0, 1).contiguous(),
-            bounds.int(),
+            *(q, k, v, *packed(inputs, "g", "beta", dtype=torch.float32)),
+            bounds_of(inputs).int(),
             scale=inputs.scale_or_default,
             initial_state=states,
             output_final_state=True,
             use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
             plan_name=CUDNN_PLAN,
         )
+        shape = inputs.v.shape
 
         def call() -> GDNOutput:
             out, final_states = run()
@@ -326,36 +364,39 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
     return lambda inputs, _precision: _call(function, inputs)
 
 
+def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
+    """FlashInfer's arguments for states on the way; empty for none."""
+    every, device = inputs.state_every, inputs.device
+    if not every:
+        return {}
+    count = inputs.length // every
+    key_dim, value_dim = inputs.states_shape[2:]
+    shape = inputs.sequences * count, inputs.states_shape[1], value_dim, key_dim
+    return {
+        "state_checkpoints": torch.empty(shape, device=device),
+        "checkpoint_cu_starts": torch.arange(inputs.sequences + 1, device=device) * count,
+        "checkpoint_every_n_tokens": every,
+    }
+
+
 def load_flashinfer() -> Implementation:
     """The library's chunked kernels.  It normalises q and k in a launch of its own."""
     import_module("flashinfer.gdn_kernels.qk_l2norm")  # without it the library ignores the request
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        cu_seqlens, states, shape = inputs.cu_seqlens, inputs.initial, inputs.v.shape
-        if cu_seqlens is None:
-            cu_seqlens = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
-        v = inputs.v.flatten(0, 1).contiguous()
-        states = None if states is None else states.float().mT.contiguous()
-        kept, every, more = None, inputs.state_every, dict[str, Any]()
-        if every:
-            count, (heads, key_dim, value_dim) = inputs.length // every, inputs.states_shape[1:]
-            kept = torch.empty(inputs.sequences * count, heads, value_dim, key_dim, device=v.device)
-            starts = torch.arange(inputs.sequences + 1, device=v.device) * count
-            more = dict(
-                state_checkpoints=kept, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=every
-            )
+        q, k, v = packed(inputs, "q", "k", "v")
+        g, beta = packed(inputs, "g", "beta", dtype=torch.float32)
+        states = None if inputs.initial is None else v_first_states(inputs)
+        more = _checkpoints(inputs)
+        kept, shape = more.get("state_checkpoints"), inputs.v.shape
         run = partial(
             function,
-            inputs.q.flatten(0, 1).contiguous(),
-            inputs.k.flatten(0, 1).contiguous(),
-            v,
-            inputs.g.float().clamp(max=0).exp().flatten(0, 1).contiguous(),
-            inputs.beta.float().flatten(0, 1).contiguous(),
+            *(q, k, v, g.clamp(max=0).exp(), beta),
             initial_state=states,
             scale=inputs.scale_or_default,
             output_final_state=True,
-            cu_seqlens=cu_seqlens.long(),
+            cu_seqlens=bounds_of(inputs).long(),
             use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
             backend="flashinfer",
             **more,
@@ -407,9 +448,7 @@ def load_flashinfer_mtp() -> Implementation:
         pool = torch.cat(
             [inputs.initial_state.float().mT] * (1 if inputs.state_every else 1 + -(-n // count))
         )
-        zeros, v = torch.zeros(heads, device=device), inputs.v.contiguous()
-        # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
-        a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
+        gates, v = RawGates.of(inputs), inputs.v.contiguous()
         run = partial(
             function,
             inputs.q.contiguous(),
@@ -417,10 +456,10 @@ def load_flashinfer_mtp() -> Implementation:
             v,
             pool,
             slots,
-            zeros,
-            a,
-            zeros,
-            b,
+            gates.A_log,
+            gates.a.view(v.shape[:3]),
+            gates.dt_bias,
+            gates.b.view(v.shape[:3]),
             scale=inputs.scale_or_default,
             disable_state_update=bool(inputs.state_every),
             use_qk_l2norm=inputs.use_qk_l2norm,

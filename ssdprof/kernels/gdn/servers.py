@@ -20,24 +20,20 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import MOST_STEPS, Prepared, import_bare, prepared_kernel
-from ssdprof.kernels.gdn.adapters import plain_beta, plain_gates
+from ssdprof.kernels.adapters import MOST_STEPS, Prepared, import_kernels, prepared_kernel
+from ssdprof.kernels.gdn.adapters import (
+    RawGates,
+    bounds_of,
+    packed,
+    plain_beta,
+    plain_gates,
+    v_first_states,
+)
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.pools import Bound, Slots, pool_kernel, with_slot_before
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 
-# packages of which their modules with kernels need nothing
-_BARE = (
-    "vllm",
-    "vllm.models",
-    "vllm.models.kimi_k3",
-    "vllm.models.kimi_k3.nvidia",
-    "vllm.models.kimi_k3.nvidia.ops",
-    "sglang",
-    "sglang.kernels",
-    "sglang.kernels.ops",
-)
 _VLLM = {
     "gdn": "vllm.third_party.flash_linear_attention.ops",
     "kda": "vllm.models.kimi_k3.nvidia.ops.third_party.kda",
@@ -49,81 +45,42 @@ _ONE_TOKEN = {
     "gdn": "fused_recurrent_gated_delta_rule_packed_decode",
     "kda": "fused_recurrent_kda_packed_decode",
 }
+_SIGMOID_GATING = "linear.fused_sigmoid_gating_recurrent"
 _SOFTPLUS = (1.0, 20.0)  # its factor, and the argument above which it is the identity
 
 
-def _module(name: str) -> Any:
-    return import_bare(name, [package for package in _BARE if name.startswith(f"{package}.")])
-
-
-# --- arguments
-
-
-def _packed(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
-    """These tensors of all sequences as one pack, (1, tokens, ...)."""
-    return {name: getattr(inputs, name).flatten(0, 1)[None].contiguous() for name in names}
-
-
 def _options(inputs: GDNInputs) -> dict[str, Any]:
-    bounds = inputs.cu_seqlens
-    if bounds is None:
-        bounds = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
     return {
         "scale": inputs.scale_or_default,
-        "cu_seqlens": bounds.int(),
+        "cu_seqlens": bounds_of(inputs).int(),
         "use_qk_l2norm_in_kernel": inputs.use_qk_l2norm,
     }
 
 
-def _states(inputs: GDNInputs) -> torch.Tensor:
-    """The initial states in fp32, V before K."""
-    states = inputs.initial
-    if states is None:
-        states = torch.zeros(inputs.states_shape, device=inputs.q.device)
-    return states.float().mT.contiguous()
-
-
-@dataclass(frozen=True)
-class _Gates:
-    """Gates before their activations, of which g = -exp(A_log) softplus(a + dt_bias) and
-    beta = sigmoid(b).
-
-    a: (tokens, HV), of KDA (tokens, HV, K); b: (tokens, HV); fp32.  A_log and dt_bias are zeros, of
-    a head and of an a.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-
-    @classmethod
-    def of(cls, inputs: GDNInputs) -> _Gates:
-        g, beta = inputs.g.flatten(0, 1).double(), inputs.beta.flatten(0, 1).double()
-        a, b = g.neg().expm1().log().float(), beta.logit().float()
-        return cls(a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten())
+def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
+    """These tensors as one pack, (1, tokens, ...)."""
+    return {name: packed(inputs, name)[0][None] for name in names}
 
 
 # --- prompts
 
 
 def load_vllm(operator: str) -> Implementation:
-    module = _module(_VLLM[operator])
+    module = import_kernels(_VLLM[operator])
 
     def run_gdn(inputs: GDNInputs) -> Callable[..., Any]:
-        given = _packed(inputs, "q", "k", "g", "beta")
-        return partial(module.chunk_gated_delta_rule, **given)
+        return partial(module.chunk_gated_delta_rule, **_tokens(inputs, "q", "k", "g", "beta"))
 
     def run_kda(inputs: GDNInputs) -> Callable[..., Any]:
-        gates, given = _Gates.of(inputs), _packed(inputs, "q", "k")
-        raw = {"raw_g": gates.a[None], "raw_beta": gates.b[None]}
-        run = partial(module.chunk_kda_with_fused_gate, **given, **raw, A_log=gates.A_log)
+        gates, arguments = RawGates.of(inputs), _tokens(inputs, "q", "k")
+        arguments |= {"raw_g": gates.a[None], "raw_beta": gates.b[None], "A_log": gates.A_log}
+        run = partial(module.chunk_kda_with_fused_gate, **arguments)
         # without `out` it writes over v
         return lambda v, **more: run(v=v, g_bias=None, out=torch.empty_like(v), **more)
 
     def prepare(inputs: GDNInputs) -> Prepared:
         run = (run_kda if operator == "kda" else run_gdn)(inputs)
-        v, states, options = _packed(inputs, "v")["v"], _states(inputs), _options(inputs)
+        v, states, options = packed(inputs, "v")[0][None], v_first_states(inputs), _options(inputs)
         shape = inputs.v.shape
 
         def call() -> GDNOutput:
@@ -137,13 +94,13 @@ def load_vllm(operator: str) -> Implementation:
 
 def load_sglang(operator: str) -> Implementation:
     module, name = _SGLANG_CHUNKS[operator]
-    function = getattr(_module(f"{_SGLANG}.{module}"), name)
+    function = getattr(import_kernels(f"{_SGLANG}.{module}"), name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        v, states, shape = _packed(inputs, "v")["v"], _states(inputs), inputs.v.shape
+        v, states, shape = packed(inputs, "v")[0][None], v_first_states(inputs), inputs.v.shape
         slots = torch.arange(len(states), dtype=torch.int32, device=v.device)
-        given = _packed(inputs, "q", "k", "g", "beta") | _options(inputs)
-        run = partial(function, **given, initial_state_indices=slots)
+        arguments = _tokens(inputs, "q", "k", "g", "beta") | _options(inputs)
+        run = partial(function, **arguments, initial_state_indices=slots)
 
         def call() -> GDNOutput:
             pool, values = states.clone(), v.clone() if operator == "kda" else v
@@ -191,36 +148,39 @@ class _Step:
     inputs: GDNInputs
     slots: Slots
     mixed: torch.Tensor
-    gates: _Gates
+    gates: RawGates
 
     @classmethod
     def of(cls, inputs: GDNInputs, slots: Slots) -> _Step:
         rows = [tensor.flatten(2).flatten(0, 1) for tensor in (inputs.q, inputs.k, inputs.v)]
-        return cls(inputs, slots, torch.cat(rows, 1), _Gates.of(inputs))
+        return cls(inputs, slots, torch.cat(rows, 1), RawGates.of(inputs))
 
     @property
     def alone(self) -> bool:
-        one = self.inputs.cu_seqlens is None and self.inputs.length == 1
-        return one and self.slots.overwrites
+        single = self.inputs.cu_seqlens is None and self.inputs.length == 1
+        return single and self.slots.overwrites
 
     @property
-    def views(self) -> dict[str, torch.Tensor]:
+    def views(self) -> list[torch.Tensor]:
         """q, k and v of all tokens, (1, tokens, heads, ...)."""
-        of = {"q": self.inputs.q, "k": self.inputs.k, "v": self.inputs.v}
-        widths = [tensor.shape[2:].numel() for tensor in of.values()]
-        parts = torch.split(self.mixed[None], widths, -1)
-        return {
-            name: part.view(*part.shape[:2], *tensor.shape[2:])
-            for (name, tensor), part in zip(of.items(), parts, strict=True)
-        }
+        forms = [tensor.shape[2:] for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)]
+        parts = torch.split(self.mixed[None], [form.numel() for form in forms], -1)
+        return [part.view(*part.shape[:2], *form) for part, form in zip(parts, forms, strict=True)]
+
+    def bound(self, call: Callable[[_Step, torch.Tensor], Any]) -> Bound:
+        """call: (step, pool) -> out in any shape."""
+        return lambda pool: call(self, pool).view(self.inputs.v.shape), self.views[2]
 
     def packed(self, function: Callable[..., Any], pool: torch.Tensor) -> torch.Tensor:
         """out of a kernel for one token of each sequence."""
         inputs, gates = self.inputs, self.gates
         out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=pool.device)
-        given = self.mixed, gates.a.flatten(1), gates.b, gates.A_log, gates.dt_bias
         function(
-            *given,
+            self.mixed,
+            gates.a.flatten(1),
+            gates.b,
+            gates.A_log,
+            gates.dt_bias,
             inputs.scale_or_default,
             pool,
             out,
@@ -229,91 +189,76 @@ class _Step:
         )
         return out
 
-    def bound(self, run: Callable[[torch.Tensor], torch.Tensor]) -> Bound:
-        """run: (pool) -> out in any shape."""
-        shape = self.inputs.v.shape
-        return lambda pool: run(pool).view(shape), self.views["v"]
+
+def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
+    if step.alone:
+        return step.packed(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
+    gates = step.gates
+    return module.fused_sigmoid_gating_delta_rule_update(
+        *(gates.A_log, gates.a, gates.b, gates.dt_bias, *step.views),
+        initial_state=pool,
+        **_table(step.slots),
+        **_options(step.inputs),
+    )[0]
+
+
+def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
+    gates, inputs = step.gates, step.inputs
+    raw = gates.a[None], gates.b[None], gates.A_log, gates.dt_bias, None
+    if step.alone:
+        slots = step.slots.read.int()
+        return module.fused_recurrent_kda_packed_decode(
+            step.mixed, *raw, pool, slots, inputs.scale_or_default
+        )[0]
+    bounds, table = bounds_of(inputs).int(), _table(step.slots)
+    return module.fused_recurrent_kda(*step.views, *raw, pool, bounds, **table)[0]
+
+
+def _table(slots: Slots) -> dict[str, torch.Tensor]:
+    """Several tokens are a verification: the state after token t goes to column t, and the column
+    of the last token that was accepted before is read.
+    """
+    table = torch.cat([slots.written, slots.read[:, None]], 1).int()
+    accepted = torch.full_like(table[:, 0], table.shape[1])
+    return {"ssm_state_indices": table, "num_accepted_tokens": accepted}
+
+
+def _sglang(modules: tuple[Any, Any], step: _Step, pool: torch.Tensor) -> Any:
+    """A verification leaves the pool alone, and writes all states to a buffer."""
+    packed, several = modules
+    gates, operator = step.gates, step.inputs.operator
+    if step.alone:
+        return step.packed(getattr(packed, _ONE_TOKEN[operator]), pool)
+    return several.fused_sigmoid_gating_delta_rule_update(
+        *(gates.A_log, gates.a.flatten(1), gates.dt_bias, *_SOFTPLUS, *step.views, gates.b, pool),
+        step.slots.read.int(),
+        is_kda=operator == "kda",
+        **_options(step.inputs),
+        **step.slots.verification(step.inputs, pool),
+    )
 
 
 def load_vllm_step(operator: str) -> Implementation:
-    """Slot 0 is padding.  Several tokens are a verification, with a table of slots: the state after
-    token t goes to column t, and the column of the last accepted token is read.
-    """
-    module = _module(_VLLM[operator])
-    one_token, kda = getattr(module, _ONE_TOKEN[operator]), operator == "kda"
-    several = module.fused_recurrent_kda if kda else module.fused_sigmoid_gating_delta_rule_update
-
-    def run_one(step: _Step, pool: torch.Tensor) -> torch.Tensor:
-        if not kda:
-            return step.packed(one_token, pool)
-        gates = step.gates
-        raw = gates.a[None], gates.b[None], gates.A_log, gates.dt_bias, None
-        slots, scale = step.slots.read.int(), step.inputs.scale_or_default
-        out: torch.Tensor = one_token(step.mixed, *raw, pool, slots, scale)[0]
-        return out
-
-    def run_several(step: _Step, pool: torch.Tensor) -> torch.Tensor:
-        slots, gates, options = step.slots, step.gates, _options(step.inputs)
-        table = torch.cat([slots.written, slots.read[:, None]], 1).int()
-        given = step.views | {"A_log": gates.A_log, "dt_bias": gates.dt_bias}
-        given |= {"initial_state": pool, "ssm_state_indices": table}
-        given["num_accepted_tokens"] = torch.full_like(table[:, 0], table.shape[1])
-        if kda:
-            raw = {"raw_g": gates.a[None], "raw_beta": gates.b[None], "lower_bound": None}
-            options = {"cu_seqlens": options["cu_seqlens"]}
-        else:
-            raw = {"a": gates.a, "b": gates.b}
-        out: torch.Tensor = several(**given, **raw, **options)[0]
-        return out
+    """Slot 0 is padding."""
+    module, kda = import_kernels(_VLLM[operator]), operator == "kda"
+    call = partial(_vllm_kda if kda else _vllm_gdn, module)
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         shifted = replace(slots, read=slots.read + 1, written=slots.written + 1)
-        step = _Step.of(inputs, shifted)
-        run = partial(run_one if step.alone else run_several, step)
-        return step.bound(lambda pool: run(with_slot_before(pool, "vllm_step")))
+        return _Step.of(inputs, shifted).bound(
+            lambda step, pool: call(step, with_slot_before(pool, "vllm_step"))
+        )
 
     return _step_kernel(operator, "vllm_step", bind, fixed=kda)
 
 
 def load_sglang_step(operator: str) -> Implementation:
-    """A verification leaves the pool alone, and writes all states to a buffer."""
-    one_token = getattr(_module(f"{_SGLANG}.fla.fused_recurrent"), _ONE_TOKEN[operator])
-    module = _module(f"{_SGLANG}.linear.fused_sigmoid_gating_recurrent")
-    several = module.fused_sigmoid_gating_delta_rule_update
-
-    def run_several(step: _Step, pool: torch.Tensor) -> torch.Tensor:
-        inputs, slots, gates = step.inputs, step.slots, step.gates
-        views, rows = step.views, torch.arange(inputs.sequences, device=pool.device).int()
-        buffer: dict[str, Any] = {}
-        if slots.buffer is not None:
-            states = pool[slots.buffer].view(inputs.sequences, inputs.length, *pool.shape[1:])
-            buffer = {
-                "disable_state_update": True,
-                "intermediate_states_buffer": states,
-                "intermediate_state_indices": rows,
-                "cache_steps": inputs.length,
-            }
-        out: torch.Tensor = several(
-            gates.A_log,
-            gates.a.flatten(1),
-            gates.dt_bias,
-            *_SOFTPLUS,
-            *views.values(),
-            gates.b,
-            pool,
-            slots.read.int(),
-            is_kda=operator == "kda",
-            **_options(inputs),
-            **buffer,
-        )
-        return out
+    modules = [f"{_SGLANG}.{name}" for name in ("fla.fused_recurrent", _SIGMOID_GATING)]
+    call = partial(_sglang, tuple(map(import_kernels, modules)))
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         slots.refuse_tables("sglang_step")
-        step = _Step.of(inputs, slots)
-        return step.bound(
-            partial(step.packed, one_token) if step.alone else partial(run_several, step)
-        )
+        return _Step.of(inputs, slots).bound(call)
 
     return _step_kernel(operator, "sglang_step", bind)
 

@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import MOST_STEPS, SHORT, Tunings, import_bare, library_kernel, once
+from ssdprof.kernels.adapters import (
+    MOST_STEPS,
+    SHORT,
+    Tunings,
+    import_kernels,
+    library_kernel,
+    once,
+)
 from ssdprof.kernels.pools import Bound, Slots, pool_kernel
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
@@ -29,17 +36,11 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _VLLM = "vllm.model_executor.layers.mamba.ops"
 _SGLANG = "sglang.kernels.ops.mamba.triton_ops"
-# packages of which the modules with kernels need nothing
-_BARE = ("vllm", "vllm.model_executor", "sglang", "sglang.kernels", "sglang.kernels.ops")
 _TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 
 
 # (pool) -> out
 Run = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _module(name: str) -> Any:
-    return import_bare(name, [package for package in _BARE if name.startswith(f"{package}.")])
 
 
 def _bounds(inputs: SSDInputs) -> torch.Tensor:
@@ -54,10 +55,10 @@ def _bounds(inputs: SSDInputs) -> torch.Tensor:
 
 def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
     """vLLM's: chunks begin with their sequences."""
+    bounds = _bounds(inputs)
     starts: list[int] = []
     owners: list[int] = []
     last: list[int] = []
-    bounds = _bounds(inputs)
     for owner, (start, stop) in enumerate(pairwise(bounds.tolist())):
         of_sequence = range(start, stop, inputs.chunk_size)
         starts += of_sequence
@@ -96,25 +97,22 @@ _PROMPTS = {
 
 def load_prompt(name: str) -> Implementation:
     package, function_name, list_chunks = _PROMPTS[name]
-    function = getattr(_module(f"{package}.ssd_combined"), function_name)
-    tunings = Tunings(_module(f"{package}.{tuned}") for tuned in _TUNED)
-    chunks_of = once(list_chunks)
+    function = getattr(import_kernels(f"{package}.ssd_combined"), function_name)
+    tunings = Tunings(import_kernels(f"{package}.{tuned}") for tuned in _TUNED)
+    chunks_of, vllm = once(list_chunks), name == "vllm"
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
-        tensors, states = inputs.tensors, torch.empty(inputs.states_shape, device=inputs.device)
-        tokens: list[str] = [key for key in ("x", "dt", "B", "C", "z") if key in tensors]
-        given = {key: tensors[key].flatten(0, 1) for key in tokens}
-        given["out"] = torch.empty(given["x"].shape, dtype=inputs.x.dtype, device=inputs.device)
-        options = {"state_dtype": precision.state_dtype, **chunks_of(inputs)}
-        if name == "vllm":
-            options["final_states_out"] = states
-        else:
-            given = {key: tensor[None] for key, tensor in given.items()}
-            options["return_varlen_states"] = True
+        tensors = inputs.tensors | {"out": torch.empty_like(inputs.x.contiguous())}
+        pack = {
+            key: tensors[key].flatten(0, 1)[None]
+            for key in ("x", "dt", "B", "C", "z", "out")
+            if key in tensors
+        }
+        states = torch.empty(inputs.states_shape, device=inputs.device)
         with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
             returned = function(
-                **given,
+                **{key: tensor[0] if vllm else tensor for key, tensor in pack.items()},
                 A=inputs.A,
                 chunk_size=inputs.chunk_size,
                 D=inputs.D,
@@ -122,10 +120,11 @@ def load_prompt(name: str) -> Implementation:
                 initial_states=inputs.initial,
                 dt_softplus=inputs.dt_softplus,
                 dt_limit=inputs.dt_limit,
-                **options,
+                state_dtype=precision.state_dtype,
+                **({"final_states_out": states} if vllm else {"return_varlen_states": True}),
+                **chunks_of(inputs),
             )
-        final_states = states if name == "vllm" else returned
-        return SSDOutput(given["out"].view(inputs.x.shape), final_states)
+        return SSDOutput(tensors["out"], states if vllm else returned)
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
@@ -147,15 +146,15 @@ def _step_arguments(
     """tokens: (b, l, ...) -> the form in which a kernel takes them."""
     heads, width, size = inputs.states_shape[1:]
     zeros, tensors = torch.zeros(heads, device=inputs.device), inputs.tensors
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: tokens(tensors[name]) for name in ("x", "B", "C", "z") if name in tensors
     }
     for name in ("D", "dt_bias"):
         of_head = tensors.get(name, zeros)
-        given[name] = of_head if of_head.ndim == 2 else of_head[:, None].expand(-1, width)
+        arguments[name] = of_head if of_head.ndim == 2 else of_head[:, None].expand(-1, width)
     # expanded, from which kernels see one number a head
     dt = tokens(inputs.dt)[..., None]
-    return given | {
+    return arguments | {
         "dt": dt.expand(*dt.shape[:-1], width),
         "A": inputs.A[:, None, None].expand(heads, width, size),
         "dt_softplus": inputs.dt_softplus,
@@ -178,11 +177,12 @@ def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
 
 
 def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
-    given = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1)) | _tables(inputs, slots)
+    arguments = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1))
+    arguments |= _tables(inputs, slots)
 
     def run(pool: torch.Tensor) -> torch.Tensor:
         out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=pool.device)
-        function(pool, **given, out=out.flatten(0, 1))
+        function(pool, **arguments, out=out.flatten(0, 1))
         return out
 
     return run
@@ -190,29 +190,24 @@ def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
 
 def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
     """A verification leaves the pool alone, and writes all states to a buffer."""
-    given = _step_arguments(inputs, lambda tensor: tensor)
-    rows = torch.arange(inputs.sequences, device=inputs.device).int()
     slots.refuse_tables("sglang_step")
+    arguments = _step_arguments(inputs, lambda tensor: tensor)
+    arguments["state_batch_indices"] = slots.read.int()
 
     def run(pool: torch.Tensor) -> torch.Tensor:
         out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=pool.device)
-        buffer: dict[str, Any] = {}
-        if slots.buffer is not None:
-            states = pool[slots.buffer].view(*inputs.x.shape[:2], *pool.shape[1:])
-            buffer = {"intermediate_states_buffer": states, "intermediate_state_indices": rows}
-            buffer |= {"disable_state_update": True, "cache_steps": inputs.length}
-        function(pool, **given, **buffer, state_batch_indices=slots.read.int(), out=out)
+        function(pool, **arguments, **slots.verification(inputs, pool), out=out)
         return out
 
     return run
 
 
 def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
-    given = _step_arguments(inputs, lambda tensor: tensor[:, 0])
+    arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
     slots.refuse_tables(MAMBA_STEP)
 
     def run(pool: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = function(pool, **given, state_batch_indices=slots.read.int())
+        out: torch.Tensor = function(pool, **arguments, state_batch_indices=slots.read.int())
         return out[:, None]
 
     return run
@@ -229,7 +224,7 @@ _STEPS = {
 
 def load_step(name: str) -> Implementation:
     module, bind_function = _STEPS[name]
-    function = _module(module).selective_state_update
+    function = import_kernels(module).selective_state_update
 
     def bind(inputs: SSDInputs, slots: Slots) -> Bound:
         return bind_function(function, inputs, slots), inputs.x
@@ -238,10 +233,9 @@ def load_step(name: str) -> Implementation:
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
         yield precision != Precision(), "exact intermediates and fp32 states only"
         yield inputs.dt_limit != (0.0, inf), "no dt_limit"
-        packed, tokens = inputs.cu_seqlens is not None, inputs.length / inputs.sequences
-        tokens = tokens if packed else inputs.length
-        one_token = name == MAMBA_STEP and (packed or tokens > 1)
-        yield one_token, "one token of each sequence"
+        packed = inputs.cu_seqlens is not None
+        tokens = inputs.length / inputs.sequences if packed else inputs.length
+        yield name == MAMBA_STEP and (packed or tokens > 1), "one token of each sequence"
         yield name == "sglang_step" and packed, "as many tokens of each sequence"
         yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
 
