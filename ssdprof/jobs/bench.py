@@ -27,7 +27,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, TimeIsUp, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
-from ssdprof.measure.probes import TURNING_KEYS, Prober
+from ssdprof.measure.laws import TURNING_KEYS
+from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer

@@ -92,7 +92,7 @@ class Resolved:
         """`paired` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
         words = ((word, self.resolve(operator, word)) for word in names)
-        in_place = [word for word, one in words if one.kind == "own" and one.in_place is not None]
+        in_place = [word for word, one in words if one.in_place and one.kind != "bundled"]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
             names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)

@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.late import packages, torch
+from ssdprof.operators.late import deferred, packages, torch
 from ssdprof.operators.tensors import dtype_name, dtype_named, exact_fp32
 
 if TYPE_CHECKING:
@@ -129,18 +129,24 @@ class Library:
 
 def installed(
     package: str,
-    precisions: Callable[[Any], tuple[Any, ...]],
     load: Callable[[], Implementation],
+    precisions: Callable[[Any], tuple[Any, ...]],
     *,
     version: Callable[[], str] | None = None,
     needs_gpu: bool = True,
 ) -> Library:
-    """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype)
-    -> its own.  version: None: that of the package.
+    """An installed library.
+
+    package: that pip installs.  precisions: (name of the inputs' dtype) -> its own.  version: None:
+    the package's.
     """
-    version = version or partial(package_version, package)
+
+    def load_installed(_checkout: Path | None) -> Implementation:
+        number = packages.package_version(package) if version is None else version()
+        return replace(load(), version=number, precisions=precisions)
+
     return Library(
-        load=lambda _: replace(load(), version=version(), precisions=precisions),
+        load=load_installed,
         hint=f"pip install {package}, or leave it out.",
         package=package,
         needs_gpu=needs_gpu,
@@ -148,47 +154,84 @@ def installed(
 
 
 def of_servers(
-    precisions: Callable[[Any], tuple[Any, ...]], load: Callable[[str], Implementation]
+    load: str, precisions: Callable[[Any], tuple[Any, ...]], *arguments: str
 ) -> dict[str, Library]:
-    """What vLLM and SGLang run for prompts, at these precisions, and for steps on a pool.
+    """What vLLM and SGLang run: for prompts, at these precisions, and for steps on a pool.
 
-    load: (name).
+    load: the function in `ssdprof.kernels` of the name and of the arguments.
     """
     return {
-        f"{package}{form}": installed(package, of_form, partial(load, f"{package}{form}"))
+        f"{package}{form}": installed(
+            package, deferred(load, f"{package}{form}", *arguments), of_form
+        )
         for package in ("vllm", "sglang")
         for form, of_form in (("", precisions), ("_step", exact_fp32))
     }
-
-
-def package_version(package: str) -> str:
-    """The version of an installed package, which pip may install from a repository's address."""
-    return packages.package_version(package.rpartition("/")[2])
 
 
 def of_transformers(
     package: str,
     distribution: str,
     precisions: Callable[[Any], tuple[Any, ...]],
-    load: Callable[[str], Implementation],
+    load: str,
+    *arguments: str,
 ) -> dict[str, Library]:
     """What models compute: with transformers' torch function, and with a package that it finds.
 
-    load: (package, or "").
+    load: the function in `ssdprof.kernels` of the arguments and of the package, or "".
     """
 
-    def version(distribution: str = "") -> str:
-        own = f"transformers {package_version('transformers')}"
-        return f"{own} with {distribution} {package_version(distribution)}" if distribution else own
+    def version() -> str:
+        return f"transformers {packages.package_version('transformers')}"
+
+    def version_with_package() -> str:
+        number = packages.package_version(distribution)
+        return f"{version()} with {distribution} {number}"
 
     return {
         "model": installed(
-            "transformers", exact_fp32, partial(load, ""), version=version, needs_gpu=False
+            "transformers",
+            deferred(load, *arguments, ""),
+            exact_fp32,
+            version=version,
+            needs_gpu=False,
         ),
         "model:installed": installed(
-            distribution, precisions, partial(load, package), version=partial(version, distribution)
+            distribution,
+            deferred(load, *arguments, package),
+            precisions,
+            version=version_with_package,
         ),
     }
+
+
+@dataclass(frozen=True)
+class Trait(Generic[I]):
+    """Something special in edge inputs.
+
+    name: "g above 0".  apply: changes the drawn tensors, or returns other inputs.
+    rule: what a kernel must do with it, unless the formulas say so.
+    """
+
+    name: str
+    apply: Callable[[I], I | None]
+    rule: str = ""
+
+
+@dataclass(frozen=True)
+class EdgeInputs(Generic[I]):
+    """Random inputs with traits.  draw: the same at every call."""
+
+    draw: Callable[[], I]
+    traits: Sequence[Trait[I]]
+
+    def make(self, left_out: Trait[I] | None = None) -> I:
+        """The inputs, with all traits but one."""
+        inputs = self.draw()
+        for trait in self.traits:
+            if trait is not left_out:
+                inputs = trait.apply(inputs) or inputs
+        return inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +257,10 @@ class History(Generic[I]):
     known: Sequence[KnownOutputs]
 
 
+def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
     """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order:
@@ -225,7 +272,7 @@ class InputGenerator(Generic[I]):
     largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
     edges: (inputs) -> kinds of random ones of their dtype, each with every feature of the operator,
-    then with fewer.
+        then with fewer for kernels that refuse those.
     histories: (inputs, numbers of heads) -> kinds of histories, each with states and packs, then
     without; first one of the shape of the inputs, then long ones with each number of heads.  None:
     the sum of a head's gates bounds what is left of its state, and the loud past suffices.
@@ -233,7 +280,6 @@ class InputGenerator(Generic[I]):
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     chunks_itself: names of implementations that choose their own chunk size.
     alternatives: names of other forms of our implementations, which run only when they are named.
-    libraries: other libraries by name.
     """
 
     form: str
@@ -244,13 +290,12 @@ class InputGenerator(Generic[I]):
     divides: tuple[str, str] | None = None
     largest: Mapping[str, int] = field(default_factory=dict)
     draw: Callable[[Cell, torch.device], I]
-    edges: Callable[[I], Iterator[Iterator[I]]] = lambda _: iter(())
+    edges: Callable[[I], Sequence[Sequence[EdgeInputs[I]]]] = no_edges
     histories: Callable[[I, Sequence[int]], Iterator[Iterator[History[I]]]] | None = None
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
     alternatives: tuple[str, ...] = ()
-    libraries: Mapping[str, Library] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

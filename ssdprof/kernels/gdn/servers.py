@@ -289,10 +289,13 @@ def _step_kernel(
     )
 
 
-# name of an implementation -> (operator) -> it
-LOADERS: dict[str, Callable[[str], Implementation]] = {
+_LOADERS: dict[str, Callable[[str], Implementation]] = {
     "vllm": load_vllm,
     "sglang": load_sglang,
     "vllm_step": load_vllm_step,
     "sglang_step": load_sglang_step,
 }
+
+
+def load(name: str, operator: str) -> Implementation:
+    return _LOADERS[name](operator)

@@ -204,7 +204,7 @@ def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
 
 def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
     arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
-    slots.refuse_tables(MAMBA_STEP)
+    slots.refuse_tables(_MAMBA)
 
     def run(pool: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = function(pool, **arguments, state_batch_indices=slots.read.int())
@@ -213,10 +213,10 @@ def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> Run:
     return run
 
 
-MAMBA_STEP = "selective_state_update"
+_MAMBA = "selective_state_update"
 # name -> the module of the function, and how it is bound to a call
 _STEPS = {
-    MAMBA_STEP: (f"mamba_ssm.ops.triton.{MAMBA_STEP}", _bind_mamba_ssm),
+    _MAMBA: (f"mamba_ssm.ops.triton.{_MAMBA}", _bind_mamba_ssm),
     "vllm_step": (f"{_VLLM}.mamba_ssm", _bind_vllm),
     "sglang_step": (f"{_SGLANG}.mamba_ssm", _bind_sglang),
 }
@@ -235,15 +235,15 @@ def load_step(name: str) -> Implementation:
         yield inputs.dt_limit != (0.0, inf), "no dt_limit"
         packed = inputs.cu_seqlens is not None
         tokens = inputs.length / inputs.sequences if packed else inputs.length
-        yield name == MAMBA_STEP and (packed or tokens > 1), "one token of each sequence"
+        yield name == _MAMBA and (packed or tokens > 1), "one token of each sequence"
         yield name == "sglang_step" and packed, "as many tokens of each sequence"
         yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
 
     reason = "each call begins with a copy of the states, in its time"
     plan = Plan(variant="triton", launches=2, reason=reason)
-    keeps = name != MAMBA_STEP
+    keeps = name != _MAMBA
     return pool_kernel("ssd", name, unsupported, bind, plan, keeps=keeps)
 
 
-# name of an implementation -> (its name) -> it
-LOADERS = dict.fromkeys(_PROMPTS, load_prompt) | dict.fromkeys(_STEPS, load_step)
+def load(name: str) -> Implementation:
+    return load_prompt(name) if name in _PROMPTS else load_step(name)
