@@ -21,28 +21,31 @@ class Slots:
     """Where the states of a call in place are, on the device; -1: nowhere.
 
     read (sequences): the slot that each sequence begins with.  written (sequences, longest): that
-    of the state after each token.  overwrites: whether only final states are kept, where they were
-    read.  buffer: the slots of all states in order, of a call on a pool of its own.
+    of the state after each token.  final (sequences): that of the only state that is kept; None if
+    others are.  overwrites: whether it is the slot that was read.  buffer: the slots of all states
+    in order, of a call on a pool of its own.
     """
 
     read: torch.Tensor
     written: torch.Tensor
+    final: torch.Tensor | None
     overwrites: bool
     buffer: slice | None = None
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Slots:
+    def of(cls, inputs: Inputs, buffer: slice | None = None) -> Slots:
         read, written = inputs.state_indices, inputs.write_indices
         assert read is not None
-        overwrites = written is None and read.ndim == 1
         if inputs.accepted is not None:
             read = read.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
-        if written is None or written.ndim == 1:
-            last = token_positions(inputs, inputs.length)[1].sum(1, keepdim=True) - 1
-            columns = torch.arange(inputs.length, device=read.device)
-            final = read if written is None else written
-            written = torch.where(columns == last, final[:, None], -1)
-        return cls(read, written, overwrites)
+        overwrites = written is None
+        if written is not None and written.ndim == 2:
+            return cls(read, written, None, overwrites, buffer)
+        final = read if written is None else written
+        last = token_positions(inputs, inputs.length)[1].sum(1, keepdim=True) - 1
+        columns = torch.arange(inputs.length, device=read.device)
+        table = torch.where(columns == last, final[:, None], -1)
+        return cls(read, table, final, overwrites, buffer)
 
     def refuse_tables(self, name: str) -> None:
         """UnsupportedError for states that go to other slots than those that were read."""
@@ -100,21 +103,27 @@ class OwnPool:
     kept: slice
 
     @classmethod
-    def of(cls, inputs: Inputs, *, turned: bool = False) -> OwnPool:
-        """turned: the last two axes change places in the pool's memory."""
+    def of(cls, inputs: Inputs, *, turned: bool = False, apart: bool = False) -> OwnPool:
+        """turned: the last two axes change places in the pool's memory.  apart: final states go to
+        other slots than those that are read.
+        """
         states, device, count = inputs.initial, inputs.device, inputs.sequences
         if states is None:
             states = torch.zeros(inputs.states_shape, device=device)
         states = states.float()
-        table, room = None, inputs.final_shape[0] if inputs.state_every else 0
-        if room:
+        slots = torch.arange(count, dtype=torch.int32, device=device)
+        room, written = 0, None
+        if inputs.state_every:
+            room = inputs.final_shape[0]
             positions, exist = token_positions(inputs, inputs.length)
-            table = torch.where(exist, positions + count, -1).int()
+            written = torch.where(exist, positions + count, -1).int()
+        elif apart:
+            room, written = count, slots + count
         call = replace(
             inputs,
             **{inputs.LINEAR[1]: states},
-            state_indices=torch.arange(count, dtype=torch.int32, device=device),
-            write_indices=table,
+            state_indices=slots,
+            write_indices=written,
             state_every=0,
         )
         stored = states.mT.contiguous() if turned else states
@@ -141,29 +150,32 @@ def pool_kernel(
     refused_values: Callable[[Any], str] = lambda _inputs: "",
     turned: bool = False,
     keeps: bool = True,
+    apart: bool = False,
 ) -> Implementation:
     """A library's kernel that updates a pool in place.
 
     unsupported, refused_values: why it does not take inputs; "" if it does.  A call in place is not
     refused for its values, because padding may have any.
     bind: prepares everything but the pool.  turned: the last two axes of its pools change places.
-    keeps: whether it can keep the state after every token.
+    keeps: whether it can keep the state after every token.  apart: whether it always can write
+    states to other slots than those that it reads, so that a call needs no copy of the states.
     """
 
     def refused(inputs: Inputs, precision: Precision) -> str:
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
-        copied = OwnPool.of(inputs, turned=turned)
+        copied = OwnPool.of(inputs, turned=turned, apart=apart)
         buffer = copied.kept if inputs.state_every and inputs.cu_seqlens is None else None
-        run, values = bind(copied.call, replace(Slots.of(copied.call), buffer=buffer))
+        run, values = bind(copied.call, Slots.of(copied.call, buffer))
+        first = copied.fresh()
 
         def call() -> Output:
-            pool = copied.fresh()
+            pool = first if apart else copied.fresh()
             out, states = run(pool), pool[copied.kept]
             return Output(out, states.mT if turned else states)
 
-        return call, (values, copied.states)
+        return call, (values, first[: inputs.sequences] if apart else copied.states)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
         if reason := unsupported(inputs, precision):

@@ -140,17 +140,20 @@ def step(
     z: Any = None,
     dt_bias: Any = None,
     dt_softplus: bool = False,
+    state_batch_indices: Any = None,
 ) -> Any:
     """mamba_ssm's decoding kernel.
 
-    state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h,
-    p).
+    state (slots, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias
+    (h, p).
     """
     assert A.stride()[1:] == (0, 0), "one number a head, which the kernel's fast path wants to see"
     dt = F.softplus(dt + dt_bias) if dt_softplus else dt + dt_bias
     B, C = (one.repeat_interleave(x.shape[1] // one.shape[1], 1) for one in (B, C))
-    state.mul_(torch.exp(dt[..., None] * A)).add_((dt * x)[..., None] * B[:, :, None])
-    out = (state * C[:, :, None]).sum(-1) + D * x
+    new = state[state_batch_indices] * torch.exp(dt[..., None] * A)
+    new += (dt * x)[..., None] * B[:, :, None]
+    state[state_batch_indices] = new
+    out = (new * C[:, :, None]).sum(-1) + D * x
     return out if z is None else out * F.silu(z)
 
 
@@ -396,7 +399,6 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("flashinfer", of_gdn(), OF_FP16, "states stay in fp32"),
     ("flashinfer_mtp", of_gdn(packed=True), EXACT, "2 to 64 tokens of each sequence"),
     ("flashinfer_mtp", of_gdn(length=1), EXACT, "2 to 64 tokens of each sequence"),
-    ("flashinfer_mtp", replace(of_gdn(), initial_state=None), EXACT, "with initial states"),
 ]
 
 

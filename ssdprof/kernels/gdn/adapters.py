@@ -44,6 +44,7 @@ from ssdprof.kernels.adapters import (
     prepared_kernel,
 )
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.pools import Bound, Slots, pool_kernel
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
 
@@ -135,6 +136,13 @@ class RawGates:
 
 
 # --- the libraries
+
+
+@first_reason
+def refused_gates(inputs: GDNInputs) -> Reasons:
+    """For kernels that take g and beta before their activations."""
+    yield from plain_gates(inputs)
+    yield from plain_beta(inputs)
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -434,66 +442,43 @@ def load_flashinfer_mtp() -> Implementation:
     """
     function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
 
-    def prepare(inputs: GDNInputs) -> Prepared:
-        assert inputs.initial_state is not None
-        if inputs.beta.max() > 1:
-            raise UnsupportedError("flashinfer_mtp: beta is at most 1")
-        n, device = inputs.sequences, inputs.q.device
-        (length, heads), (key_dim, value_dim) = inputs.v.shape[1:3], inputs.states_shape[2:]
-        count, slots = len(inputs.initial_state), inputs.state_indices
-        slots = torch.arange(n, device=device) if slots is None else slots
-        slots, new = slots.int(), torch.arange(count, count + n, dtype=torch.int32, device=device)
-        # without states to keep it writes to slots of its own, behind those that it reads
-        pool = torch.cat(
-            [inputs.initial_state.float().mT] * (1 if inputs.state_every else 1 + -(-n // count))
-        )
-        gates, v = RawGates.of(inputs), inputs.v.contiguous()
-        run = partial(
-            function,
-            inputs.q.contiguous(),
-            inputs.k.contiguous(),
-            v,
-            pool,
-            slots,
-            gates.A_log,
-            gates.a.view(v.shape[:3]),
-            gates.dt_bias,
-            gates.b.view(v.shape[:3]),
-            scale=inputs.scale_or_default,
-            disable_state_update=bool(inputs.state_every),
-            use_qk_l2norm=inputs.use_qk_l2norm,
-        )
-        kept = (
-            torch.empty(n, length, heads, value_dim, key_dim, device=device)
-            if inputs.state_every
-            else None
-        )
+    def bind(inputs: GDNInputs, slots: Slots) -> Bound:
+        q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+        gates, rows = RawGates.of(inputs), v.shape[:3]
+        raw = gates.A_log, gates.a.view(rows), gates.dt_bias, gates.b.view(rows)
+        read, final = slots.read.int(), slots.final
+        if final is None and slots.buffer is None:
+            raise UnsupportedError("flashinfer_mtp: a slot for each sequence's final state")
 
-        def call() -> GDNOutput:
-            out = torch.empty_like(v)
-            if kept is not None:
-                run(output=out, intermediate_states_buffer=kept)
-                return GDNOutput(out, kept.flatten(0, 1).mT)
-            out, states = run(output=out, output_state_indices=new)
-            return GDNOutput(out, states[count : count + n].mT)
+        def run(pool: torch.Tensor) -> torch.Tensor:
+            out, states = torch.empty_like(v), slots.verification(inputs, pool)
+            where: dict[str, Any] = {"disable_state_update": final is None}
+            if final is None:
+                where["intermediate_states_buffer"] = states["intermediate_states_buffer"]
+            else:
+                where["output_state_indices"] = final.int()
+            function(
+                *(q, k, v, pool, read, *raw),
+                scale=inputs.scale_or_default,
+                use_qk_l2norm=inputs.use_qk_l2norm,
+                output=out,
+                **where,
+            )
+            return out
 
-        return call, (v, pool[:count])
+        return run, v
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
-        other = (
-            inputs.cu_seqlens is not None
-            or inputs.initial_state is None
-            or not 1 < inputs.length <= MOST_STEPS
-        )
-        yield other, f"2 to {MOST_STEPS} tokens of each sequence, with initial states"
-        yield inputs.state_every > 1, "the state after every token, or only at the end"
+        other = inputs.cu_seqlens is not None or not 1 < inputs.length <= MOST_STEPS
+        yield other, f"2 to {MOST_STEPS} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
-    return replace(
-        prepared_kernel("gdn", "flashinfer_mtp", unsupported, prepare, plan),
-        keeps=lambda inputs: inputs.state_every == 1,
-        pools=True,
+    return pool_kernel(
+        *("gdn", "flashinfer_mtp", unsupported, bind, plan),
+        refused_values=refused_gates,
+        turned=True,
+        apart=True,
     )

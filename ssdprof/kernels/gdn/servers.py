@@ -27,6 +27,7 @@ from ssdprof.kernels.gdn.adapters import (
     packed,
     plain_beta,
     plain_gates,
+    refused_gates,
     v_first_states,
 )
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
@@ -277,15 +278,10 @@ def _step_kernel(
         usual = inputs.use_qk_l2norm and inputs.scale_or_default == inputs.q.shape[3] ** -0.5
         yield fixed and not usual, "q and k that it normalises, and the scale K ** -0.5"
 
-    @first_reason
-    def refused_values(inputs: GDNInputs) -> Reasons:
-        yield from plain_gates(inputs)
-        yield from plain_beta(inputs)
-
     reason = "a copy of the states is inside of its time, gates before their activations outside"
     plan = Plan(variant="triton", launches=2, reason=reason)
     return pool_kernel(
-        operator, name, unsupported, bind, plan, refused_values=refused_values, turned=True
+        operator, name, unsupported, bind, plan, refused_values=refused_gates, turned=True
     )
 
 
