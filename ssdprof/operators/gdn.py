@@ -11,7 +11,7 @@ from ssdprof.operators import fla, generate
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, WORDS
 from ssdprof.operators.generate import Library, installed
-from ssdprof.operators.late import deferred, lazy, torch
+from ssdprof.operators.late import deferred, lazy, packages, torch
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
@@ -207,9 +207,18 @@ def of_servers(operator: str) -> dict[str, Library]:
 
 
 def of_transformers(operator: str) -> dict[str, Library]:
-    return generate.of_transformers(
-        "fla", fla.PACKAGE, states_as_inputs, "gdn.adapters:load_model", operator
-    )
+    """What models compute: by torch, and by fla, which transformers calls where it finds it."""
+
+    def version() -> str:
+        numbers = [packages.package_version(name) for name in ("transformers", fla.PACKAGE)]
+        return f"transformers {numbers[0]} with {fla.PACKAGE} {numbers[1]}"
+
+    load = "gdn.adapters:load_model"
+    by_fla = deferred(load, operator, "fla")
+    return {
+        "model": generate.model(load, operator),
+        "model:installed": installed(fla.PACKAGE, by_fla, states_as_inputs, version=version),
+    }
 
 
 _FLASHINFER = "flashinfer-python"
@@ -238,6 +247,8 @@ OPERATOR: Operator = Operator(
     name="gdn",
     title="GDN",
     layers="Gated-DeltaNet",
+    served="prompts: flashinfer, where K = V = 128, else vllm, sglang; "
+    "steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.GDNInputs,
     mixer_sizes={
         "key_heads": "num_k_heads",

@@ -120,6 +120,8 @@ OPERATOR = replace(
     name="kda",
     title="KDA",
     layers="Kimi-Delta-Attention",
+    served="prompts: flash_kda (vLLM, bounded gates), else vllm, sglang; "
+    "steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.KDAInputs,
     mixer_sizes={
         "key_heads": "num_heads",

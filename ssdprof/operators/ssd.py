@@ -23,7 +23,7 @@ from ssdprof.operators.operator import (
 )
 from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
-from ssdprof.operators.tensors import exact_fp32, requested_precisions, states_as_inputs
+from ssdprof.operators.tensors import exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
     from ssdprof.kernels.ssd import adapters, reference
@@ -256,7 +256,7 @@ LIBRARIES = {
         hint="Give a checkout of github.com/RishiAstra/mamba.",
         repository="github.com/RishiAstra/mamba",
     ),
-    **generate.of_transformers("mamba_ssm", _MAMBA, states_as_inputs, "ssd.adapters:load_model"),
+    "model": generate.model("ssd.adapters:load_model"),
 }
 
 
@@ -282,6 +282,7 @@ OPERATOR = Operator(
     name="ssd",
     title="SSD (Mamba-2)",
     layers="Mamba-2",
+    served="prompts: vllm, sglang; steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.SSDInputs,
     mixer_sizes={
         "nheads": "num_heads",

@@ -476,9 +476,10 @@ def load_flashinfer_mtp() -> Implementation:
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
-    return pool_kernel(
+    kernel = pool_kernel(
         *("gdn", "flashinfer_mtp", unsupported, bind, plan),
         refused_values=refused_gates,
         turned=True,
         apart=True,
     )
+    return replace(kernel, in_place=None)  # not seen on a pool of a server

@@ -8,8 +8,7 @@ published               the published single-launch kernel, from a checkout of
                         different module names
 
 model                   the torch function of transformers, in fp32, but for dt and its bias, which
-                        it adds in dt's dtype.  model:installed: the function of `mamba_ssm`, as
-                        transformers calls it
+                        it adds in dt's dtype
 
 final_states have the library's own dtype, so that times do not include a conversion.
 """
@@ -139,9 +138,9 @@ def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
     return "state_dtype" in signature(forward).parameters
 
 
-def load_model(package: str = "") -> Implementation:
-    """transformers' torch function; with a package, that package's, as transformers calls it."""
-    function = model_function("mamba2", "mamba2_chunk_scan", package)
+def load_model() -> Implementation:
+    """transformers' torch function."""
+    function = model_function("mamba2", "mamba2_chunk_scan", "")
 
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         with torch.cuda.device(inputs.x.get_device()), torch.no_grad():
@@ -163,17 +162,13 @@ def load_model(package: str = "") -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
-        states = inputs.x.dtype if package else torch.float32
-        yield not precision.exact, "exact intermediates only"
-        yield precision.state_dtype != states, f"states that enter chunks are {states}"
+        yield precision != Precision(), "exact intermediates and fp32 states only"
         yield inputs.cu_seqlens is not None, "no packed sequences"
         yield inputs.z is not None, "no z: models gate after it"
         yield inputs.D is not None and inputs.D.ndim == 2, "D of heads, not of channels"
-        yield uneven_chunks(inputs) if package else (False, "")
 
-    plan = Plan(variant=package or "torch", launches=0, reason="as transformers calls it")
-    word = "model:installed" if package else "model"
-    return library_kernel("ssd", word, unsupported, call, plan)
+    plan = Plan(variant="torch", launches=0, reason="as transformers calls it")
+    return library_kernel("ssd", "model", unsupported, call, plan)
 
 
 def load_published(checkout: Path) -> Implementation:
