@@ -407,9 +407,8 @@ def repeats(report: Report) -> Table | None:
         for case in report.cases
         if (case.result != "passed" or case.why) and report.again(case)
     ]
-    note = "'ssdprof case ID --script' prints a Python file that does the same."
     words = ("id", "case", "command")
-    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command", note=note)
+    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command")
 
 
 # --- of a bench: a table for each shape, dtype, draw and layout

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ssdprof.core.base import VERSION
 from ssdprof.core.case import Case
-from ssdprof.core.report import ProcessLine, Report
+from ssdprof.core.report import LeftOut, ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, tell
@@ -148,6 +148,11 @@ class Writer:
                 readable = {case.name for case in _lines(self._path)[0]}
         cases = tuple(case for case in self.report.cases if case.name in readable)
         return self.report.model_copy(update={"cases": cases})
+
+    def leave_out(self, place: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
+        """What is not measured.  implementations: empty: all of the place."""
+        left_out = LeftOut(place=place, reason=reason, implementations=implementations)
+        self.update(left_out=(*self.report.left_out, left_out))
 
     def note(self, text: str) -> None:
         """A sentence for the reader, once; nothing if it is empty."""
