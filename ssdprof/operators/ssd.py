@@ -233,7 +233,7 @@ _MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
 
 
 def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
-    """Of the servers' forks of `mamba_ssm`: a server chooses the dtype of its states."""
+    """For the servers' forks of `mamba_ssm`: a server chooses the dtype of its states."""
     return requested_precisions(dtype, "exact", tuple(dict.fromkeys((dtype, "fp32"))))
 
 

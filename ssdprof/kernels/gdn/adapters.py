@@ -95,7 +95,7 @@ def plain_beta(inputs: GDNInputs) -> Reasons:
 def packed(
     inputs: GDNInputs, *names: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """These tensors of all sequences behind each other, (tokens, ...), contiguous."""
+    """These tensors of all sequences one after the other, (tokens, ...), contiguous."""
     tensors = (getattr(inputs, name).flatten(0, 1) for name in names)
     return tuple(tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors)
 

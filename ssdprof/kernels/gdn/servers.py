@@ -142,7 +142,7 @@ def _chunked_kernel(
 class _Step:
     """What a server has for a kernel of steps.
 
-    mixed: (tokens, 2 H K + HV V), q, k and v of each token behind each other, as they leave the
+    mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
     convolution.  alone: one token of each sequence, whose state is written back.
     """
 
