@@ -89,51 +89,44 @@ def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.T
     return torch.where(exist, positions, 0), exist
 
 
-@dataclass(frozen=True)
-class OwnPool:
-    """A call without a pool, or with one that it must not change, as a call on a pool of its own.
+# the call on a pool of its own; what makes the pool; what is in it first; the slots that are wanted
+OwnPool = tuple[Inputs, Callable[[], torch.Tensor], torch.Tensor, slice]
 
-    call: the inputs without that pool.  states: what the pool begins with.  count: of its slots,
-    without the one before the first.  kept: the slots of the states that are wanted.
+
+def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> OwnPool:
+    """A call without a pool, or with one that it must not change, as a call on a pool of its own,
+    which has memory of one more slot before its first.
+
+    turned: the last two axes change places in the pool's memory.  apart: final states go to other
+    slots than those that are read.
     """
+    states, device, count = inputs.initial, inputs.device, inputs.sequences
+    if states is None:
+        states = torch.zeros(inputs.states_shape, device=device)
+    states = states.float()
+    slots = torch.arange(count, dtype=torch.int32, device=device)
+    room, written = 0, None
+    if inputs.state_every:
+        room = inputs.final_shape[0]
+        positions, exist = token_positions(inputs, inputs.length)
+        written = torch.where(exist, positions + count, -1).int()
+    elif apart:
+        room, written = count, slots + count
+    call = replace(
+        inputs,
+        **{inputs.LINEAR[1]: states},
+        state_indices=slots,
+        write_indices=written,
+        state_every=0,
+    )
+    stored = states.mT.contiguous() if turned else states
 
-    call: Inputs
-    states: torch.Tensor
-    count: int
-    kept: slice
-
-    @classmethod
-    def of(cls, inputs: Inputs, *, turned: bool = False, apart: bool = False) -> OwnPool:
-        """turned: the last two axes change places in the pool's memory.  apart: final states go to
-        other slots than those that are read.
-        """
-        states, device, count = inputs.initial, inputs.device, inputs.sequences
-        if states is None:
-            states = torch.zeros(inputs.states_shape, device=device)
-        states = states.float()
-        slots = torch.arange(count, dtype=torch.int32, device=device)
-        room, written = 0, None
-        if inputs.state_every:
-            room = inputs.final_shape[0]
-            positions, exist = token_positions(inputs, inputs.length)
-            written = torch.where(exist, positions + count, -1).int()
-        elif apart:
-            room, written = count, slots + count
-        call = replace(
-            inputs,
-            **{inputs.LINEAR[1]: states},
-            state_indices=slots,
-            write_indices=written,
-            state_every=0,
-        )
-        stored = states.mT.contiguous() if turned else states
-        return cls(call, stored, count + room, slice(count if room else 0, count + room))
-
-    def fresh(self) -> torch.Tensor:
-        """A new pool with these states; there is memory of one more slot before its first."""
-        pool = self.states.new_empty(1 + self.count, *self.states.shape[1:])[1:]
-        pool[: len(self.states)] = self.states
+    def fresh() -> torch.Tensor:
+        pool = stored.new_empty(1 + count + room, *stored.shape[1:])[1:]
+        pool[:count] = stored
         return pool
+
+    return call, fresh, stored, slice(count if room else 0, count + room)
 
 
 # (pool) -> out; and the values as the kernel reads them
@@ -165,17 +158,17 @@ def pool_kernel(
         return unsupported(inputs, precision) or refused_values(inputs)
 
     def prepare(inputs: Inputs) -> Prepared:
-        copied = OwnPool.of(inputs, turned=turned, apart=apart)
-        buffer = copied.kept if inputs.state_every and inputs.cu_seqlens is None else None
-        run, values = bind(copied.call, Slots.of(copied.call, buffer))
-        first = copied.fresh()
+        own_call, fresh, stored, kept = own_pool(inputs, turned=turned, apart=apart)
+        buffer = kept if inputs.state_every and inputs.cu_seqlens is None else None
+        run, values = bind(own_call, Slots.of(own_call, buffer))
+        first = fresh()
 
         def call() -> Output:
-            pool = first if apart else copied.fresh()
-            out, states = run(pool), pool[copied.kept]
+            pool = first if apart else fresh()
+            out, states = run(pool), pool[kept]
             return Output(out, states.mT if turned else states)
 
-        return call, (values, first[: inputs.sequences] if apart else copied.states)
+        return call, (values, first[: inputs.sequences] if apart else stored)
 
     def in_place(inputs: Inputs, precision: Precision) -> Output:
         if reason := unsupported(inputs, precision):

@@ -71,10 +71,10 @@ def on_copies(run: PoolRun, inputs: Inputs, precision: Precision) -> kernels.Out
     """The call on a pool of copies of the initial states, or zeros, with a slot for each new state
     that `state_every` wants.
     """
-    copied = pools.OwnPool.of(inputs)
-    pool = copied.fresh()
-    out, _ = run(replace(copied.call, **{inputs.LINEAR[1]: pool}), precision)
-    return kernels.Output(out, pool[copied.kept])
+    call, fresh, _, kept = pools.own_pool(inputs)
+    pool = fresh()
+    out, _ = run(replace(call, **{inputs.LINEAR[1]: pool}), precision)
+    return kernels.Output(out, pool[kept])
 
 
 def _scatter(
