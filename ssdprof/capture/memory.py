@@ -56,6 +56,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        """Runs the operation and counts those of its outputs whose storage is new.  The two
+        operations that a model without weights cannot run get a result of the right shape.
+        """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to models that check whether masks are trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:

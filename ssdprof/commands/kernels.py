@@ -48,6 +48,9 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
 
 
 def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
+    """Search, and keep each tuned configuration as soon as it is found; or delete those that are
+    kept.
+    """
     if options.clear:
         gone = [f"Removed {file}." for file in tuned.clear()]
         terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")

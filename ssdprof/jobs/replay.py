@@ -104,6 +104,9 @@ class _Replay:
         watcher: Watcher,
         gpu: torch.device | None,
     ) -> None:
+        """planner: which precisions and laws a call gets.  cast_to: the dtype that inputs are cast
+        to; None: as captured.  gpu: None: outputs are compared, and nothing is timed.
+        """
         self._writer, self._options, self._planner = writer, options, planner
         self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
         # that of a run that goes on exists

@@ -182,6 +182,7 @@ class Tunings:
     """
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
+        """Finds the tuners among the modules' names; one that several names hold counts once."""
         found = [
             tuner
             for module in modules

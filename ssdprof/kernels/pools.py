@@ -34,6 +34,9 @@ class Slots:
 
     @classmethod
     def of(cls, inputs: Inputs, buffer: slice | None = None) -> Slots:
+        """The slots of a call: of tables with a column a token, the one that holds the accepted
+        state is read.
+        """
         read, written = inputs.state_indices, inputs.write_indices
         assert read is not None
         if inputs.accepted is not None:

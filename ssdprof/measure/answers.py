@@ -78,6 +78,7 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
+    """What differs at the positions from start to stop, with the flip whose margin is largest."""
     cut = {name: part[start:stop] for name, part in comparison.items()}
     kl = cut["kl"].numpy()
     margin = cut["margin"]

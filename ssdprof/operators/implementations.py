@@ -144,6 +144,9 @@ def resolve(operator: Operator, word: str) -> Implementation:
 
 
 def _resolved(operator: Operator[Any], word: str) -> Implementation:
+    """`resolve` without the word: a library, a bundled implementation, or the user's own, in this
+    order.
+    """
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
     if name in libraries:
@@ -171,6 +174,9 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
 
 
 def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
+    """A library as installed or from its checkout; one that cannot be imported is an implementation
+    that is absent, with the reason.
+    """
     if source.repository and checkout is None:
         where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
         raise BadInputError(f"No package contains the {name} kernel.", where)
@@ -189,6 +195,7 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
 
 
 def _own(operator: Operator, name: str, reference: str) -> Implementation:
+    """A function of the user's, which must not take another operator's inputs."""
     try:
         function = load(reference)
     except BadInputError as error:

@@ -215,6 +215,9 @@ def _check(config: SSDConfig) -> None:
 
 
 def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
+    """The configuration for the shortened inputs of the check: segments so short that the check
+    crosses several borders.
+    """
     if not isinstance(config, SSDHopperConfig):
         return config
     if config.count(_hopper_chunks(inputs)) == 1:

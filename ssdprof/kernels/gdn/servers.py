@@ -67,6 +67,9 @@ def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
 
 
 def load_vllm(operator: str) -> Implementation:
+    """vLLM's chunked kernels.  KDA's takes gates before their activation, and writes over v unless
+    it is given room for the output.
+    """
     module = import_kernels(_VLLM[operator])
 
     def run_gdn(inputs: GDNInputs) -> Callable[..., Any]:
@@ -94,6 +97,9 @@ def load_vllm(operator: str) -> Implementation:
 
 
 def load_sglang(operator: str) -> Implementation:
+    """SGLang's chunked kernels, which read and write a pool of states: here a copy with a slot for
+    each sequence.
+    """
     module, name = _SGLANG_CHUNKS[operator]
     function = getattr(import_kernels(f"{_SGLANG}.{module}"), name)
 

@@ -184,6 +184,9 @@ class KDAPortableConfig:
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
+    """What a chunk of a value head needs besides the state: its decayed keys and queries, the
+    factors of the new values, and the decays over the whole chunk.
+    """
     (
         q_ptr,
         k_ptr,
@@ -298,6 +301,7 @@ def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constex
 
 @triton.jit(do_not_specialize=["seqlen"])
 def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
+    """The states of a slice of V of one head, chunk after chunk, and the outputs."""
     (
         v_ptr,
         keys_ptr,
@@ -431,6 +435,9 @@ def handed_on(
 def portable_launch(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
+    """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
+    (sequences, HV, V, K).
+    """
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
     handed, states = (
         handed_on(inputs, precision, config),

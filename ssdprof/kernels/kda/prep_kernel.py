@@ -476,6 +476,9 @@ def _kda_hopper_prep(
     q_desc, k_desc, g_desc, keys_desc, queries_desc, X_desc, W_desc, tensors, strides, seqlen,
     sequences, scale, S: gl.constexpr,
 ):  # fmt: skip
+    """One chunk of a value head: loads through TMA, scores, inverse, and the factors that the
+    second launch reads.
+    """
     beta_ptr, cu_seqlens_ptr, ends_ptr = tensors
     beta_strides, cu_strides = strides
     HEADS: gl.constexpr = S.VALUE_HEADS

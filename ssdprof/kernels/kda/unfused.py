@@ -57,6 +57,7 @@ def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dic
     )
     narrow = max(16, min(triton.next_power_of_2(value_dim), 32))
     whole_v = max(16, min(triton.next_power_of_2(value_dim), 32 if fp32 else 128))
+    state_stages = 2 if key_dim > 128 else 3
     return {
         "gate_cumsum": dict(BLOCK_K=block_k, num_warps=4),
         "decayed_scores": dict(BLOCK_K=block_k, num_warps=8, num_stages=1),
@@ -64,7 +65,7 @@ def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dic
         "chunk_state": dict(
             BLOCK_V=16 if fp32 else narrow,
             num_warps=8 if fp32 or key_dim > 128 else 4,
-            num_stages=1 if fp32 else 2 if key_dim > 128 else 3,
+            num_stages=1 if fp32 else state_stages,
         ),
         "chunk_output": dict(
             BLOCK_K=block_k, BLOCK_V=whole_v, num_warps=8 if fp32 else 4, num_stages=2

@@ -53,6 +53,9 @@ _INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
 
 
 def load_mamba_ssm() -> Implementation:
+    """`mamba_chunk_scan_combined` without its autograd function, which keeps states in C's dtype
+    unless it is told another.
+    """
     module: Any = import_module(_MAMBA)
     # the function that `mamba_chunk_scan_combined` calls, without the autograd function around it
     forward = module._mamba_chunk_scan_combined_fwd
@@ -95,6 +98,7 @@ def load_mamba_ssm() -> Implementation:
 
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
+        """What the library computes otherwise, or wrongly, where it is told to do so."""
         kind = (
             "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
         )
@@ -248,6 +252,7 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
 
 @first_reason
 def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
+    """What the published kernel does not compute."""
     yield precision.state_dtype not in (torch.float32, torch.float16), "fp32 and fp16 states only"
     # in 16 bit, which Triton has only for fp16
     summed = precision != Precision() and inputs.x.dtype != torch.float16
