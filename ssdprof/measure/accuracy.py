@@ -21,10 +21,10 @@ rounding does not affect a result.  The host reads nothing before `result`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
@@ -32,15 +32,16 @@ from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import joined
+from ssdprof.kernels.oracle import Block, Span, joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
 from ssdprof.operators.operator import Operator, OracleSpec, Output
-from ssdprof.operators.rounding import FLUSHED, Rounded, coarsest_rounding, unit_roundoff
+from ssdprof.operators.rounding import FLUSHED, Gate, Rounded, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
-K = TypeVar("K")  # of candidates
+K = TypeVar("K", bound=Hashable)  # of candidates
+SpanInputs = tuple[Inputs, Span, Gate]  # the inputs of a call, and where a block of it is
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # of lo with fp32 inputs
@@ -76,7 +77,7 @@ def compare(
     inputs: Inputs,
     candidates: Mapping[K, Candidate],
     *,
-    on_progress: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], object] | None = None,
 ) -> dict[K, tuple[Accuracy, ...]]:
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
@@ -86,115 +87,145 @@ def compare(
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
-    operator, device = operators.get(inputs.operator), inputs.device
-    oracle = operator.judged
-    form, length = oracle.forms(inputs)[0], block_length(oracle, inputs, device)
-    coarse = form.dtype in _COARSE
-    count = DRAWS if coarse else _FINE_DRAWS
-    together = _drawn_together(operator, inputs, length, count)
-    shorter = oracle.shorter_chunks(inputs) if coarse else ()
-    rounded = {
-        null: [
-            *(oracle.rounded(inputs, candidate.precision) for _ in (None, *shorter)),
-            *(
-                oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts)
-                for one in range(count // together)
-            ),
-        ]
-        for candidate in candidates.values()
-        for null, cuts in candidate.nulls.items()
-    }
-    outs = _TensorSums(
-        "out",
-        {key: c.output[0] for key, c in candidates.items()},
-        candidates,
-        coarse,
-        1 + len(shorter),
-    )
-    states = _TensorSums(
-        "final_states",
-        {key: c.output[1] for key, c in candidates.items()},
-        candidates,
-        coarse,
-        1 + len(shorter),
-    )
-    largest_exponent = torch.zeros(form.shape[2], device=device)
-    sequence, origin = -1, 0
-    for span, exact_out, exact_state, row in oracle.blocks(inputs, length):
-        if span.sequence != sequence:
-            sequence, origin = span.sequence, span.start
-        gate = oracle.gate(inputs, span)
-        largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
-        wide, whole = operator.repeated(inputs, span, together)
-        given = [
-            (inputs, span, gate),
-            *((inputs, span, oracle.gate(inputs, span, chunk)) for chunk in shorter),
-            (wide, whole, gate if wide is inputs else oracle.gate(wide, whole)),
-        ]
-        outs.add(
-            _head_first(exact_out).double(),
-            {null: _advanced(several, given, together) for null, several in rounded.items()},
-            Region(
-                shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin
-            ),
-        )
-        if row is not None:
-            states.add(
-                _rows(exact_state),
-                {
-                    null: map(
-                        _rows,
-                        (
-                            *(form.state for form in forms[: 1 + len(shorter)]),
-                            *(
-                                state
-                                for form in forms[1 + len(shorter) :]
-                                for state in form.state.chunk(together)
-                            ),
-                        ),
-                    )
-                    for null, forms in rounded.items()
-                },
-                Region(shape=states.shape, row=row, positions=None),
-            )
-        on_progress(span.length)
-    comparisons: dict[K, tuple[Accuracy, ...]] = {}
-    unit = unit_roundoff(form.dtype)
-    for key, candidate in candidates.items():
-        eps = coarsest_rounding(form.dtype, candidate.precision, largest_exponent)
-        comparisons[key] = (outs.result(key, eps, unit), states.result(key, eps, unit))
-    return comparisons
+    comparison = _Comparison(inputs, candidates)
+    for block in comparison.blocks():
+        comparison.add(block)
+        if on_progress is not None:
+            on_progress(block[0].length)
+    return comparison.results()
 
 
 def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
     """For tests of kernels: AssertionError with the reason unless the output passes."""
-    found = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
-    if why := "; ".join(one.reason for one in found if one.reason):
-        raise AssertionError(why)
+    candidate = Candidate(output=output, precision=precision)
+    reasons = [accuracy.reason for accuracy in compare(inputs, {"output": candidate})["output"]]
+    if any(reasons):
+        raise AssertionError("; ".join(filter(None, reasons)))
 
 
-def _advanced(forms: list[Rounded], given: list[Any], together: int) -> Iterator[torch.Tensor]:
-    """out of a span (h, l, ...) by each evaluation: without random errors, in chunks of each
-    length, then several draws at a time.
+class _Comparison(Generic[K]):
+    """Sums over the blocks of the oracle, of all candidates."""
+
+    def __init__(self, inputs: Inputs, candidates: Mapping[K, Candidate]) -> None:
+        self._inputs, self._candidates = inputs, candidates
+        self._operator = operators.get(inputs.operator)
+        self._oracle = oracle = self._operator.judged
+        self._out = oracle.forms(inputs)[0]
+        self._length = block_length(oracle, inputs, inputs.device)
+        coarse = self._out.dtype in _COARSE
+        count = DRAWS if coarse else _FINE_DRAWS
+        self._together = _drawn_together(self._operator, inputs, self._length, count)
+        self._shorter = oracle.shorter_chunks(inputs) if coarse else ()
+        self._rounded: dict[str, RoundedForms] = {}
+        for candidate in candidates.values():
+            for null, cuts in candidate.nulls.items():
+                self._rounded[null] = self._forms(candidate.precision, cuts, count)
+        exact = 1 + len(self._shorter)
+        outs = {key: candidate.output[0] for key, candidate in candidates.items()}
+        states = {key: candidate.output[1] for key, candidate in candidates.items()}
+        self._outs = _TensorSums("out", outs, candidates, coarse, exact)
+        self._states = _TensorSums("final_states", states, candidates, coarse, exact)
+        self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)
+        self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
+
+    def _forms(self, precision: Precision, cuts: bool, count: int) -> RoundedForms:
+        def new() -> Rounded:
+            return self._oracle.rounded(self._inputs, precision)
+
+        return RoundedForms(
+            exact=[new() for _ in (None, *self._shorter)],
+            drawn=[new().drawn(seed, cuts=cuts) for seed in range(count // self._together)],
+            together=self._together,
+        )
+
+    def blocks(self) -> Iterable[Block]:
+        return self._oracle.blocks(self._inputs, self._length)
+
+    def add(self, block: Block) -> None:
+        """Blocks in the order of the oracle, since rounded forms go from state to state."""
+        span, exact_out, exact_state, row = block
+        inputs, oracle = self._inputs, self._oracle
+        if span.sequence != self._origin.sequence:
+            self._origin = span
+        gate = oracle.gate(inputs, span)
+        self._largest_exponent = torch.maximum(self._largest_exponent, gate.largest_exponent())
+        wide, whole = self._operator.repeated(inputs, span, self._together)
+        spans: list[SpanInputs] = [(inputs, span, gate)]
+        spans += [(inputs, span, oracle.gate(inputs, span, chunk)) for chunk in self._shorter]
+        spans.append((wide, whole, gate if wide is inputs else oracle.gate(wide, whole)))
+        self._outs.add(
+            _head_first(exact_out).double(),
+            {null: forms.advance(spans) for null, forms in self._rounded.items()},
+            Region(
+                shape=self._outs.shape,
+                row=span.batch,
+                positions=(span.start, span.stop),
+                origin=self._origin.start,
+            ),
+        )
+        if row is not None:
+            self._states.add(
+                _rows(exact_state),
+                {null: forms.states() for null, forms in self._rounded.items()},
+                Region(shape=self._states.shape, row=row, positions=None),
+            )
+
+    def results(self) -> dict[K, tuple[Accuracy, ...]]:
+        dtype = self._out.dtype
+        accuracies: dict[K, tuple[Accuracy, ...]] = {}
+        for key, candidate in self._candidates.items():
+            eps = coarsest_rounding(dtype, candidate.precision, self._largest_exponent)
+            accuracies[key] = tuple(
+                tensor.result(key, eps, unit_roundoff(dtype))
+                for tensor in (self._outs, self._states)
+            )
+        return accuracies
+
+
+@dataclass(frozen=True)
+class RoundedForms:
+    """Evaluations of an operator in one precision.
+
+    exact: without random errors, with the usual chunks and with shorter ones.  drawn: with random
+    errors, each of so many draws `together`.
     """
-    *exact, wide = given
-    for form, each in zip(forms, exact, strict=False):
-        yield _head_first(form.advance(*each)[0])
-    for form in forms[len(exact) :]:
-        yield from map(_head_first, form.advance(*wide)[0].chunk(together, 1))
+
+    exact: list[Rounded]
+    drawn: list[Rounded]
+    together: int
+
+    def advance(self, spans: Sequence[SpanInputs]) -> Iterator[torch.Tensor]:
+        """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last
+        for the draws.
+        """
+        *exact, wide = spans
+        for form, span in zip(self.exact, exact, strict=True):
+            yield _head_first(form.advance(*span)[0])
+        for form in self.drawn:
+            yield from map(_head_first, form.advance(*wide)[0].chunk(self.together, 1))
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """The states (h, rows, width) after the span by each evaluation."""
+        for form in self.exact:
+            yield _rows(form.state)
+        for form in self.drawn:
+            yield from map(_rows, form.state.chunk(self.together))
 
 
-class _TensorSums:
+class _TensorSums(Generic[K]):
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
         self,
         name: TensorName,
-        tensors: Mapping[Any, torch.Tensor],
-        candidates: Mapping[Any, Candidate],
+        tensors: Mapping[K, torch.Tensor],
+        candidates: Mapping[K, Candidate],
         coarse: bool,
         exact: int,
     ) -> None:
+        """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
+        errors.
+        """
         first = next(iter(tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
         self.name = name
@@ -234,17 +265,17 @@ class _TensorSums:
         self._floor.add(floor.double(), high, place)
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
         start = place.positions[0] if place.positions else 0
-        errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
+        errors = {null: (form - high for form in forms) for null, forms in rounded.items()}
         self._evidence.add(
             high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin
         )
-        for key, ours in cut.items():
-            self._from_oracle[key].add(ours, high, place)
+        for key, block in cut.items():
+            self._from_oracle[key].add(block, high, place)
             baseline = self._candidates[key].baseline
             if baseline is not None:
-                self._from_baseline[key].add(ours, cut[baseline], place)
+                self._from_baseline[key].add(block, cut[baseline], place)
 
-    def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
+    def result(self, key: K, eps: torch.Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
         from_baseline = self._from_baseline.get(key)
         claimed = self._candidates[key].precision.state_dtype
@@ -266,7 +297,7 @@ class _TensorSums:
         )
 
     def _budget_use(
-        self, key: Any, eps: torch.Tensor, norm: Literal["max", "rms"]
+        self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]
     ) -> BudgetUse | None:
         """Errors of the head that uses most of its budget.  None without a budget: the exact output
         is not finite.
@@ -278,7 +309,7 @@ class _TensorSums:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
 
         error = size(deviation.error)
-        largest = torch.stack([size(one) for one in low]).amax(0)
+        largest = torch.stack([size(norms) for norms in low]).amax(0)
         budget = 2 * (largest + eps * size(high) + FLUSHED)
         head = int((error / budget).argmax())
         if not bool(budget[head].isfinite()):
@@ -288,7 +319,7 @@ class _TensorSums:
         position = deviation.position_of_max(head)
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
-    def _coarser_than(self, key: Any, claimed: torch.dtype) -> DType | None:
+    def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
         """The dtype of fp32 states that hold only 16-bit numbers in a head, which no norm shows;
         None if none does.
         """
@@ -446,9 +477,8 @@ class RunningDeviation:
 
         equal = ours == other
         absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
-        shares = [(absolute, one) for one in TOLERANCES] + [
-            (relative, one) for one in TOLERANCES[1:]
-        ]
+        shares = [(absolute, tolerance) for tolerance in TOLERANCES]
+        shares += [(relative, tolerance) for tolerance in TOLERANCES[1:]]
         for i, (share, tolerance) in enumerate(shares):
             self._matches[i] += (equal | (share <= tolerance)).sum()
 

@@ -162,6 +162,10 @@ def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
     return Samples(process=process, clock=clock, us=rounds)
 
 
+Fields = dict[str, Any]  # of a case: its samples, or why it has none
+Check = Callable[[str, Run], str]
+
+
 class _CallError(Exception):
     """A call after the first one raised."""
 
@@ -171,11 +175,11 @@ def time_in_turns(
     timer: CudaTimer,
     plan: SamplingPlan,
     *,
-    check: Callable[[str, Run], str] | None,
-    change: Callable[[bool], None] = lambda _: None,
+    check: Check | None,
+    change: Callable[[bool], object] | None = None,
     process: str = "",
     clocks: Sequence[Clock] = get_args(Clock),
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Fields]:
     """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it
     has no time.
 
@@ -186,95 +190,121 @@ def time_in_turns(
     process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
-    recordings: dict[str, tuple[Any, Output]] = {}
-    untimed: dict[str, dict[str, Any]] = {}
+    turns = _Turns(runs, timer, plan, clocks, change)
+    gc.collect()
+    with no_garbage_collection():  # a collection during a call is not part of the call
+        samples = turns.sample()
+    if change is not None:
+        change(False)
+    timed: dict[str, Fields] = {}
+    for key in [key for key in runs if key not in turns.untimed]:
+        with suppress(_CallError):
+            fault = ""
+            if check is not None and turns.recordings:
+                fault = turns.fault_now(key, check, samples["device", key])
+            if fault:
+                turns.untimed[key] = {"later_fault": f"after it was timed: {fault}"}
+            else:
+                by_clock = (record(process, clock, samples[clock, key]) for clock in clocks)
+                timed[key] = {"samples": tuple(by_clock)}
+    return timed | turns.untimed
 
-    def called(key: str, work: Callable[[], T]) -> T:
-        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is
-        unusable.
-        """
-        try:
-            return blaming(timer.device, key, work)
-        except (MissingCapabilityError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # a kernel's own, of any kind
-            refuse_if_interrupted(error)
-            untimed[key] = {
-                "status": "failed",
-                "reason": f"a later call raised {type_and_message(error)}",
-            }
-            raise _CallError from error
 
-    def changed(sample: Callable[[Any], float], of: Any) -> float:
-        change(True)
-        return sample(of)
+class _Turns:
+    """Samples runs in turns.
 
-    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
-        recordings.clear()
-        if plan.warmup_rounds:  # which allocate the memory after a move
-            timer.reallocate(generator)
-        keys = [key for key in runs if key not in untimed]
-        keys = [keys[place] for place in generator.permutation(len(keys))]
-        for key in keys if "device" in clocks else ():
-            try:
-                recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))
-            except CaptureError as error:
-                untimed[key] = {
-                    "reason": f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
-                }
-            except torch.OutOfMemoryError as error:
-                untimed[key] = {
-                    "reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"
-                }
-        samplers: dict[Name, Sampler] = {}
-        for key in keys if "call" in clocks else ():
-            if key not in untimed:
-                samplers["call", key] = partial(
-                    called, key, partial(changed, timer.call_us, runs[key])
-                )
-        for key, (graph, _) in recordings.items():
-            samplers["device", key] = partial(called, key, partial(changed, timer.device_us, graph))
-        return samplers
+    recordings: the latest graph of each run, and the output that its replays write.
+    untimed: why runs are not timed.
+    """
 
-    def sampled_without_errors() -> dict[Name, Recordings]:
+    def __init__(
+        self,
+        runs: Mapping[str, Run],
+        timer: CudaTimer,
+        plan: SamplingPlan,
+        clocks: Sequence[Clock],
+        change: Callable[[bool], object] | None,
+    ) -> None:
+        self._runs, self._timer, self._plan = runs, timer, plan
+        self._clocks, self._change = clocks, change
+        self.recordings: dict[str, tuple[Any, Output]] = {}
+        self.untimed: dict[str, Fields] = {}
+
+    def sample(self) -> dict[Name, Recordings]:
         """If a run raises, sampling restarts without it, so that all results come from the same
         turns.
         """
         while True:
             with suppress(_CallError):
-                return sample_in_turns(set_up, plan)
+                return sample_in_turns(self._set_up, self._plan)
 
-    def reason_now(key: str, check: Callable[[str, Run], str]) -> str:
+    def fault_now(self, key: str, check: Check, sampled: Recordings) -> str:
         """The result of `check` for replays and for calls; all GPU work of the call has ended after
         it.
         """
 
         def replay() -> Output:
-            graph, output = recordings[key]
+            graph, output = self.recordings[key]
             # recordings share memory: only the latest replay's output is intact
-            timer.device_us(graph)
+            self._timer.device_us(graph)
             return output
 
-        return (
-            check(key, replay)
-            or check(key, runs[key])
-            or timer.unseen(runs[key], samples["device", key])
-        )
+        def checked() -> str:
+            run = self._runs[key]
+            return check(key, replay) or check(key, run) or self._timer.unseen(run, sampled)
 
-    gc.collect()
-    with no_garbage_collection():  # a collection during a call is not part of the call
-        samples = sampled_without_errors()
-    change(False)
-    found: dict[str, dict[str, Any]] = {}
-    for key in (key for key in runs if key not in untimed):
-        with suppress(_CallError):
-            if (
-                reason := called(key, partial(reason_now, key, check))
-                if check and recordings
-                else ""
-            ):
-                untimed[key] = {"later_fault": f"after it was timed: {reason}"}
-            else:
-                taken = (record(process, clock, samples[clock, key]) for clock in clocks)
-                found[key] = {"samples": tuple(taken)}
-    return found | untimed
+        return self._called(key, checked)
+
+    def _set_up(self, generator: np.random.Generator) -> dict[Name, Sampler]:
+        """The samplers of a new recording, in random order."""
+        self.recordings.clear()
+        if self._plan.warmup_rounds:  # which allocate the memory after a move
+            self._timer.reallocate(generator)
+        keys = [key for key in self._runs if key not in self.untimed]
+        keys = [keys[place] for place in generator.permutation(len(keys))]
+        if "device" in self._clocks:
+            for key in keys:
+                self._record(key)
+        samplers: dict[Name, Sampler] = {}
+        if "call" in self._clocks:
+            for key in keys:
+                if key not in self.untimed:
+                    samplers["call", key] = self._sampler(key, self._timer.call_us, self._runs[key])
+        for key, (graph, _) in self.recordings.items():
+            samplers["device", key] = self._sampler(key, self._timer.device_us, graph)
+        return samplers
+
+    def _record(self, key: str) -> None:
+        record_run = partial(self._timer.record, self._runs[key])
+        try:
+            self.recordings[key] = blaming(self._timer.device, key, record_run)
+        except CaptureError as error:
+            why = f"it cannot be captured as a CUDA graph: {error}"
+            self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
+        except torch.OutOfMemoryError as error:
+            why = f"no memory is left for its CUDA graph: {error}"
+            self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
+
+    def _sampler(self, key: str, time_us: Callable[[Any], float], work: Any) -> Sampler:
+        """work: what `time_us` takes, a run or a graph."""
+
+        def sample() -> float:
+            if self._change is not None:
+                self._change(True)
+            return time_us(work)
+
+        return partial(self._called, key, sample)
+
+    def _called(self, key: str, work: Callable[[], T]) -> T:
+        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is
+        unusable.
+        """
+        try:
+            return blaming(self._timer.device, key, work)
+        except (MissingCapabilityError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a kernel's own, of any kind
+            refuse_if_interrupted(error)
+            why = f"a later call raised {type_and_message(error)}"
+            self.untimed[key] = {"status": "failed", "reason": why}
+            raise _CallError from error

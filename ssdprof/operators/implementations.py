@@ -15,8 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
-from functools import partial, reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
 from importlib import import_module, metadata
 from inspect import Parameter, signature
 from pathlib import Path
@@ -296,20 +296,62 @@ def own_implementation(
     such a call.  `batch_invariant = True`: see `Implementation`.  Raises BadInputError for another
     value.
     """
-    declared = getattr(function, "operand_precision", None)
-    if declared not in (None, "tf32"):
+    operands = getattr(function, "operand_precision", None)
+    if operands not in (None, "tf32"):
         raise BadInputError(
-            f'{name} declares operand_precision {declared!r}; it can be "tf32" only.'
+            f'{name} declares operand_precision {operands!r}; it can be "tf32" only.'
         )
-    has_precision = "precision" in _parameters(function)
+    in_place = getattr(function, "in_place", False)
+    keeps_states = getattr(function, "keeps_states", False)
+    kernel = _UsersKernel(name, function)
+    declarations = ((operands, "declares operands cut to tf32"), (in_place, COPIES))
+    plan = registry.Plan(
+        variant=name, launches=0, reason="; ".join(word for holds, word in declarations if holds)
+    )
+    return registry.Implementation(
+        operator=operator.name,
+        name=name,
+        run=partial(on_copies, kernel.run) if in_place else kernel.run,
+        plan=lambda _inputs, _precision: plan,
+        cuts_operands=operands is not None,
+        keeps=lambda inputs: inputs.state_every == 1 if in_place else keeps_states,
+        pools=getattr(function, "pools", False) and not in_place,
+        in_place=kernel.run if in_place else None,
+        batch_invariant=getattr(function, "batch_invariant", False),
+        kind="own",
+        version=name,
+        precisions=None if kernel.has_precision else exact_fp32,
+    )
 
-    def run(inputs: Inputs, precision: kernels.Precision) -> kernels.Output:
-        index = inputs.device.index  # Triton launches on the current GPU; -1 is none
+
+@dataclass(frozen=True)
+class _UsersKernel:
+    """A user's function, whose exits become exceptions and whose outputs are checked."""
+
+    name: str
+    function: Callable[..., Any]
+
+    @cached_property
+    def has_precision(self) -> bool:
+        return "precision" in _parameters(self.function)
+
+    def run(self, inputs: Inputs, precision: kernels.Precision) -> kernels.Output:
+        """Raises TypeError unless the function returns two tensors."""
+        output = self._call(inputs, precision)
+        if not isinstance(output, tuple | list) or len(output) != 2:
+            raise TypeError(f"{self.name} must return (out, final_states), not {_type(output)}")
+        for what, tensor in zip(("out", "final_states"), output, strict=True):
+            if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
+                raise TypeError(f"{self.name} must return tensors, and {what} is {_type(tensor)}")
+        return kernels.Output(*output)
+
+    def _call(self, inputs: Inputs, precision: kernels.Precision) -> Any:
+        """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
+        index = inputs.device.index
+        more = {"precision": precision} if self.has_precision else {}
         try:
-            with torch.cuda.device(-1 if index is None else index):
-                output = (
-                    function(inputs, precision=precision) if has_precision else function(inputs)
-                )
+            with torch.cuda.device(-1 if index is None else index):  # -1 is none
+                return self.function(inputs, **more)
         except Exception:
             raise
         # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
@@ -320,36 +362,7 @@ def own_implementation(
             )
             if ctrl_c or type(error).__module__.startswith("ssdprof."):
                 raise
-            raise RuntimeError(f"{name} raised {library_message(error)}") from None
-        if not isinstance(output, tuple | list) or len(output) != 2:
-            raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
-        for what, tensor in zip(("out", "final_states"), output, strict=True):
-            if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
-                raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
-        return kernels.Output(*output)
-
-    in_place = getattr(function, "in_place", False)
-    declarations = ((declared, "declares operands cut to tf32"), (in_place, COPIES))
-    return registry.Implementation(
-        operator=operator.name,
-        name=name,
-        run=partial(on_copies, run) if in_place else run,
-        plan=lambda _inputs, _precision: registry.Plan(
-            variant=name,
-            launches=0,
-            reason="; ".join(word for holds, word in declarations if holds),
-        ),
-        cuts_operands=declared is not None,
-        keeps=lambda inputs: (
-            inputs.state_every == 1 if in_place else getattr(function, "keeps_states", False)
-        ),
-        pools=getattr(function, "pools", False) and not in_place,
-        in_place=run if in_place else None,
-        batch_invariant=getattr(function, "batch_invariant", False),
-        kind="own",
-        version=name,
-        precisions=None if has_precision else exact_fp32,
-    )
+            raise RuntimeError(f"{self.name} raised {library_message(error)}") from None
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:

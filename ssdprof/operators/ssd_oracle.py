@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ssdprof import kernels
@@ -63,60 +64,100 @@ def rounded_chunks(
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
     loses most, one addend after the other.
     """
-    q = gate.exponents.shape[2]
-    operand = low.operand
-    intermediate = low.intermediate
-    exp = rounding.gpu_exp
-    (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
-    r, length = h // g, span.stop - span.start
-    x_span = inputs.x[span.batch, span.start : span.stop].float()
-    # (c, g, r, q, p)
-    x = operand(rounding.split_chunks(x_span.reshape(length, g, r, p), q).permute(0, 2, 3, 1, 4))
-    B, C = (
-        operand(
-            rounding.split_chunks(tensor[span.batch, span.start : span.stop].float(), q).transpose(
-                1, 2
-            )
-        )
-        for tensor in (inputs.B, inputs.C)
-    )  # (c, g, q, n)
-    assert gate.dt is not None
-    a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
-
-    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
-    # (c, g, r, q, s)
-    decays, CB = gate.decays.reshape(*a.shape, q), torch.where(causal, C @ B.mT, 0.0)[:, :, None]
-    rows, outs = min(q, ROWS[x.device.type]), []
-    for stop in range(rows, q + 1, rows):
-        part = (..., slice(stop - rows, stop), slice(stop))
-        decay = intermediate(decays[part])
-        scores = intermediate(intermediate(intermediate(CB[part]) * decay) * dt[..., None, :stop])
-        outs.append(operand(scores) @ x[..., :stop, :])
-    out = torch.cat(outs, -2)
-
-    last = a[..., -1:]
-    weights = intermediate(intermediate(exp((last - a).clamp(max=0))) * dt)
-    chunk_states = operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
-    chunk_decay = exp(last)[..., None]
-    state = low.state.reshape(g, r, p, n)
-    entering = []
-    for c in range(len(chunk_states)):
-        entering.append(state)
-        state = low.stored(state * chunk_decay[c] + chunk_states[c])
-    low.state = state.reshape(h, p, n)
-    before = (
-        (C @ operand(torch.stack(entering)).flatten(2, 3).mT)
-        .reshape(*C.shape[:3], r, p)
-        .transpose(2, 3)
-    )
-    out += before * intermediate(exp(a))[..., None]
-
+    chunks = _Chunks.of(inputs, low, span, gate)
+    out = chunks.current() + chunks.previous()
+    (h, p), length = inputs.x.shape[2:], span.length
     out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
     if inputs.D is not None:
-        out = out + inputs.D.float().reshape(h, -1) * x_span
+        x = inputs.x[span.batch, span.start : span.stop].float()
+        out = out + inputs.D.float().reshape(h, -1) * x
     if inputs.z is not None:
         out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].float())
     return out.to(inputs.x.dtype)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """A span in chunks, for the rounded form `low`; g groups of r heads.
+
+    x (c, g, r, q, p), B and C (c, g, q, n): operands.  a, the running sum of dt A, and dt
+    (c, g, r, q).
+    """
+
+    low: rounding.Rounded
+    gate: rounding.Gate
+    x: torch.Tensor
+    B: torch.Tensor
+    C: torch.Tensor
+    a: torch.Tensor
+    dt: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        inputs: kernels.SSDInputs,
+        low: rounding.Rounded,
+        span: rounding.Span,
+        gate: rounding.Gate,
+    ) -> _Chunks:
+        q = gate.exponents.shape[2]
+        groups, heads = inputs.B.shape[2], inputs.heads_per_group
+
+        def operand(tensor: torch.Tensor) -> torch.Tensor:
+            """(b, l, h, ...) -> (c, h, q, ...)."""
+            part = tensor[span.batch, span.start : span.stop].float()
+            return low.operand(rounding.split_chunks(part, q).transpose(1, 2))
+
+        def grouped(tensor: torch.Tensor) -> torch.Tensor:
+            """(c, h, ...) -> (c, g, r, ...)."""
+            return tensor.reshape(len(tensor), groups, heads, *tensor.shape[2:])
+
+        assert gate.dt is not None
+        return cls(
+            low=low,
+            gate=gate,
+            x=grouped(operand(inputs.x)),
+            B=operand(inputs.B),
+            C=operand(inputs.C),
+            a=grouped(gate.exponents),
+            dt=grouped(low.intermediate(gate.dt)),
+        )
+
+    def current(self) -> torch.Tensor:
+        """What a chunk's positions give to its own outputs (c, g, r, q, p), a part of the rows at a
+        time.
+        """
+        q, intermediate = self.x.shape[3], self.low.intermediate
+        causal = torch.ones(q, q, dtype=torch.bool, device=self.x.device).tril()
+        CB = torch.where(causal, self.C @ self.B.mT, 0.0)[:, :, None]
+        decays = self.gate.decays.reshape(*self.a.shape, q)
+        count = min(q, ROWS[self.x.device.type])
+        outs = []
+        for stop in range(count, q + 1, count):
+            part = (..., slice(stop - count, stop), slice(stop))
+            decayed = intermediate(intermediate(CB[part]) * intermediate(decays[part]))
+            scores = intermediate(decayed * self.dt[..., None, :stop])
+            outs.append(self.low.operand(scores) @ self.x[..., :stop, :])
+        return torch.cat(outs, -2)
+
+    def previous(self) -> torch.Tensor:
+        """What the states that enter the chunks give to the outputs; moves `low.state`."""
+        low, exp = self.low, rounding.gpu_exp
+        (chunks, groups, heads, q, p), n = self.x.shape, self.B.shape[3]
+        last = self.a[..., -1:]
+        to_end = low.intermediate(exp((last - self.a).clamp(max=0)))
+        weights = low.intermediate(to_end * self.dt)
+        chunk_states = low.operand(self.x * weights[..., None]).mT @ self.B[:, :, None]
+        chunk_decay = exp(last)[..., None]
+        state = low.state.reshape(groups, heads, p, n)
+        entering = []
+        for c in range(chunks):
+            entering.append(state)
+            state = low.stored(state * chunk_decay[c] + chunk_states[c])
+        low.state = state.flatten(0, 1)
+        states = low.operand(torch.stack(entering)).flatten(2, 3)  # (c, g, r p, n)
+        out = (self.C @ states.mT).reshape(chunks, groups, q, heads, p).transpose(2, 3)
+        return out * low.intermediate(exp(self.a))[..., None]
 
 
 # --- cost
