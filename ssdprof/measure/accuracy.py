@@ -107,6 +107,7 @@ class _Comparison(Generic[K]):
     """Sums over the blocks of the oracle, of all candidates."""
 
     def __init__(self, inputs: Inputs, candidates: Mapping[K, Candidate]) -> None:
+        """Rounded forms are shared by candidates of one precision."""
         self._inputs, self._candidates = inputs, candidates
         self._operator = operators.get(inputs.operator)
         self._oracle = oracle = self._operator.judged
@@ -439,6 +440,7 @@ class RunningDeviation:
     def __init__(
         self, against: str, shape: tuple[int, ...], heads: int, scale: torch.Tensor
     ) -> None:
+        """against: the other tensor, in words.  shape: of the tensors."""
         device = scale.device
         self.against = against
         self.shape = shape

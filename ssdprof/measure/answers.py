@@ -44,14 +44,14 @@ def compare_logits(
     margin = _at(high, tops) - _at(high, others)
 
     def loss(log_probabilities: torch.Tensor) -> torch.Tensor:
-        found = torch.full_like(kl, torch.nan)
-        found[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
-        return found
+        losses = torch.full_like(kl, torch.nan)
+        losses[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
+        return losses
 
-    found = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
+    numbers = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
     return {
         name: part.cpu()
-        for name, part in (found | {"reference_loss": loss(high), "loss": loss(low)}).items()
+        for name, part in (numbers | {"reference_loss": loss(high), "loss": loss(low)}).items()
     }
 
 
@@ -78,6 +78,7 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
+    """The statistics of some positions."""
     cut = {name: part[start:stop] for name, part in comparison.items()}
     kl = cut["kl"].numpy()
     margin = cut["margin"]
@@ -113,7 +114,9 @@ def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) ->
         )
     interval = mean_interval(other - reference)
     differences = (float((other - reference).mean()), *interval)
-    increase, low, high = (float(100 * np.expm1(one)) for one in differences)  # percent
+    increase, low, high = (
+        float(100 * np.expm1(difference)) for difference in differences
+    )  # percent
     return {
         "reference_perplexity": float(np.exp(reference.mean())),
         "perplexity": float(np.exp(other.mean())),

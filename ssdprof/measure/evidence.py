@@ -135,7 +135,7 @@ class Evidence:
         """
         if not self._sums:
             return ()
-        norm, floor, ours = (
+        norm, floor, kernel = (
             self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
         )
         room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
@@ -145,16 +145,16 @@ class Evidence:
         ]
         draws = [several[self._exact :] for several in forms]
         gains = [finite(several[..., :1] / norm[:, :1]) for several in forms]
-        gain = finite(ours[:, :1] / norm[:, :1])
+        gain = finite(kernel[:, :1] / norm[:, :1])
         # 1/16: for accumulators that truncate
-        found = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
+        tests = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
         if len(norm) > 1:
             variance = gains[0][self._exact :].var(0)
             certain = torch.where(variance > 0, 1 / variance, 0.0)
             share = certain / certain.sum()
             means = [(several * share).sum(1, keepdim=True) for several in gains]
             mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
-            found.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
+            tests.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
         width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
         places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
@@ -169,11 +169,11 @@ class Evidence:
             size = norm[:, part]
             each = [_limit(floor[:, part], several[..., part], size) for several in draws]
             limit = torch.stack(each).amax(0) / size + (2 * room).square() + (unit / 16) ** 2
-            found.append(_worst(test, (ours[:, part] / size).sqrt(), limit.sqrt(), period))
+            tests.append(_worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period))
         worst: dict[str, ErrorTest] = {}
-        for one in filter(None, found):
-            if one.test not in worst or one.used > worst[one.test].used:
-                worst[one.test] = one
+        for result in filter(None, tests):
+            if result.test not in worst or result.used > worst[result.test].used:
+                worst[result.test] = result
         return tuple(worst.values())
 
     def _gain(

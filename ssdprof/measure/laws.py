@@ -421,6 +421,8 @@ def accepted_tokens(trial: Trial) -> None:
 
 
 def edge_inputs(trial: Trial) -> None:
+    """Broken names the trait that is at fault, and the sizes of the inputs."""
+
     def judge(edge: EdgeInputs[Inputs]) -> None:
         inputs = edge.make()
         sizes = trial.operator.judged.dims(inputs).words

@@ -150,6 +150,14 @@ class PoolCall:
     def live(self) -> list[tuple[int, Row]]:
         return [(i, row) for i, row in enumerate(self.rows) if row.live]
 
+    @property
+    def written(self) -> list[int]:
+        """The slots that the rows write."""
+        slots: list[int] = []
+        for _, row in self.live:
+            slots += row.kept.values()
+        return slots
+
     def of_row(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor (batch, tokens, ...) that belongs to row i."""
         start = sum(row.tokens for row in self.rows[:i])
@@ -272,14 +280,14 @@ class Room:
                 indices = torch.cat([indices, others], 1)[:, : len(values[0])]
             return indices if indices.shape[1] > 1 else indices[:, 0]
 
-        given = {self._states: pool.states, "state_indices": table([row.columns for row in rows])}
+        tensors = {self._states: pool.states, "state_indices": table([row.columns for row in rows])}
         if len(rows[0].columns) > 1:
-            given["accepted"] = table([[row.accepted] for row in rows])
+            tensors["accepted"] = table([[row.accepted] for row in rows])
         if rows[0].writes:
-            given["write_indices"] = table([row.writes for row in rows])
+            tensors["write_indices"] = table([row.writes for row in rows])
         if packed:
-            given["cu_seqlens"] = self._bounds(counts)
-        inputs = replace(self._like, **parts, **given)
+            tensors["cu_seqlens"] = self._bounds(counts)
+        inputs = replace(self._like, **parts, **tensors)
         return PoolCall(rows=rows, pool=pool, parts=parts, inputs=inputs)
 
     def _bounds(self, counts: Sequence[int]) -> torch.Tensor:
@@ -320,9 +328,9 @@ class Room:
         """out of the call, after a look at what it must not change."""
         self.calls += 1
         pool, before = call.pool, call.pool.memory.clone()
-        given = call.inputs.tensors
-        del given[self._states]
-        copies = {name: tensor.clone() for name, tensor in given.items()}
+        tensors = call.inputs.tensors
+        del tensors[self._states]
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         child.alive()
         try:
             out, returned = (run or self.pool_run)(call.inputs, self.precision)
@@ -334,7 +342,7 @@ class Room:
                 raise NotApplicable(reason) from None
             raise Broken(f"call {self.calls}: {reason}") from None
         values = call.parts[self._like.LINEAR[0]]
-        changed = [name for name in copies if _differ(copies[name], given[name])]
+        changed = [name for name in copies if _differ(copies[name], tensors[name])]
         wrong = ""
         if returned is not pool.states:
             wrong = "it returns another tensor than the pool"
@@ -342,7 +350,7 @@ class Room:
             wrong = f"out is {out.dtype} of shape {tuple(out.shape)}"
         elif changed:
             wrong = f"it changes {', '.join(changed)}"
-        elif place := pool.changed(before, [s for _, row in call.live for s in row.kept.values()]):
+        elif place := pool.changed(before, call.written):
             wrong = f"it changes {place}, which no row writes"
         if wrong:
             raise Broken(f"call {self.calls}: {wrong}")
@@ -448,17 +456,20 @@ class Chain:
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
-        histories = [one for one in (*self.ended, *self.histories) if one.taken]
+        histories = [history for history in (*self.ended, *self.histories) if history.taken]
         parts, places, outs = [], [], []
         for history in histories:
             pieces: list[Parts] = []
             for call, place, count, out, number in history.taken:
                 pieces.append(
-                    {name: call.of_row(place, one)[:count] for name, one in call.parts.items()}
+                    {
+                        name: call.of_row(place, tensor)[:count]
+                        for name, tensor in call.parts.items()
+                    }
                 )
                 outs.append(call.of_row(place, out)[:count])
                 places += [f"call {number}, row {place}, token {token}" for token in range(count)]
-            parts.append({name: torch.cat([one[name] for one in pieces]) for name in pieces[0]})
+            parts.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
         plain = self.room.alone(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)

@@ -19,13 +19,13 @@ LONGEST_KEY = 2.0  # without the norm inside; a normalised one, rounded, has abo
 
 def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
     """A sentence on each input that makes results worthless however accurate they are."""
-    given = operator.binding.positional(inputs)
-    for name, values in given.items():
+    tensors = operator.binding.positional(inputs)
+    for name, values in tensors.items():
         if values.shape[1] > 1 and bool((values == values[:, :1]).all()):
             what = "the same" if values.any() else "0"
             yield f"{name} is {what} in every position, so that wrong kernels may pass."
-    outside = [*(_of_delta_rule(inputs, given) if "g" in given else ())]
-    outside += _of_ssd(inputs, given) if "dt" in given else ()
+    outside = [*(_of_delta_rule(inputs, tensors) if "g" in tensors else ())]
+    outside += _of_ssd(inputs, tensors) if "dt" in tensors else ()
     for what, is_outside, why in outside:
         share = float(is_outside.float().mean())
         if share >= MANY:

@@ -106,10 +106,10 @@ def bind(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     kind: str = "GDNInputs",
-    **given: Any,
+    **arguments: Any,
 ) -> BoundCall:
     """The call of a mixer as inputs of this kind."""
-    given |= {
+    arguments |= {
         "q": q,
         "k": k,
         "v": v,
@@ -117,7 +117,7 @@ def bind(
         "beta": beta,
         "use_qk_l2norm": use_qk_l2norm_in_kernel,
     }
-    return from_call(getattr(kernels, kind), **given), output_final_state, ""
+    return from_call(getattr(kernels, kind), **arguments), output_final_state, ""
 
 
 def recorded(

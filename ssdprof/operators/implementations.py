@@ -66,13 +66,13 @@ def resolver(device: torch.device) -> Resolve:
 
     def get(operator: str, word: str) -> Implementation:
         if (operator, word) not in known:
-            found = resolve(operators.get(operator), word)
-            if found.needs_gpu and not found.absent and device.type != "cuda":
-                why = f"{found.name} needs an NVIDIA GPU, and this machine has none."
-                found = replace(found, absent=why, hint="Leave it out.")
-            if (operator, found.name) in known:
-                raise _two_checkouts(found.name)
-            known[operator, word] = known[operator, found.name] = found
+            implementation = resolve(operators.get(operator), word)
+            if implementation.needs_gpu and not implementation.absent and device.type != "cuda":
+                why = f"{implementation.name} needs an NVIDIA GPU, and this machine has none."
+                implementation = replace(implementation, absent=why, hint="Leave it out.")
+            if (operator, implementation.name) in known:
+                raise _two_checkouts(implementation.name)
+            known[operator, word] = known[operator, implementation.name] = implementation
         return known[operator, word]
 
     return get
@@ -112,12 +112,17 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
     """
-    records = operators.records()
+    names: dict[str, None] = {}
+    for operator in operators.records():
+        names |= dict.fromkeys(known(operator))
+    for name in besides:
+        names.pop(name, None)
     unknown = [
-        word for word in words if word in besides or not any(knows(one, word) for one in records)
+        word
+        for word in words
+        if word in besides or (":" not in word and word.partition("=")[0] not in names)
     ]
     if unknown:
-        names = dict.fromkeys(name for one in records for name in known(one) if name not in besides)
         raise BadInputError(
             f"{option} does not know {', '.join(map(repr, unknown))}.",
             f"{nearest(unknown[0], names)}  A kernel of your own is MODULE:FUNCTION.",
@@ -144,6 +149,7 @@ def resolve(operator: Operator, word: str) -> Implementation:
 
 
 def _resolved(operator: Operator[Any], word: str) -> Implementation:
+    """`resolve`, without the word."""
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
     if name in libraries:
@@ -152,11 +158,8 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
         )
     if checkout:
         raise BadInputError(
-            (
-                f"{name!r} is not a library of {operator.name}, and only libraries are loaded "
-                "from a "
-                "checkout."
-            ),
+            f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a "
+            "checkout.",
             f"Libraries are: {', '.join(libraries) or 'none'}.",
         )
     if name in kernels.names(operator.name):
@@ -165,17 +168,20 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
         return _own(operator, name, name)
     if name in entry_points():
         return _own(operator, name, entry_point(name))
-    others = [one.name for one in operators.records() if name in known(one)]
+    others = [
+        f": it is one of {other.name}" for other in operators.records() if name in known(other)
+    ]
+    where = others[0] if others else ""
     raise BadInputError(
-        (
-            f"There is no implementation {name!r} of "
-            f"{operator.name}{f': it is one of {others[0]}' if others else ''}."
-        ),
+        f"There is no implementation {name!r} of {operator.name}{where}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
     )
 
 
 def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
+    """A library, or why it is unavailable.  BadInputError for a checkout where there is none, or
+    none where one is needed.
+    """
     if source.repository and checkout is None:
         where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
         raise BadInputError(f"No package contains the {name} kernel.", where)
@@ -194,6 +200,7 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
 
 
 def _own(operator: Operator, name: str, reference: str) -> Implementation:
+    """The user's kernel.  BadInputError if its inputs are annotated as another operator's."""
     try:
         function = load(reference)
     except BadInputError as error:
@@ -232,12 +239,13 @@ def entry_point(name: str) -> str:
     """The module:function that a package registers under `name`.  BadInputError if several packages
     register one.
     """
-    found = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
-    if len(found) > 1:
+    references = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
+    if len(references) > 1:
         raise BadInputError(
-            f"Several installed packages register {name!r}.", f"Name one of: {', '.join(found)}."
+            f"Several installed packages register {name!r}.",
+            f"Name one of: {', '.join(references)}.",
         )
-    return found[0]
+    return references[0]
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -278,9 +286,11 @@ def load(reference: str) -> Callable[..., Any]:
 def source_files(several: Iterable[Implementation]) -> list[Path]:
     """The files of the user's kernels."""
     modules = [
-        sys.modules.get(one.version.partition(":")[0]) for one in several if one.kind == "own"
+        sys.modules.get(implementation.version.partition(":")[0])
+        for implementation in several
+        if implementation.kind == "own"
     ]
-    return [Path(file) for one in modules if (file := getattr(one, "__file__", None))]
+    return [Path(file) for module in modules if (file := getattr(module, "__file__", None))]
 
 
 def own_implementation(

@@ -68,7 +68,9 @@ class Stages:
         """The stages of an operator.  launches: the kernels that each bundled implementation
         launches.
         """
-        kernels = {kernel: name for name, launched in launches.items() for kernel in launched}
+        kernels: dict[str, str] = {}
+        for name, launched in launches.items():
+            kernels |= dict.fromkeys(launched, name)
         table = tomllib.loads(
             (Path(__file__).parent / "known_sources" / f"{operator}.toml").read_text("utf-8")
         )
@@ -78,17 +80,21 @@ class Stages:
             order=order,
             words=_WORDS | words,
             kernels=kernels,
-            sources={one["sha256"]: one for one in table["source"]},
+            sources={entry["sha256"]: entry for entry in table["source"]},
         )
 
     @classmethod
     def together(cls, several: Sequence[Stages]) -> Stages:
         """The stages of several operators, concatenated."""
-        merged: dict[str, dict[str, Any]] = {"words": {}, "kernels": {}, "sources": {}}
+        merged = cls()
         for stages in several:
-            for name, found in merged.items():
-                found |= getattr(stages, name)
-        return cls(order=tuple(name for stages in several for name in stages.order), **merged)
+            merged = cls(
+                order=(*merged.order, *stages.order),
+                words={**merged.words, **stages.words},
+                kernels={**merged.kernels, **stages.kernels},
+                sources={**merged.sources, **stages.sources},
+            )
+        return merged
 
 
 AHEAD = "ahead"  # the stage of warps that wait because they are ahead, which costs no time
@@ -150,17 +156,19 @@ class CallBinding(Generic[I]):
 
     def positional(self, inputs: I) -> dict[str, torch.Tensor]:
         """The tensors (b, l, ...)."""
-        given = inputs.tensors
-        return {name: given[name] for name in (*self.views, *self.per_position) if name in given}
+        tensors = inputs.tensors
+        return {
+            name: tensors[name] for name in (*self.views, *self.per_position) if name in tensors
+        }
 
     def activations(self, inputs: I) -> dict[str, torch.Tensor]:
         """Those of them that the model computed in its own dtype."""
-        given = self.positional(inputs)
-        own = given[self.views[0]].dtype
+        tensors = self.positional(inputs)
+        dtype = tensors[self.views[0]].dtype
         return {
-            name: one
-            for name, one in given.items()
-            if name not in self.always_fp32 and one.dtype == own
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in self.always_fp32 and tensor.dtype == dtype
         }
 
 
@@ -222,10 +230,10 @@ class OracleSpec(Generic[I]):
         """The sizes of a call, and its least work: every input read once, out and the fp32 final
         states written once, and `flops`.
         """
-        given = inputs.tensors
-        if "state_indices" in given:  # of a pool, a slot for each sequence is read
-            given[inputs.LINEAR[1]] = given[inputs.LINEAR[1]][: inputs.sequences]
-        read = sum(tensor.nbytes for tensor in given.values())
+        tensors = inputs.tensors
+        if "state_indices" in tensors:  # of a pool, a slot for each sequence is read
+            tensors[inputs.LINEAR[1]] = tensors[inputs.LINEAR[1]][: inputs.sequences]
+        read = sum(tensor.nbytes for tensor in tensors.values())
         moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
         return dims, {
             "bytes_moved": moved,
@@ -306,15 +314,15 @@ class Operator(Generic[I]):
         """
         if count == 1:
             return inputs, span
-        given = inputs.tensors
-        for name, one in self.binding.positional(inputs).items():
-            given[name] = one[span.batch : span.batch + 1, span.start : span.stop]
+        tensors = inputs.tensors
+        for name, tensor in self.binding.positional(inputs).items():
+            tensors[name] = tensor[span.batch : span.batch + 1, span.start : span.stop]
         if inputs.initial is not None:
-            given[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
+            tensors[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
         wide = {
-            name: torch.cat([given[name]] * count, dim)
+            name: torch.cat([tensors[name]] * count, dim)
             for name, dim in self.divided.items()
-            if name in given
+            if name in tensors
         }
         if inputs.initial is not None:
             states = wide[inputs.LINEAR[1]]
@@ -347,25 +355,25 @@ def pieces(inputs: I, given: Mapping[str, torch.Tensor]) -> list[I]:
     every = inputs.state_every
     cuts = [slice(start, start + every) for start in range(0, inputs.length, every)]
     return [
-        replace(inputs, state_every=0, **{name: one[:, cut] for name, one in given.items()})
+        replace(inputs, state_every=0, **{name: tensor[:, cut] for name, tensor in given.items()})
         for cut in cuts
     ]
 
 
 def in_pieces(
-    one: registry.Implementation, several: Sequence[Inputs], precision: kernels.Precision
+    implementation: registry.Implementation, several: Sequence[Inputs], precision: kernels.Precision
 ) -> Output:
     """The calls, each with the states that the one before left, and their outputs joined; the first
     with copies of the initial states unless it reads a pool.
     """
-    found: list[Output] = []
+    outputs: list[Output] = []
     for inputs in several:
-        if found or not (inputs.state_indices is None or one.pools):
-            inputs = inputs.after(found[-1][1] if found else inputs.initial)
-        found.append(one.run(inputs, precision))
-    if len(found) == 1:
-        return found[0]
-    outs, states = zip(*found, strict=True)
+        if outputs or not (inputs.state_indices is None or implementation.pools):
+            inputs = inputs.after(outputs[-1][1] if outputs else inputs.initial)
+        outputs.append(implementation.run(inputs, precision))
+    if len(outputs) == 1:
+        return outputs[0]
+    outs, states = zip(*outputs, strict=True)
     return torch.cat(outs, 1), torch.stack(states, 1).flatten(0, 1)
 
 
@@ -374,7 +382,9 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
     with the state after each.
     """
     before, last = (
-        replace(inputs, **{name: one[:, cut] for name, one in binding.positional(inputs).items()})
+        replace(
+            inputs, **{name: tensor[:, cut] for name, tensor in binding.positional(inputs).items()}
+        )
         for cut in (slice(None, -count), slice(-count, None))
     )
     return replace(last.after(binding.replacement(before)[1]), state_every=1)
@@ -393,7 +403,9 @@ def computed(inputs: Inputs, chunked: Callable[..., Output]) -> Output:
         return out.to(inputs.values.dtype), final_states
     refusals = []
     with torch.cuda.device(inputs.device):
-        for name in [one for one in ("fused", "unfused") if one in kernels.names(inputs.operator)]:
+        for name in [
+            word for word in ("fused", "unfused") if word in kernels.names(inputs.operator)
+        ]:
             try:
                 out, final_states = kernels.get(inputs.operator, name).run(
                     inputs, precision.Precision()

@@ -119,6 +119,7 @@ class Rounded:
         precision: Precision,
         chunks: Callable[[Any, Rounded, Span, Gate], torch.Tensor],
     ) -> None:
+        """Relaxed intermediates are also the operands of products."""
         self._device, self._state_dtype, self._chunks = inputs.device, precision.state_dtype, chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
         self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype

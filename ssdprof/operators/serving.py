@@ -53,8 +53,8 @@ def gathered(
     indices = {"state_indices": None, "write_indices": None, "accepted": None}
     plain = replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=int(every))
     if every and not implementation.keeps(plain):
-        given = operators.get(inputs.operator).binding.positional(inputs)
-        out, new = in_pieces(implementation, pieces(plain, given), precision)
+        tensors = operators.get(inputs.operator).binding.positional(inputs)
+        out, new = in_pieces(implementation, pieces(plain, tensors), precision)
     else:
         out, new = implementation.run(plain, precision)
     positions, exist = _positions(inputs, written.shape[1] if every else 1)
@@ -68,9 +68,9 @@ def on_copies(run: PoolRun, inputs: Inputs, precision: Precision) -> kernels.Out
     """The call on a pool of copies of the initial states, or zeros, with a slot for each new state
     that `state_every` wants.
     """
-    given = inputs.initial
+    initial = inputs.initial
     device, count = inputs.device, inputs.sequences
-    states = torch.zeros(inputs.states_shape, device=device) if given is None else given.float()
+    states = torch.zeros(inputs.states_shape, device=device) if initial is None else initial.float()
     slots = torch.arange(count, dtype=torch.int32, device=device)
     table = None
     room = inputs.final_shape[0] if inputs.state_every else 0

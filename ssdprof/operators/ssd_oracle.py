@@ -100,6 +100,7 @@ class _Chunks:
         span: rounding.Span,
         gate: rounding.Gate,
     ) -> _Chunks:
+        """The span's tensors, rounded where products take them."""
         q = gate.exponents.shape[2]
         groups, heads = inputs.B.shape[2], inputs.heads_per_group
 
