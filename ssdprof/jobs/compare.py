@@ -40,6 +40,7 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
+from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import (
     Call,
     Run,
@@ -282,7 +283,10 @@ class Comparer:
                 raise
             reason = f"while compared with the oracle: {first_line(error)}"
             return {entry: {"status": "out of memory", "reason": reason} for entry in outputs}
-        return {entry: {"accuracy": accuracy} for entry, accuracy in found.items()}
+        return {
+            entry: {"accuracy": diagnosed(inputs, candidates[entry], accuracy)}
+            for entry, accuracy in found.items()
+        }
 
     # --- speed
 

@@ -8,7 +8,7 @@ what a correct kernel with 16-bit inputs can do.  Errors are divided by the RMS 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Evidence:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    judged: whether errors are tested; else only their norms are known.  Keys name kernels (`ours`),
+    judged: whether errors are tested; else only their norms are known.  Keys name `kernels`,
     and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 
@@ -62,10 +62,10 @@ class Evidence:
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
         # slices)
-        self._sums: dict[tuple[str, Any, int], torch.Tensor] = {}
-        self._norms: dict[tuple[str, Any, int], HeadNorms] = {}
+        self._sums: dict[tuple[str, Hashable, int], torch.Tensor] = {}
+        self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
 
-    def norms(self, nulls: Sequence[Any]) -> list[HeadNorms]:
+    def norms(self, nulls: Sequence[Hashable]) -> list[HeadNorms]:
         """The errors of every evaluation of these rounded forms."""
         return [
             norms
@@ -77,8 +77,8 @@ class Evidence:
         self,
         high: torch.Tensor,
         floor: torch.Tensor,
-        ours: Mapping[Any, torch.Tensor],
-        rounded: Mapping[Any, Iterable[torch.Tensor]],
+        kernels: Mapping[Any, torch.Tensor],
+        rounded: Mapping[str, Iterable[torch.Tensor]],
         start: int,
         origin: int,
     ) -> None:
@@ -94,7 +94,7 @@ class Evidence:
         weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
+        def summed(key: tuple[str, Hashable, int], error: torch.Tensor) -> None:
             error = finite(error)
             squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
                 error
@@ -108,7 +108,7 @@ class Evidence:
 
         summed(("oracle", None, 0), high)
         summed(("floor", None, 0), floor - high)
-        for name, tensor in ours.items():
+        for name, tensor in kernels.items():
             summed(("ours", name, 0), tensor - high)
         for null, several in rounded.items():
             for k, error in enumerate(several):
@@ -125,7 +125,7 @@ class Evidence:
         return torch.cat([each.double() for each in one_hot], 1)
 
     def checks(
-        self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor
+        self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: torch.Tensor
     ) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
 

@@ -39,6 +39,7 @@ _KNOWN = re.compile(
 _FRAMES = 5  # of a traceback
 T = TypeVar("T")
 Run = Callable[[], Output]
+Fields = dict[str, Any]  # of a case
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +68,7 @@ class Call:
         return partial(in_pieces, implementation, self._inputs, self.precision)
 
     @cached_property
-    def _inputs(self) -> list[Any]:
+    def _inputs(self) -> list[Inputs]:
         """Those of each call, but for their initial states."""
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
@@ -102,7 +103,7 @@ class Call:
 
     def first_run(
         self, seconds: float | None = None, *, launches: bool = True
-    ) -> tuple[Output | None, dict[str, Any]]:
+    ) -> tuple[Output | None, Fields]:
         """Plan and run the call.  The output, or None unless it ran, and the fields of its case.
 
         An error of the implementation becomes a status and a reason.
@@ -110,7 +111,7 @@ class Call:
         launches: record them, which takes a look at all objects.  Raises MissingCapabilityError if
         a fault in it made the GPU unusable, and KeyboardInterrupt if it is interrupted.
         """
-        fields: dict[str, Any] = {"status": "failed"}
+        fields: Fields = {"status": "failed"}
 
         def run() -> Output:
             if seconds is None:
@@ -130,7 +131,8 @@ class Call:
             plan = self.implementation.plan(first, self.precision)
             reason, calls = plan.reason, len(self._inputs)
             if calls > 1:
-                reason = f"{calls:,} calls, one for each state, and copies that join the states; {reason}"
+                copies = "one for each state, and copies that join the states"
+                reason = f"{calls:,} calls, {copies}; {reason}"
             if self._copies_states:
                 reason = f"copies of states out of the pool; {reason}"
             fields |= {"variant": plan.variant, "plan": reason}

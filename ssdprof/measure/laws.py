@@ -26,6 +26,7 @@ from ssdprof.kernels.oracle import Span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
+from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.measure.sequences import (
@@ -116,14 +117,15 @@ class Trial:
     def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
         """Raises Broken, with the context first, unless the output is within its budget."""
         if wrong := self.outside(inputs, output, self.room):
-            reasons = "; ".join(accuracy.reason for accuracy in wrong)
-            raise Broken(f"{context}{reasons}")
+            known = diagnosed(inputs, self._candidate(output), wrong)
+            raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
+
+    def _candidate(self, output: Output) -> Candidate:
+        cuts = self.implementation.cuts_operands
+        return Candidate(output=output, precision=self.precision, cuts=cuts)
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
         """The outputs that need more than this many times their budget."""
-        candidate = Candidate(
-            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
-        )
         if output[0].dtype == torch.float32:
             # sums in another order are no fault: their roundings add up as a random walk does
             room *= output[0].shape[1] ** 0.5
@@ -132,7 +134,7 @@ class Trial:
                 budget=tuple(use.changed(budget=room * use.budget) for use in accuracy.budget),
                 checks=tuple(test.changed(limit=room * test.limit) for test in accuracy.checks),
             )
-            for accuracy in compare(inputs, {"": candidate})[""]
+            for accuracy in compare(inputs, {"": self._candidate(output)})[""]
         )
         return [accuracy for accuracy in scaled if accuracy.reason]
 

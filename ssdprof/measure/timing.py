@@ -23,6 +23,7 @@ from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.measure.first_run import (
+    Fields,
     Run,
     blaming,
     first_line,
@@ -34,6 +35,8 @@ from ssdprof.measure.trace import busy_us, traced, work
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
+Graph = torch.cuda.CUDAGraph
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 # taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no
 # time
 _Event = torch.cuda.Event
@@ -74,7 +77,7 @@ class CudaTimer:
         with suppress(torch.OutOfMemoryError):  # if this little memory is missing, recording raises
             self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def record(self, run: Run) -> tuple[Any, Output]:
+    def record(self, run: Run) -> tuple[Graph, Output]:
         """The graph of a call, and the output that every replay writes.
 
         Captured after one call on another stream, as CUDA graphs need.  Graphs share their
@@ -105,7 +108,7 @@ class CudaTimer:
         _synchronize(self.device)
         return elapsed_us(run, self._events)
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph: Graph) -> float:
         """The eviction still runs while the graph is enqueued, so it hides the launch time."""
         self._evict_l2()
         return elapsed_us(partial(_replay, graph), self._events)
@@ -134,12 +137,12 @@ class CudaTimer:
         _amax(self._evictor, dim=0, out=self._sink)
 
 
-def new_events() -> tuple[Any, Any]:
+def new_events() -> Events:
     """Two CUDA events that can be timed."""
     return _Event(enable_timing=True), _Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def elapsed_us(work: Callable[[], object], events: tuple[Any, Any] | None = None) -> float:
+def elapsed_us(work: Callable[[], object], events: Events | None = None) -> float:
     """Microseconds of the current stream from before `work` to the end of what it enqueues.  Waits
     for it.
     """
@@ -162,7 +165,6 @@ def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
     return Samples(process=process, clock=clock, us=rounds)
 
 
-Fields = dict[str, Any]  # of a case: its samples, or why it has none
 Check = Callable[[str, Run], str]
 
 
@@ -227,7 +229,7 @@ class _Turns:
     ) -> None:
         self._runs, self._timer, self._plan = runs, timer, plan
         self._clocks, self._change = clocks, change
-        self.recordings: dict[str, tuple[Any, Output]] = {}
+        self.recordings: dict[str, tuple[Graph, Output]] = {}
         self.untimed: dict[str, Fields] = {}
 
     def sample(self) -> dict[Name, Recordings]:

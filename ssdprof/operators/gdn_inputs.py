@@ -123,7 +123,7 @@ def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeI
 
     equal_sizes, sizes_of_like = partial(drawn, key_dim), partial(drawn, width)
     return [
-        EdgeInputs(equal_sizes, (TINY_KEYS, states, *special)),
+        EdgeInputs(equal_sizes, (TINY_KEYS, states, *special, *generate.traits_of(lengths))),
         EdgeInputs(equal_sizes, (TINY_KEYS, states)),
         EdgeInputs(sizes_of_like, (TINY_KEYS, states)),
         EdgeInputs(sizes_of_like, (TINY_KEYS,)),
@@ -166,6 +166,10 @@ def equal_keys(inputs: GDNInputs) -> None:
 
 def forgetting(inputs: GDNInputs) -> None:
     inputs.g[:, ::11, 1] = -torch.inf
+
+
+def closing(inputs: GDNInputs) -> None:
+    inputs.g[:, 64:128, 5] = -30
 
 
 def long_keys(inputs: GDNInputs) -> None:
@@ -212,6 +216,7 @@ VALUES = (
     Trait("a head that writes nothing, or little", hardly_written),
     Trait("equal keys in a chunk", equal_keys, "the chunk's system is solved, not a series summed"),
     FORGETTING,
+    Trait("g of -30 at 64 tokens", closing, "a product of decays is 0, and no factor may overflow"),
 )
 LAYOUTS = (
     BETA,

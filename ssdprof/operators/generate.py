@@ -393,6 +393,16 @@ def edge_bounds(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
+def with_int64_bounds(inputs: Any) -> Any:
+    return replace(inputs, cu_seqlens=inputs.cu_seqlens.long())
+
+
+def traits_of(lengths: Lengths) -> list[Trait[Any]]:
+    """Of the second kind of packs: other integers."""
+    rule = "cu_seqlens are int32 or int64"
+    return [Trait("cu_seqlens in int64", with_int64_bounds, rule)] if lengths == EDGES[3] else []
+
+
 def is_packed(lengths: Lengths) -> bool:
     return len(set(lengths)) > 1
 

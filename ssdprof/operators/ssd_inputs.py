@@ -86,7 +86,7 @@ def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInp
         return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, initial_states=None)
 
     return [
-        EdgeInputs(partial(drawn, 6, n, 2), (INITIAL, *SPECIAL)),
+        EdgeInputs(partial(drawn, 6, n, 2), (INITIAL, *SPECIAL, *generate.traits_of(lengths))),
         EdgeInputs(partial(drawn, 4, n, 2), (INITIAL,)),
         EdgeInputs(partial(drawn, 4, p, 1), (INITIAL,)),
         EdgeInputs(partial(drawn, 4, p, 1), ()),
