@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import os
 import signal
 import sys
 import tempfile
@@ -31,15 +30,13 @@ from ssdprof.errors import (
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
-    library_message,
+    failed_import,
     masked,
     printable,
-    whole_words,
 )
 from ssdprof.jobs import options
 
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
-_LONGEST_REASON = 200  # characters
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
 
@@ -127,28 +124,6 @@ def _expected(error: OSError) -> SsdprofError | None:
         )
         return BadInputError(what, hint) if names else MissingCapabilityError(what, hint)
     return None
-
-
-def _failed_import(error: Exception) -> SsdprofError | None:
-    """The message for a library that cannot be imported: most often it does not understand a
-    variable, such as TORCH_LOGS.  None for any other error.
-    """
-    modules = (
-        frame.f_globals["__name__"].partition(".")[0]
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name == "<module>"
-    )
-    library = next((name for name in modules if name not in ("ssdprof", "__main__")), "")
-    if not library:
-        return None
-    read = library.upper(), f"PY{library.upper()}"
-    settings = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(read)]
-    why = whole_words(library_message(error), _LONGEST_REASON)
-    unset = f"These variables are set; unset those that you do not need: {', '.join(settings)}.  "
-    return MissingCapabilityError(
-        f"{library} cannot be imported: {why}.",
-        f"{unset if settings else ''}Otherwise install {library} again.",
-    )
 
 
 app = typer.Typer(
@@ -298,7 +273,7 @@ def main() -> None:
         _complain(error.message, error.hint)
         code = error.exit_code
     except Exception as error:
-        if failed := _failed_import(error):
+        if failed := failed_import(error):
             _complain(failed.message, failed.hint)
             code = failed.exit_code
         else:

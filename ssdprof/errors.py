@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
@@ -150,14 +151,23 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
+# begins what does not help, in messages of torch and transformers
+_NO_HELP = re.compile(
+    "Exception raised from|If you were trying to load it from|Model type should be one of"
+    "|Should have a `model_type` key|CUDA kernel errors might be|For debugging consider"
+)
+
+
 def library_message(error: BaseException) -> str:
     """A library's message on one line, without a final full stop.
 
     The type of the error precedes a text that is only a value, such as that of a KeyError.  Very
-    long words and messages, which a damaged file may cause, are shortened.
+    long words and messages, which a damaged file may cause, are shortened; a stack of C++, lists of
+    all known classes and advice on other errors are left out.
     """
     is_pydantic = type(error).__name__ == "ValidationError"
-    words = printable(first_fault(error) if is_pydantic else str(error)).rstrip(". ").split()
+    message = _NO_HELP.split(first_fault(error) if is_pydantic else str(error))[0]
+    words = printable(message).rstrip(". ").split()
     text = " ".join(
         word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words
     )
@@ -177,3 +187,30 @@ def whole_words(text: str, most: int) -> str:
     """About so many characters of a text, which ends with a word; what is left out is counted."""
     kept = text if len(text) <= most else text[: most - 30].rpartition(" ")[0] or text[: most - 30]
     return text if kept == text else f"{kept} ({len(text) - len(kept):,} characters more)"
+
+
+_LONGEST_REASON = 200  # characters
+
+
+def failed_import(error: Exception) -> SsdprofError | None:
+    """The message for a library that cannot be imported: most often it does not understand a
+    variable, such as TORCH_LOGS.  None for any other error.
+    """
+    packages = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == "<module>"
+    ]
+    libraries = [name for name in packages if name not in ("ssdprof", "__main__")]
+    if not libraries:
+        return None
+    prefixes = tuple(prefix + name.upper() for name in libraries for prefix in ("", "PY"))
+    read = [f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(prefixes)]
+    why = whole_words(library_message(error), _LONGEST_REASON)
+    hint = f"Install {libraries[0]} again."
+    if read:
+        hint = (
+            f"These variables are set; unset those that you do not need: {', '.join(read)}.  "
+            f"Otherwise install {libraries[0]} again."
+        )
+    return MissingCapabilityError(f"{libraries[0]} cannot be imported: {why}.", hint)

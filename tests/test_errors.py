@@ -74,6 +74,14 @@ def test_a_librarys_sentence_is_whole() -> None:
         (ValueError("nan"), "ValueError: nan"),
         (TypeError("expected a float. "), "expected a float"),
         (ValueError("a value of " + "x" * 5000), "a value of " + "x" * 197 + "..."),
+        (
+            RuntimeError("It is too large\nException raised from f at g.h:79\nframe #0"),
+            "It is too large",
+        ),
+        (
+            ValueError("No tokenizer here. If you were trying to load it from X"),
+            "No tokenizer here",
+        ),
     ],
 )
 def test_a_librarys_error_that_is_no_sentence(error: Exception, shown: str) -> None:

@@ -270,7 +270,7 @@ def parse_change(text: str) -> Change:
     )
 
 
-def number(value: Measured | None) -> float | None:
+def number(value: Measured) -> float:
     return value.value if isinstance(value, Estimate) else value
 
 

@@ -89,13 +89,14 @@ def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
     that an answer without a next token has no perplexity.
     """
     metric = METRICS[condition.metric]
-    value = number(metric.value(case, condition.at, report))
+    value = metric.value(case, condition.at, report)
     holds: bool | None
     if value is None:
         holds, actual = None if is_answers(case) else False, metric.if_missing
     else:
-        holds = value >= condition.limit if metric.more_is_better else value <= condition.limit
-        actual = "" if holds else metric.shown(value)
+        size, limit = number(value), condition.limit
+        holds = size >= limit if metric.more_is_better else size <= limit
+        actual = "" if holds else metric.shown(size)
     return Verdict(condition=condition.text, case=case.name, holds=holds, actual=actual)
 
 

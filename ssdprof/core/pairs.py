@@ -408,26 +408,33 @@ def _fault(change: Change, pair: Pair, base_report: Report, new_report: Report) 
         return None
     if change.metric in OF_SPEED and base.time_us and not new.time_us:
         return f"timed in BASE; {_status(new)} in NEW"
-    if change.metric == "time":
-        return _time_rose(change, pair, base, new)
-    if _shape(base, base_report) != _shape(new, new_report):
+    if not _comparable(change, pair, base_report, new_report):
         return None
-    if change.metric == "speedup":
-        if not (change.at or pair.over_baseline):
-            return None
-        speedup = base_report.speedup(base, over=change.at)
-        return _speedup_fell(change, speedup, new_report.speedup(new, over=change.at), pair)
-    if pair.other_inputs:
-        return None
-    before = number(metric.value(base, change.at, base_report))
+    before = metric.value(base, change.at, base_report)
     if before is None:
         return None
-    now = number(metric.value(new, change.at, new_report))
+    now = metric.value(new, change.at, new_report)
     if now is None:
-        return f"{metric.shown(before)} in BASE; {_status(new)} in NEW"
+        return f"{metric.shown(number(before))} in BASE; {_status(new)} in NEW"
+    if isinstance(before, Estimate) and isinstance(now, Estimate):
+        return _worse_interval(change, before, now, pair)
+    before, now = number(before), number(now)
     step = change.limit * before if change.relative else change.limit
     worsened = now < before - step if metric.more_is_better else now > before + step
     return f"{metric.shown(before)} in BASE, {metric.shown(now)} in NEW" if worsened else ""
+
+
+def _comparable(change: Change, pair: Pair, base_report: Report, new_report: Report) -> bool:
+    """Whether the values of a pair depend on the kernels alone: see `Pair`."""
+    assert pair.base
+    assert pair.new
+    if change.metric == "time":
+        return bool(pair.call if change.at == "call" else pair.time)
+    if _shape(pair.base, base_report) != _shape(pair.new, new_report):
+        return False
+    if change.metric == "speedup":
+        return bool(change.at or pair.over_baseline)
+    return not pair.other_inputs
 
 
 def _status(new: Case) -> str:
@@ -435,32 +442,16 @@ def _status(new: Case) -> str:
     return "no such value" if new.result == "passed" else new.result
 
 
-def _time_rose(change: Change, pair: Pair, base: Case, new: Case) -> str | None:
-    """Whether the whole interval of the time's rise is above the limit: see `_fault`."""
-    by_call = change.at == "call" or isinstance(base.task, Prefill)
-    before, now = (base.call_us, new.call_us) if by_call else (base.device_us, new.device_us)
-    comparable = pair.call if by_call else pair.time
-    if not (comparable and before and now):
-        return None
+def _worse_interval(change: Change, before: Estimate, now: Estimate, pair: Pair) -> str:
+    """The ratio of two times or speedups, if the whole interval of the change is above the limit;
+    else "".
+    """
     ratio = statistics.quotient(now, before)
-    rose = ratio.low - 1 if change.relative else statistics.difference(now, before).low
-    interval = "" if by_call else _interval(ratio)
-    return f"{ratio.value:.4g} times BASE's time{interval}" if rose > change.limit else ""
-
-
-def _speedup_fell(
-    change: Change, before: Estimate | None, now: Estimate | None, pair: Pair
-) -> str | None:
-    """Whether the whole interval of the speedup's fall is above the limit: see `_fault`."""
-    if before is None:
-        return None
-    if now is None:
-        return f"a speedup over {change.at} in BASE, none in NEW"
-    ratio = statistics.quotient(now, before)
-    fell = 1 - ratio.high if change.relative else statistics.difference(before, now).low
-    interval = "" if isinstance(pair.case.task, Prefill) else _interval(ratio)
-    return f"{ratio.value:.4g} times BASE's speedup{interval}" if fell > change.limit else ""
-
-
-def _interval(ratio: Estimate) -> str:
-    return f" [{ratio.low:.4g}, {ratio.high:.4g}]"
+    if METRICS[change.metric].more_is_better:
+        worsened = 1 - ratio.high if change.relative else statistics.difference(before, now).low
+    else:
+        worsened = ratio.low - 1 if change.relative else statistics.difference(now, before).low
+    by_call = change.at == "call" or pair.case.clock == "call"
+    interval = "" if by_call else f" [{ratio.low:.4g}, {ratio.high:.4g}]"
+    words = f"{ratio.value:.4g} times BASE's {change.metric}{interval}"
+    return words if worsened > change.limit else ""

@@ -70,7 +70,7 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
         model=subject.ref,
         environment=collect(),
         prompts=loaded.prompts,
-        notes=subject.located.caveats,
+        notes=tuple(subject.located.caveats),
         conditions=wanted.conditions,
         baseline="unfused",
         segment_length=max(loaded.segment_lengths),

@@ -125,7 +125,7 @@ def time_prefills(
         model=subject.ref,
         environment=collect(),
         prompts=loaded.prompts,
-        notes=subject.located.caveats,
+        notes=tuple(subject.located.caveats),
         requested=tuple(
             (case.place, case.implementation, case.precision)
             for length in lengths

@@ -259,7 +259,7 @@ def run(
         loaded = load(found, watcher)
         dtype, prompts = dtype_name(loaded.model.dtype), loaded.prompts
         fields = {"segment_length": max(loaded.segment_lengths), "placement": loaded.placement}
-        fields |= {"notes": found.located.caveats}
+        fields |= {"notes": tuple(found.located.caveats)}
         mine = replace(loaded, subject=replace(found, layers=layers))
         calls = mine.subject.calls
     precisions = partial(
