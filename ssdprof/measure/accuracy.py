@@ -49,6 +49,7 @@ _FINE_DRAWS = 8  # of lo with fp32 inputs
 _WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}
 # positions; on a GPU it leaves room for all draws at once
 _LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}
+_SHORT = 16  # tokens of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +149,14 @@ class _Comparison(Generic[K]):
         inputs, oracle = self._inputs, self._oracle
         if span.sequence != self._origin.sequence:
             self._origin = span
-        gate = oracle.gate(inputs, span)
+        chunk = oracle.fitting_chunk(inputs, span.length)
+        gate = oracle.gate(inputs, span, chunk)
         self._largest_exponent = torch.maximum(self._largest_exponent, gate.largest_exponent())
         wide, whole = self._operator.repeated(inputs, span, self._together)
         spans: list[SpanInputs] = [(inputs, span, gate)]
-        spans += [(inputs, span, oracle.gate(inputs, span, chunk)) for chunk in self._shorter]
-        spans.append((wide, whole, gate if wide is inputs else oracle.gate(wide, whole)))
+        for size in self._shorter:
+            spans.append((inputs, span, oracle.gate(inputs, span, min(size, chunk))))
+        spans.append((wide, whole, gate if wide is inputs else oracle.gate(wide, whole, chunk)))
         self._outs.add(
             _head_first(exact_out).double(),
             {null: forms.advance(spans) for null, forms in self._rounded.items()},
@@ -379,20 +382,16 @@ def block_length(oracle: OracleSpec[Any], inputs: Inputs, device: torch.device) 
 
 
 def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) -> int:
-    """The number of draws that are evaluated at once, a divisor of `count`: on a GPU as many as fit
-    into the memory of a block, since small operations take the time of their launches.  A rounded
-    form takes a third of it at most.
+    """The number of draws that are evaluated at once, a divisor of `count`: as many as fit into the
+    memory of a block, where small operations take the time of their calls: on a GPU, and for short
+    sequences.  A rounded form takes a third of a block's memory at most.
     """
-    if inputs.device.type == "cpu" or not operator.divided:
+    device, sequences = inputs.device.type, inputs.sequences if inputs.cu_seqlens is not None else 1
+    if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
-    fitting = (
-        3
-        * _WORKING_BYTES["cuda"]
-        // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
-    )
-    return max(
-        some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0
-    )
+    needed = operator.judged.bytes_per_position(inputs) * min(block, inputs.length)
+    fitting = max(1, 3 * _WORKING_BYTES[device] // needed)
+    return max(some for some in range(1, count + 1) if some <= fitting and count % some == 0)
 
 
 # --- the difference of two tensors, block by block

@@ -1,207 +1,160 @@
-"""What more can be said of a wrong output: where its error begins, and which rounding is as large.
-
-One more pass over the oracle, made of outputs that do not pass alone.
-"""
+"""What else is known of a wrong output: where its error begins, and which rounding is as large."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import TensorName
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span, sequences
+from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.accuracy import Candidate, block_length
-from ssdprof.operators.rounding import Rounded, unit_roundoff
+from ssdprof.measure.accuracy import Candidate, block_length, oracle_output
+from ssdprof.measure.sequences import alone, longest_of, rows_of_states, spans_of
+from ssdprof.operators.operator import Output
+from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 BORDERS = (256, 128, 64, 32, 16)
+LONGEST = 2048  # positions on which roundings are compared
 AS_LARGE = 1.5  # ratio of two errors of the same size
 FAR_ABOVE = 16  # of a unit roundoff: the relative error of a wrong row
 COARSE = (torch.bfloat16, torch.float16)
-TENSORS: tuple[TensorName, ...] = ("out", "final_states")
 
 
 def diagnosed(
     inputs: Inputs, candidate: Candidate, accuracies: Sequence[Accuracy]
 ) -> tuple[Accuracy, ...]:
     """The accuracies, with a remark on each output that does not pass and is finite."""
-    wrong = [accuracy for accuracy in accuracies if accuracy.reason]
-    if not wrong or any(accuracy.vs_oracle.nonfinite for accuracy in wrong):
+    if not any(accuracy.reason for accuracy in accuracies):
         return tuple(accuracies)
-    errors = _Errors(inputs, candidate)
-    remarks = {
-        accuracy.tensor: "; ".join(
-            filter(None, (errors.beginning(accuracy), errors.known_rounding(accuracy.tensor)))
-        )
-        for accuracy in wrong
-    }
     return tuple(
-        accuracy.changed(remark=remarks.get(accuracy.tensor, "")) for accuracy in accuracies
+        accuracy.changed(remark=_remark(inputs, candidate, accuracy))
+        if accuracy.reason and not accuracy.vs_oracle.nonfinite
+        else accuracy
+        for accuracy in accuracies
     )
 
 
-@dataclass(frozen=True)
-class _Rounding:
-    """A rounding that a precision does not allow.
+def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
+    words = [_beginning(inputs, candidate.output, accuracy)]
+    words.append(_known_rounding(inputs, candidate, int(accuracy.tensor != "out")))
+    return "; ".join(filter(None, words))
 
-    words: "states were kept in bf16".  forms: that make it, with the length of their chunks.
+
+# --- where an error begins
+
+
+def _beginning(inputs: Inputs, output: Output, accuracy: Accuracy) -> str:
+    """The first place outside the budget of a head, and the border from which on all is wrong."""
+    use = next((use for use in accuracy.budget if use.error > use.budget), None)
+    if use is None:
+        return ""
+    is_out = accuracy.tensor == "out"
+    tensor, exact = (
+        (each[0][:, :, use.head] if is_out else each[1][:, use.head]).double()
+        for each in (output, oracle_output(inputs))
+    )
+    error = (tensor - exact).abs().flatten(1 + is_out)
+    sizes = error.amax(-1) if use.norm == "max" else error.square().mean(-1).sqrt()
+    for span in spans_of(inputs):
+        rows = (
+            (span.batch, slice(span.start, span.stop)) if is_out else rows_of_states(inputs, span)
+        )
+        outside = sizes[rows] > use.budget
+        if bool(outside.any()):
+            break
+    else:
+        return ""
+    name = f"sequence {span.sequence} ({span.length:,} tokens)"
+    if not is_out:
+        return f"the first wrong state is that of {name}"
+    first = int(outside.byte().argmax())
+    unit = unit_roundoff(output[0].dtype)
+    wrong = error[rows].square().mean(-1) > (FAR_ABOVE * unit * exact[rows]).square().mean(-1)
+    border = _border(wrong.double(), first)
+    if border is None:
+        return f"the first position outside is {first} of {name}"
+    if border == 0:
+        return f"all of {name} is wrong, from its start on"
+    multiple = next((f", a multiple of {size}," for size in BORDERS if border % size == 0), "")
+    return f"from position {border} of {name} on{multiple} all is wrong"
+
+
+def _border(wrong: torch.Tensor, first: int) -> int | None:
+    """The position, at most `first`, before which a sequence is right and from which on it is
+    wrong, in nine of ten positions.  wrong: (l), 1 or 0.
     """
+    count = torch.arange(len(wrong), device=wrong.device)
+    before = wrong.cumsum(0) - wrong
+    share_before = before / count.clamp(min=1)
+    share_after = (wrong.sum() - before) / (len(wrong) - count)
+    border = int((share_after - share_before)[: first + 1].argmax())
+    return border if share_after[border] >= 0.9 and share_before[border] <= 0.1 else None
 
-    words: str
-    forms: Sequence[tuple[Rounded, int]]
+
+# --- which rounding is as large
 
 
-class _Errors:
-    """Errors of an output, position by position, and of known roundings, head by head."""
+def _known_rounding(inputs: Inputs, candidate: Candidate, which: int) -> str:
+    """ "the error is as large as if states were kept in bf16"; empty if no rounding that is not
+    allowed causes an error of this size.  which: of the output's tensors.
 
-    def __init__(self, inputs: Inputs, candidate: Candidate) -> None:
-        self._inputs, self._candidate = inputs, candidate
-        self._operator = operators.get(inputs.operator)
-        shape = candidate.output[0].shape[:3]
-        device = inputs.device
-        self._rms, self._max, self._size = (
-            torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3)
-        )
-        self._states = torch.zeros(
-            candidate.output[1].shape[:2], dtype=torch.float64, device=device
-        )
-        # of each tensor: (words or "", evaluation) -> sums of squares of the errors, (h)
-        self._squares: dict[TensorName, dict[tuple[str, int], torch.Tensor]] = {
-            name: {} for name in TENSORS
-        }
-        self._sum()
-
-    def _sum(self) -> None:
-        oracle, inputs = self._operator.judged, self._inputs
-        roundings = list(self._roundings())
-        out, final_states = self._candidate.output
-        for span, exact_out, exact_state, row in oracle.blocks(
-            inputs, block_length(oracle, inputs, inputs.device)
-        ):
-            part = (span.batch, slice(span.start, span.stop))
-            exact = exact_out.double()
-            error = (out[part].double() - exact).abs()
-            self._rms[part] = error.square().mean(-1).sqrt()
-            self._max[part] = error.amax(-1)
-            self._size[part] = exact.square().mean(-1).sqrt()
-            self._add("out", ("", 0), error.transpose(0, 1))
-            if row is not None:
-                state = exact_state.double()
-                error = (final_states[row].double() - state).abs()
-                self._states[row] = error.flatten(1).amax(1)
-                self._add("final_states", ("", 0), error)
-            for rounding in roundings:
-                for index, (form, chunk) in enumerate(rounding.forms):
-                    rounded = form.advance(inputs, span, oracle.gate(inputs, span, chunk))[0]
-                    key = (rounding.words, index)
-                    self._add("out", key, (rounded.double() - exact).transpose(0, 1))
-                    if row is not None:
-                        self._add("final_states", key, form.state.double() - exact_state.double())
-            self._add_rounded("out", exact.transpose(0, 1), out.dtype)
-            if row is not None:
-                self._add_rounded("final_states", exact_state.double(), final_states.dtype)
-
-    def _add(self, tensor: TensorName, key: tuple[str, int], error: torch.Tensor) -> None:
-        """error: (h, ...)."""
-        sums = self._squares[tensor]
-        squares = error.square().flatten(1).sum(1)
-        sums[key] = sums[key] + squares if key in sums else squares
-
-    def _add_rounded(self, tensor: TensorName, exact: torch.Tensor, dtype: torch.dtype) -> None:
-        """What a result would be, rounded to a coarser dtype at last."""
-        for coarser in COARSE:
-            if torch.finfo(coarser).eps > torch.finfo(dtype).eps:
-                key = (f"it were rounded to {dtype_name(coarser)}", 0)
-                self._add(tensor, key, exact.to(coarser).double() - exact)
-
-    def _roundings(self) -> Iterator[_Rounding]:
-        oracle, precision = self._operator.judged, self._candidate.precision
-        sizes = (oracle.chunk_size(self._inputs), *oracle.shorter_chunks(self._inputs))
-
-        def rounding(words: str, changed: Precision) -> _Rounding:
-            forms = [(oracle.rounded(self._inputs, changed), size) for size in sizes]
-            return _Rounding(words, forms)
-
-        yield rounding("", precision)
-        for dtype in COARSE:
-            if torch.finfo(dtype).eps > torch.finfo(precision.state_dtype).eps:
-                words = f"states were kept in {dtype_name(dtype)}"
-                yield rounding(words, replace(precision, state_dtype=dtype))
-        if precision.exact:
-            relaxed = replace(precision, intermediates="relaxed")
-            yield rounding("intermediates were rounded to 16 bits", relaxed)
-
-    # --- words
-
-    def known_rounding(self, tensor: TensorName) -> str:
-        """ "as if states were kept in bf16"; empty if no rounding causes an error of this size."""
-        sums = dict(self._squares[tensor])
-        actual = sums.pop(("", 0)).sqrt()
-        allowed = [sums.pop(key).sqrt() for key in list(sums) if not key[0]]
-        largest = torch.stack(allowed).amax(0) if allowed else torch.zeros_like(actual)
-        for (words, _), squares in sums.items():
-            expected = squares.sqrt()
-            ratio = actual / expected
-            alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE) & (expected > AS_LARGE * largest)
-            if float(alike.double().mean()) > 0.75:
-                return f"the error is as large as if {words}"
+    The errors of heads are compared, at the beginning of the longest sequence.
+    """
+    oracle, span = operators.get(inputs.operator).judged, longest_of(inputs)
+    start = replace(span, stop=min(span.stop, span.start + LONGEST))
+    if which == 1 and start != span:
         return ""
+    part, out = alone(inputs, start), candidate.output[0][span.batch, start.start : start.stop]
+    output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
+    blocks = oracle.blocks(part, block_length(oracle, part, part.device))
+    exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
 
-    def beginning(self, accuracy: Accuracy) -> str:
-        """The first place outside the budget of a head, and the border from which on all is
-        wrong.
-        """
-        use = next((use for use in accuracy.budget if use.error > use.budget), None)
-        if use is None:
-            return ""
-        spans = sequences(self._inputs.sequences, self._inputs.length, self._inputs.cu_seqlens)
-        if accuracy.tensor == "final_states":
-            outside = self._states[:, use.head] > use.budget
-            if use.norm == "rms" or len(outside) != len(spans) or not bool(outside.any()):
-                return ""
-            first = spans[int(outside.byte().argmax())]
-            return f"the first wrong state is that of {_named(first, spans)}"
-        errors = (self._max if use.norm == "max" else self._rms)[..., use.head]
-        for span in spans:
-            outside = errors[span.batch, span.start : span.stop] > use.budget
-            if bool(outside.any()):
-                position = int(outside.byte().argmax())
-                start = self._border(span, use.head, position)
-                name = _named(span, spans)
-                if start is None:
-                    return f"the first position outside is {position} of {name}"
-                if start == 0:
-                    return f"all of {name} is wrong, from its start on"
-                multiple = next(
-                    (f", a multiple of {size}," for size in BORDERS if start % size == 0), ""
-                )
-                return f"from position {start} of {name} on{multiple} all is wrong"
-        return ""
+    def errors(rounded: Output) -> torch.Tensor:
+        """The RMS error of each head, (h)."""
+        heads_first = (rounded[which].double() - exact).movedim(2 - which, 0)
+        return heads_first.flatten(1).square().mean(1).sqrt()
 
-    def _border(self, span: Span, head: int, position: int) -> int | None:
-        """The position in a sequence, at most this one, before which it is right and from which on
-        it is wrong, in nine of ten positions.
-        """
-        rows = (span.batch, slice(span.start, span.stop), head)
-        unit = unit_roundoff(self._candidate.output[0].dtype)
-        wrong = (self._rms[rows] > FAR_ABOVE * unit * self._size[rows]).double()
-        length = span.length
-        before = torch.cat([wrong.new_zeros(1), wrong.cumsum(0)[:-1]])
-        count = torch.arange(length, device=wrong.device)
-        share_before = before / count.clamp(min=1)
-        share_after = (wrong.sum() - before) / (length - count)
-        start = int((share_after - share_before)[: position + 1].argmax())
-        return start if share_after[start] >= 0.9 and share_before[start] <= 0.1 else None
+    allowed = [errors(form) for form in _forms(part, candidate.precision)]
+    least = AS_LARGE * torch.stack(allowed).amax(0)
+    actual = errors(output)
+    for words, form in _coarser(part, candidate.precision, exact, output[which].dtype):
+        expected = errors(form)
+        ratio = actual / expected
+        alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE) & (expected > least)
+        if float(alike.double().mean()) > 0.75:
+            return f"the error is as large as if {words}"
+    return ""
 
 
-def _named(span: Span, spans: Sequence[Span]) -> str:
-    """ "the sequence", or "sequence 2 (17 tokens)"."""
-    if len(spans) == 1:
-        return "the sequence"
-    return f"sequence {span.sequence} ({span.length:,} tokens)"
+def _coarser(
+    part: Inputs, precision: Precision, exact: torch.Tensor, dtype: torch.dtype
+) -> Iterator[tuple[str, Output]]:
+    """Roundings that the precision does not allow, in words, and outputs with them."""
+    others = {}
+    for coarse in COARSE:
+        if torch.finfo(coarse).eps > torch.finfo(precision.state_dtype).eps:
+            words = f"states were kept in {dtype_name(coarse)}"
+            others[words] = replace(precision, state_dtype=coarse)
+    if precision.exact:
+        words = "intermediates were rounded to 16 bits"
+        others[words] = replace(precision, intermediates="relaxed")
+    for words, other in others.items():
+        for form in _forms(part, other):
+            yield words, form
+    for coarse in COARSE:
+        if torch.finfo(coarse).eps > torch.finfo(dtype).eps:
+            yield f"it were rounded to {dtype_name(coarse)}", (exact.to(coarse), exact.to(coarse))
+
+
+def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
+    """The outputs of a sequence with the roundings of a precision, in chunks of each length."""
+    oracle, (span,) = operators.get(part.operator).judged, spans_of(part)
+    for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):
+        form = oracle.rounded(part, precision)
+        out, _ = form.advance(part, span, oracle.gate(part, span, chunk))
+        yield out[None], form.state[None]

@@ -32,64 +32,7 @@ else:
     )
     gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
-STAGES = Stages.of(
-    "gdn",
-    {
-        "waiting.inverse": "for the inverse",
-        "waiting.weights": "for the weights of the output",
-        "waiting.update": "for the weights of the update",
-        "chunk_state.residual": "residual",
-        "chunk_state.update": "update of the state",
-    },
-    "setup",
-    "setup.load",
-    "setup.store",
-    "ticket",
-    "loads",
-    "waiting",
-    "waiting.chunk",
-    "waiting.inverse",
-    "waiting.weights",
-    "waiting.update",
-    "qk_l2norm",
-    "gate_cumsum",
-    "scaled_dot_kkt",
-    "solve_tril",
-    "recompute_w_u",
-    "state_factor",
-    "out_factor",
-    "rows",
-    "warm_up",
-    "chunk_state",
-    "chunk_state.residual",
-    "chunk_state.update",
-    "chunk_output",
-    "recurrence",
-    "step_write",
-    "step_state",
-    "step_output",
-    "ahead",
-    unfused=(
-        "_gdn_qk_l2norm_kernel",
-        "_gdn_gate_cumsum_kernel",
-        "_gdn_scaled_dot_kkt_kernel",
-        "_gdn_solve_tril_kernel",
-        "_gdn_recompute_w_u_kernel",
-        "_gdn_chunk_state_kernel",
-        "_gdn_chunk_output_kernel",
-    ),
-    fused=(
-        "_rows_kernel",
-        "_gdn_factors_kernel",
-        "_gdn_scan_kernel",
-        "_prep_kernel",
-        "_parts_kernel",
-        "_combine_kernel",
-        "_hopper_kernel",
-    ),
-    recurrent=("_gdn_recurrent_kernel",),
-    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-)
+STAGES = Stages.of("gdn")
 
 
 # --- how a model calls it

@@ -24,39 +24,7 @@ else:
     reference = lazy("ssdprof.kernels.kda.reference")
     kda_tuning = lazy("ssdprof.operators.kda_tuning")
 
-STAGES = Stages.of(
-    "kda",
-    {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
-    "setup",
-    "setup.store",
-    "qk_l2norm",
-    "gate_cumsum",
-    "decayed_scores",
-    "solve_tril",
-    "recompute_w_u",
-    "out_factor",
-    "state_factor",
-    "chunk_state",
-    "chunk_state.residual",
-    "chunk_state.update",
-    "chunk_output",
-    "recurrence",
-    "step_write",
-    "step_state",
-    "step_output",
-    unfused=(
-        "_gdn_qk_l2norm_kernel",
-        "_kda_gate_cumsum_kernel",
-        "_kda_decayed_scores_kernel",
-        "_gdn_solve_tril_kernel",
-        "_kda_recompute_w_u_kernel",
-        "_gdn_chunk_state_kernel",
-        "_kda_chunk_output_kernel",
-    ),
-    fused=("_kda_prep_kernel", "_kda_hopper_prep", "_kda_scan_kernel"),
-    recurrent=("_gdn_recurrent_kernel",),
-    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-)
+STAGES = Stages.of("kda")
 
 # --- how a model calls it
 

@@ -50,7 +50,7 @@ class Stages:
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: a part's name in plain words.
     kernels: function name of each bundled kernel -> the implementation that launches it.
-    sources: entries of `known_sources/` by the SHA-256 of a file of another library's kernels:
+    sources: entries of `stages/` by the SHA-256 of a file of another library's kernels:
         `implementation` that launches them, and, of each function, `stages`: its stage, or "caller"
         for a helper that is inlined into others' stages; `starts`: line -> the stage that begins
         there, inside the function.
@@ -62,23 +62,18 @@ class Stages:
     sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, operator: str, words: dict[str, str], *order: str, **launches: tuple[str, ...]
-    ) -> Stages:
-        """The stages of an operator.  launches: the kernels that each bundled implementation
-        launches.
-        """
+    def of(cls, operator: str) -> Stages:
+        """The stages of an operator, from its table."""
+        file = Path(__file__).parent / "stages" / f"{operator}.toml"
+        table = tomllib.loads(file.read_text("utf-8"))
         kernels: dict[str, str] = {}
-        for name, launched in launches.items():
-            kernels |= dict.fromkeys(launched, name)
-        table = tomllib.loads(
-            (Path(__file__).parent / "known_sources" / f"{operator}.toml").read_text("utf-8")
-        )
+        for implementation, launched in table["launches"].items():
+            kernels |= dict.fromkeys(launched, implementation)
         for entry in table["source"]:
             entry["starts"] = {int(line): stage for line, stage in entry.get("starts", {}).items()}
         return cls(
-            order=order,
-            words=_WORDS | words,
+            order=tuple(table["order"]),
+            words=_WORDS | table["words"],
             kernels=kernels,
             sources={entry["sha256"]: entry for entry in table["source"]},
         )
@@ -203,6 +198,10 @@ class OracleSpec(Generic[I]):
         """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
+
+    def fitting_chunk(self, inputs: I, length: int) -> int:
+        """The chunk of a span: `chunk_size`, or less for few positions, which gives the same."""
+        return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
         """A half and a quarter of `chunk_size`, the sizes that kernels take besides."""

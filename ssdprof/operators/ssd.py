@@ -34,58 +34,7 @@ else:
     )
     ssd_tuning = lazy("ssdprof.operators.ssd_tuning")
 
-STAGES = Stages.of(
-    "ssd",
-    {
-        "waiting.scores": "for the scores",
-        "waiting.half": "for the other half of N",
-        "waiting.gates": "for the gates",
-        "chunk_state.first_pass": "first pass",
-        "state_passing.wait": "waiting for the segment before",
-        "state_passing.load": "loading the state",
-        "state_passing.store": "storing the state",
-        "chunk_scan.previous": "previous state",
-        "chunk_scan.current": "current chunk",
-        "chunk_scan.residual": "residual and store",
-    },
-    "setup",
-    "setup.load",
-    "setup.store",
-    "ticket",
-    "loads",
-    "chunk_cumsum",
-    "bmm_chunk",
-    "waiting",
-    "waiting.chunk",
-    "waiting.scores",
-    "waiting.half",
-    "waiting.gates",
-    "chunk_state",
-    "chunk_state.first_pass",
-    "state_passing",
-    "state_passing.wait",
-    "state_passing.load",
-    "state_passing.store",
-    "chunk_scan",
-    "chunk_scan.previous",
-    "chunk_scan.current",
-    "chunk_scan.residual",
-    "recurrence",
-    "step_state",
-    "step_output",
-    "ahead",
-    fused=("_rows_kernel", "_fused_hopper_kernel", "_fused_kernel"),
-    recurrent=("_ssd_recurrent_kernel",),
-    unfused=(
-        "_chunk_table_kernel",
-        "_chunk_cumsum_kernel",
-        "_chunk_state_kernel",
-        "_state_passing_kernel",
-        "_bmm_chunk_kernel",
-        "_chunk_scan_kernel",
-    ),
-    unfused_step=("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
-)
+STAGES = Stages.of("ssd")
 
 
 # --- how a model calls it
