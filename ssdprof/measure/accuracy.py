@@ -27,6 +27,7 @@ from math import prod
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
@@ -198,7 +199,7 @@ class RoundedForms:
     drawn: list[Rounded]
     together: int
 
-    def advance(self, spans: Sequence[SpanInputs]) -> Iterator[torch.Tensor]:
+    def advance(self, spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
         """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last
         for the draws.
         """
@@ -208,7 +209,7 @@ class RoundedForms:
         for form in self.drawn:
             yield from map(_head_first, form.advance(*wide)[0].chunk(self.together, 1))
 
-    def states(self) -> Iterator[torch.Tensor]:
+    def states(self) -> Iterator[Tensor]:
         """The states (h, rows, width) after the span by each evaluation."""
         for form in self.exact:
             yield _rows(form.state)
@@ -222,7 +223,7 @@ class _TensorSums(Generic[K]):
     def __init__(
         self,
         name: TensorName,
-        tensors: Mapping[K, torch.Tensor],
+        tensors: Mapping[K, Tensor],
         candidates: Mapping[K, Candidate],
         coarse: bool,
         exact: int,
@@ -256,9 +257,7 @@ class _TensorSums(Generic[K]):
             dtype: torch.ones(heads, dtype=torch.bool, device=first.device) for dtype in _COARSE
         }
 
-    def add(
-        self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region
-    ) -> None:
+    def add(self, high: Tensor, rounded: Mapping[str, Iterable[Tensor]], place: Region) -> None:
         """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h,
         rows, width).
         """
@@ -279,7 +278,7 @@ class _TensorSums(Generic[K]):
             if baseline is not None:
                 self._from_baseline[key].add(block, cut[baseline], place)
 
-    def result(self, key: K, eps: torch.Tensor, unit: float) -> Accuracy:
+    def result(self, key: K, eps: Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
         from_baseline = self._from_baseline.get(key)
         claimed = self._candidates[key].precision.state_dtype
@@ -300,16 +299,14 @@ class _TensorSums(Generic[K]):
             claimed=dtype_name(claimed) if of_states else None,
         )
 
-    def _budget_use(
-        self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]
-    ) -> BudgetUse | None:
+    def _budget_use(self, key: K, eps: Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
         """Errors of the head that uses most of its budget.  None without a budget: the exact output
         is not finite.
         """
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._evidence.norms([*self._candidates[key].nulls])
 
-        def size(norms: HeadNorms) -> torch.Tensor:
+        def size(norms: HeadNorms) -> Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
 
         error = size(deviation.error)
@@ -336,17 +333,17 @@ class _TensorSums(Generic[K]):
         return None
 
 
-def _head_first(out: torch.Tensor) -> torch.Tensor:
+def _head_first(out: Tensor) -> Tensor:
     """(l, h, ...) -> (h, l, ...)."""
     return out.transpose(0, 1).contiguous()
 
 
-def _rows(state: torch.Tensor) -> torch.Tensor:
+def _rows(state: Tensor) -> Tensor:
     """(h, ...) -> (h, rows, width)."""
     return state.reshape(len(state), -1, state.shape[-1])
 
 
-def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _fits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether every element of a head survives a rounding to `dtype`, or is near zero: (h, ...) ->
     (h).
     """
@@ -414,14 +411,14 @@ class Region:
     positions: tuple[int, int] | None  # (start, stop); None for states
     origin: int = 0  # first position of the sequence
 
-    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cut(self, tensor: Tensor) -> Tensor:
         """The block of a tensor of `shape`, head first, in fp64."""
         block = tensor[self.row]
         if self.positions is not None:
             block = _head_first(block[slice(*self.positions)])
         return _rows(block).double()
 
-    def flat(self, head: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    def flat(self, head: Tensor, j: Tensor) -> Tensor:
         """Row-major index in the tensor of element (head, j) of the block."""
         if self.positions is None:
             _, heads, *rest = self.shape
@@ -436,9 +433,7 @@ class Region:
 class RunningDeviation:
     """Accumulates a `Deviation`.  scale: RMS of the tensor, fp64, on its device."""
 
-    def __init__(
-        self, against: str, shape: tuple[int, ...], heads: int, scale: torch.Tensor
-    ) -> None:
+    def __init__(self, against: str, shape: tuple[int, ...], heads: int, scale: Tensor) -> None:
         """against: the other tensor, in words.  shape: of the tensors."""
         device = scale.device
         self.against = against
@@ -447,14 +442,14 @@ class RunningDeviation:
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
         # of error and other in slices of the positions: (2, slices), fp64
-        self._squares: torch.Tensor | None = None
+        self._squares: Tensor | None = None
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
         self._matches = torch.zeros(2 * len(TOLERANCES) - 1, dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
 
-    def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
+    def add(self, ours: Tensor, other: Tensor, place: Region) -> None:
         """Compare a block; both (h, rows, width), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <=
@@ -490,7 +485,7 @@ class RunningDeviation:
         self._nonfinite += bad.sum()
         self.elements += ours.numel()
 
-    def _add_slices(self, rows: tuple[torch.Tensor, ...], start: int, stop: int) -> None:
+    def _add_slices(self, rows: tuple[Tensor, ...], start: int, stop: int) -> None:
         """rows: sums of squares (h, rows), of error and other."""
         slices, device = min(SLICES, self.shape[1]), self._scale.device
         if self._squares is None:
@@ -535,13 +530,13 @@ class RunningDeviation:
         return unravel(int(self._worst_index[head]), self.shape)
 
 
-def _rms(tensor: torch.Tensor) -> torch.Tensor:
+def _rms(tensor: Tensor) -> Tensor:
     """RMS of the finite elements, fp64."""
-    norm: torch.Tensor = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64)
     return norm / math.sqrt(max(tensor.numel(), 1))
 
 
-def rms_ratio(error_squares: torch.Tensor, other_squares: torch.Tensor) -> torch.Tensor:
+def rms_ratio(error_squares: Tensor, other_squares: Tensor) -> Tensor:
     """sqrt(error / other); 0 where there is no error, infinity where only `other` is 0."""
     return torch.where(error_squares == 0, 0.0, (error_squares / other_squares).sqrt())
 
@@ -576,7 +571,7 @@ _BLOCK = 1 << 22  # elements widened to int64 at a time
 _ODD = 6364136223846793005  # Knuth's multiplier
 
 
-def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
+def fingerprint(*tensors: Tensor) -> tuple[int, ...]:
     """For each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
 
     The same for the same bits in any run and on any device.  One changed element always changes it,
@@ -585,7 +580,7 @@ def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(_fingerprint(tensor) for tensor in tensors)
 
 
-def _fingerprint(tensor: torch.Tensor) -> int:
+def _fingerprint(tensor: Tensor) -> int:
     bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

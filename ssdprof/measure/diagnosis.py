@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy
@@ -84,7 +85,7 @@ def _beginning(inputs: Inputs, output: Output, accuracy: Accuracy) -> str:
     return f"from position {border} of {name} on{multiple} all is wrong"
 
 
-def _border(wrong: torch.Tensor, first: int) -> int | None:
+def _border(wrong: Tensor, first: int) -> int | None:
     """The position, at most `first`, before which a sequence is right and from which on it is
     wrong, in nine of ten positions.  wrong: (l), 1 or 0.
     """
@@ -114,7 +115,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, which: int) -> str:
     blocks = oracle.blocks(part, block_length(oracle, part, part.device))
     exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
 
-    def errors(rounded: Output) -> torch.Tensor:
+    def errors(rounded: Output) -> Tensor:
         """The RMS error of each head, (h)."""
         heads_first = (rounded[which].double() - exact).movedim(2 - which, 0)
         return heads_first.flatten(1).square().mean(1).sqrt()
@@ -132,7 +133,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, which: int) -> str:
 
 
 def _coarser(
-    part: Inputs, precision: Precision, exact: torch.Tensor, dtype: torch.dtype
+    part: Inputs, precision: Precision, exact: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, Output]]:
     """Roundings that the precision does not allow, in words, and outputs with them."""
     others = {}

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.core.accuracy import ErrorTest, TestName
 from ssdprof.core.base import SLICES
@@ -29,7 +30,7 @@ class HeadNorms:
         self.max = torch.zeros(heads, dtype=torch.float64, device=device)
         self.square_sum = torch.zeros(heads, dtype=torch.float64, device=device)
 
-    def add(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, block: Tensor) -> tuple[Tensor, Tensor]:
         """block: (h, rows, width), finite, fp64.  Returns its squares, and their sums over rows."""
         squares = block.square()
         rows = squares.sum(2)
@@ -38,12 +39,12 @@ class HeadNorms:
             self.square_sum += rows.sum(1)
         return squares, rows
 
-    def rms(self, elements: float) -> torch.Tensor:
+    def rms(self, elements: float) -> Tensor:
         """RMS of each head, for this number of elements per head."""
         return (self.square_sum / elements).sqrt()
 
 
-def finite(tensor: torch.Tensor) -> torch.Tensor:
+def finite(tensor: Tensor) -> Tensor:
     """With 0 instead of what is not."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
@@ -62,7 +63,7 @@ class Evidence:
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
         # slices)
-        self._sums: dict[tuple[str, Hashable, int], torch.Tensor] = {}
+        self._sums: dict[tuple[str, Hashable, int], Tensor] = {}
         self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
 
     def norms(self, nulls: Sequence[Hashable]) -> list[HeadNorms]:
@@ -75,10 +76,10 @@ class Evidence:
 
     def add(
         self,
-        high: torch.Tensor,
-        floor: torch.Tensor,
-        kernels: Mapping[Any, torch.Tensor],
-        rounded: Mapping[str, Iterable[torch.Tensor]],
+        high: Tensor,
+        floor: Tensor,
+        kernels: Mapping[Any, Tensor],
+        rounded: Mapping[str, Iterable[Tensor]],
         start: int,
         origin: int,
     ) -> None:
@@ -94,7 +95,7 @@ class Evidence:
         weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def summed(key: tuple[str, Hashable, int], error: torch.Tensor) -> None:
+        def summed(key: tuple[str, Hashable, int], error: Tensor) -> None:
             error = finite(error)
             squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
                 error
@@ -114,7 +115,7 @@ class Evidence:
             for k, error in enumerate(several):
                 summed(("rounded", null, k), error)
 
-    def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
+    def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
         if self._length is None:
             return torch.zeros(rows, 0, dtype=torch.float64, device=device)
@@ -125,7 +126,7 @@ class Evidence:
         return torch.cat([each.double() for each in one_hot], 1)
 
     def checks(
-        self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: torch.Tensor
+        self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: Tensor
     ) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
 
@@ -176,9 +177,7 @@ class Evidence:
                 worst[result.test] = result
         return tuple(worst.values())
 
-    def _gain(
-        self, ours: torch.Tensor, forms: Sequence[torch.Tensor], room: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gain(self, ours: Tensor, forms: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
         """How far a gain is from the middle of what roundings explain, and how far it may be.
 
         ours: (h, 1); forms: (exact + DRAWS, h, 1).  The errors of draws are independent.  Those of
@@ -196,7 +195,7 @@ class Evidence:
         return ours - (low + high) / 2, (high - low) / 2
 
 
-def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+def _limit(floor: Tensor, draws: Tensor, elements: Tensor) -> Tensor:
     """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws:
     (DRAWS, h, places).
 
@@ -211,7 +210,7 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> 
 
 
 def _worst(
-    test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None
+    test: TestName, values: Tensor, limits: Tensor, period: int | None = None
 ) -> ErrorTest | None:
     """values, limits: (h, places).  None if nothing is judged."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
@@ -67,7 +68,7 @@ _ALLOCATIONS = {
 class _Block:
     """A block of memory between two guards.  names: of the tensors in it."""
 
-    memory: torch.Tensor
+    memory: Tensor
     start: int
     stop: int
     names: tuple[str, ...]
@@ -82,7 +83,7 @@ class _Block:
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
-    def placed(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    def placed(self, tensor: Tensor, offset: int) -> Tensor:
         """A tensor in the block, of the same form, from this byte on."""
         block = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
         return block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -110,7 +111,7 @@ class GuardedInputs:
 
     def __init__(self, inputs: Inputs) -> None:
         self._blocks: list[tuple[_Block, tuple[int, ...]]] = []  # with its bytes
-        copies: dict[str, torch.Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for block, of_block in _copied(inputs.tensors):
             self._blocks.append((block, block.bits()))
             copies |= of_block
@@ -167,7 +168,7 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def unwritten(tensor: torch.Tensor) -> int:
+def unwritten(tensor: Tensor) -> int:
     """The number of elements whose bytes all equal those of the guards.  In a tensor made under
     `GuardedAllocations`, they were never written.  A NaN that a GPU or torch computes has other
     bits.
@@ -176,7 +177,7 @@ def unwritten(tensor: torch.Tensor) -> int:
     return int((elements == 0xFF).all(-1).sum())
 
 
-def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[str, torch.Tensor]]]:
+def _copied(given: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, Tensor]]]:
     """Blocks with the memory from the first to the last byte of the tensors that share it, and the
     tensors' copies.
     """
@@ -197,7 +198,7 @@ def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[st
         )
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Bytes from the first to the last element, those between strides counted."""
     if not tensor.numel():
         return 0

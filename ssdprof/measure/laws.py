@@ -17,6 +17,7 @@ from math import inf, log2
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
@@ -289,7 +290,7 @@ def judge_kinds(
         raise refusals[0] if refusals else NotApplicable(otherwise)
 
 
-def first_difference(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str | None:
+def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
     """The first element that differs, except numbers that a GPU may flush to zero."""
     for name, tensor, other in zip(("out", "final_states"), outputs, others, strict=False):
         differs = (
@@ -528,7 +529,7 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     )
 
 
-def _errors_of(known: KnownOutputs, out: torch.Tensor) -> torch.Tensor:
+def _errors_of(known: KnownOutputs, out: Tensor) -> Tensor:
     """The relative RMS error at each of the known positions."""
     actual = out[known.batch, known.positions][:, known.heads].double()
     error = (actual - known.expected).square().sum((1, 2)).sqrt()

@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy
@@ -44,7 +45,7 @@ NO_SLOT = -(1 << 20)  # in the columns of a wider table that do not belong to th
 CALLS = 64  # of a chain
 REPLAYS = 10
 SLACK = 2.0**-12  # of the largest number of a head
-Parts = dict[str, torch.Tensor]  # the tensors of some tokens, by name
+Parts = dict[str, Tensor]  # the tensors of some tokens, by name
 
 
 # --- calls
@@ -101,10 +102,10 @@ class Pool:
     empty for a pool that is too large to look at.
     """
 
-    states: torch.Tensor
-    memory: torch.Tensor
+    states: Tensor
+    memory: Tensor
 
-    def changed(self, before: torch.Tensor, written: Sequence[int]) -> str:
+    def changed(self, before: Tensor, written: Sequence[int]) -> str:
         """The first place outside of the written slots whose bits changed; empty if there is none.
 
         before: a copy of `memory`.
@@ -132,7 +133,7 @@ class Pool:
         return words
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(kinds[tensor.element_size()])
 
@@ -158,12 +159,12 @@ class PoolCall:
             slots += row.kept.values()
         return slots
 
-    def of_row(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+    def of_row(self, i: int, tensor: Tensor) -> Tensor:
         """The part of a tensor (batch, tokens, ...) that belongs to row i."""
         start = sum(row.tokens for row in self.rows[:i])
         return tensor.flatten(0, 1)[start : start + self.rows[i].tokens]
 
-    def initial(self, read: int) -> torch.Tensor:
+    def initial(self, read: int) -> Tensor:
         states = self.pool.states
         return states[read].float() if read >= 0 else torch.zeros_like(states[0]).float()
 
@@ -272,7 +273,7 @@ class Room:
             for tensor in parts.values():
                 tensor[[i for i, row in enumerate(rows) if not row.live]] = padding
 
-        def table(values: Sequence[Sequence[int]]) -> torch.Tensor:
+        def table(values: Sequence[Sequence[int]]) -> Tensor:
             """(rows, columns), or (rows) of a single column."""
             indices = torch.tensor(values, dtype=index, device=self.device)
             if wide:
@@ -290,7 +291,7 @@ class Room:
         inputs = replace(self._like, **parts, **tensors)
         return PoolCall(rows=rows, pool=pool, parts=parts, inputs=inputs)
 
-    def _bounds(self, counts: Sequence[int]) -> torch.Tensor:
+    def _bounds(self, counts: Sequence[int]) -> Tensor:
         bounds = [0, *accumulate(counts)]
         return torch.tensor(bounds, dtype=torch.int32, device=self.device)
 
@@ -324,7 +325,7 @@ class Room:
         self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
         return output
 
-    def run(self, call: PoolCall, run: PoolRun | None = None) -> torch.Tensor:
+    def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """out of the call, after a look at what it must not change."""
         self.calls += 1
         pool, before = call.pool, call.pool.memory.clone()
@@ -358,7 +359,7 @@ class Room:
         return out
 
     def alone(
-        self, parts: Sequence[Parts], initial: Sequence[torch.Tensor], *, every: bool = False
+        self, parts: Sequence[Parts], initial: Sequence[Tensor], *, every: bool = False
     ) -> Any:
         """Sequences without a pool, packed.  every: with the state after each token."""
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
@@ -388,7 +389,7 @@ class Room:
                 raise Broken(f"{places[which][index]}, head {head}: {reason}")
 
     @staticmethod
-    def _first(accuracy: Accuracy, ours: torch.Tensor, exact: torch.Tensor) -> tuple[int, int]:
+    def _first(accuracy: Accuracy, ours: Tensor, exact: Tensor) -> tuple[int, int]:
         """The first token or state with an error beyond the budget of its head, else with the
         largest error; and the head.
         """
@@ -403,7 +404,7 @@ class Room:
         return index, head
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _differ(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(_bits(one), _bits(other))
 
 
@@ -485,9 +486,9 @@ class History:
     row, how many tokens of it, out, and its number.
     """
 
-    initial: torch.Tensor
-    final: torch.Tensor
-    taken: list[tuple[PoolCall, int, int, torch.Tensor, int]] = field(default_factory=list)
+    initial: Tensor
+    final: Tensor
+    taken: list[tuple[PoolCall, int, int, Tensor, int]] = field(default_factory=list)
 
 
 # --- the laws

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdprof.operators.late import torch
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.operators.operator import Operator
 
@@ -36,9 +36,7 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
             yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
 
 
-def _of_delta_rule(
-    inputs: Any, given: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _of_delta_rule(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """What may be wrong, where it is, and what that means; of GDN and KDA."""
     yield (
         "g is above 0",
@@ -59,9 +57,7 @@ def _of_delta_rule(
         )
 
 
-def _of_ssd(
-    inputs: Any, given: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor, str]]:
+def _of_ssd(inputs: Any, given: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, str]]:
     """As `_of_delta_rule`."""
     yield "A is not below 0", inputs.A >= 0, "it is minus no exponential, and nothing is forgotten"
     if not inputs.dt_softplus:

@@ -24,6 +24,8 @@ from ssdprof.operators.operator import (
 from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.operators import gdn_tuning
 else:
@@ -40,11 +42,11 @@ STAGES = Stages.of("gdn")
 
 def bind(
     _mixer: torch.nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
@@ -64,7 +66,7 @@ def bind(
 
 
 def recorded(
-    given: dict[str, Any], returned: Sequence[torch.Tensor]
+    given: dict[str, Any], returned: Sequence[Tensor]
 ) -> tuple[kernels.GDNInputs, Output | None]:
     """A call of FlashInfer's prefill, whose g is the decay, states (slots, HV, V, K), and sequences
     packed.
@@ -75,7 +77,7 @@ def recorded(
     if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
         raise ValueError("g is not a decay between 0 and 1")
 
-    def of_sequences(pool: torch.Tensor) -> torch.Tensor:
+    def of_sequences(pool: Tensor) -> Tensor:
         if slots is None:
             return pool.mT
         if not bool(((slots >= 0) & (slots < len(pool))).all()):

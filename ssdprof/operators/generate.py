@@ -21,6 +21,8 @@ from ssdprof.operators.late import deferred, packages, torch
 from ssdprof.operators.tensors import dtype_name, dtype_named, exact_fp32
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
@@ -228,9 +230,9 @@ class KnownOutputs:
 
     kind: str
     batch: int
-    positions: torch.Tensor
-    heads: torch.Tensor
-    expected: torch.Tensor
+    positions: Tensor
+    heads: Tensor
+    expected: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +348,7 @@ def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
     return 1, bounds[-1], bounds
 
 
-def cu_seqlens(cell: Cell, device: torch.device) -> torch.Tensor | None:
+def cu_seqlens(cell: Cell, device: torch.device) -> Tensor | None:
     """The boundaries for the operator; None unless sequences are packed."""
     bounds = positions(cell)[2]
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -366,18 +368,18 @@ def boundaries(tokens: Tokens, seed: int) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
-def uniform(count: int, low: float, high: float, generator: torch.Generator) -> torch.Tensor:
+def uniform(count: int, low: float, high: float, generator: torch.Generator) -> Tensor:
     """(count) in fp32."""
     return low + (high - low) * torch.rand(count, device=generator.device, generator=generator)
 
 
-def gate_bias(count: int, generator: torch.Generator) -> torch.Tensor:
+def gate_bias(count: int, generator: torch.Generator) -> Tensor:
     """(count): softplus of it is log-uniform in `STEPS`."""
     step = uniform(count, math.log(STEPS[0]), math.log(STEPS[1]), generator).exp()
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
 
 
-def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
+def edge_cell(shape: Shape, like: Tensor, lengths: Lengths) -> Cell:
     """As views, in the dtype of `like`; packed sequences as one."""
     dtype: Any = dtype_name(like.dtype)
     rows, length = (1, sum(lengths)) if is_packed(lengths) else (len(lengths), lengths[0])
@@ -386,7 +388,7 @@ def edge_cell(shape: Shape, like: torch.Tensor, lengths: Lengths) -> Cell:
     )
 
 
-def edge_bounds(lengths: Lengths, device: torch.device) -> torch.Tensor | None:
+def edge_bounds(lengths: Lengths, device: torch.device) -> Tensor | None:
     """The boundaries of packed sequences; None unless they are packed."""
     if not is_packed(lengths):
         return None
@@ -407,14 +409,14 @@ def is_packed(lengths: Lengths) -> bool:
     return len(set(lengths)) > 1
 
 
-def states(*shape: int, device: torch.device) -> torch.Tensor:
+def states(*shape: int, device: torch.device) -> Tensor:
     """Initial states ~ N(0, 1) in fp32."""
     return torch.randn(
         *shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1)
     )
 
 
-def pool(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pool(states: Tensor) -> tuple[Tensor, Tensor]:
     """States in slots, in random order, of a pool of twice as many; the others are NaN.  The pool,
     and their slots.
     """
@@ -428,9 +430,7 @@ def pool(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pool, slots.int()
 
 
-def empty(
-    sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device
-) -> tuple[torch.Tensor, ...]:
+def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
     """Uninitialised tensors of these sizes at each position.
 
     As views, they are slices of one tensor.  Transposed, they are slices of one tensor whose

@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ssdprof import kernels
 from ssdprof.operators import gdn_inputs, generate
 from ssdprof.operators.generate import History, KnownOutputs
 from ssdprof.operators.kda_inputs import BOUND, draw
-from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.late import lazy, torch
 
 if TYPE_CHECKING:
-    from ssdprof.kernels import oracle
+    from torch import Tensor
+
+    from ssdprof.kernels import GDNInputs, oracle
+    from ssdprof.operators.rounding import Span
 else:
     oracle = lazy("ssdprof.kernels.oracle")
 
@@ -28,9 +30,7 @@ LONG = (2779, 1317)  # tokens of long calls: a pack, or a row of as many
 RESOLUTION = 2.0**-60  # of a history's influence
 
 
-def histories(
-    like: kernels.GDNInputs, heads: Sequence[int]
-) -> Iterator[Iterator[History[kernels.GDNInputs]]]:
+def histories(like: GDNInputs, heads: Sequence[int]) -> Iterator[Iterator[History[GDNInputs]]]:
     """`turning_keys` in the shape of `like`, if it has two windows; then of 4,096 tokens.
 
     With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
@@ -47,8 +47,8 @@ def histories(
 
 
 def _long_histories(
-    like: kernels.GDNInputs, heads: int, windows: Sequence[int]
-) -> Iterator[History[kernels.GDNInputs]]:
+    like: GDNInputs, heads: int, windows: Sequence[int]
+) -> Iterator[History[GDNInputs]]:
     """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
     row with them; at last as a row without.
     """
@@ -64,7 +64,7 @@ def _long_histories(
     yield turning_keys(row, windows)
 
 
-def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[kernels.GDNInputs]:
+def turning_keys(like: GDNInputs, windows: Sequence[int]) -> History[GDNInputs]:
     """Inputs in which every channel's gates sum to -20 in each window, although most of the state
     is kept: keys turn it from one half of the channels to the other before that half decays.
 
@@ -119,18 +119,14 @@ class TurningHeads:
     """
 
     window: int
-    key_heads: torch.Tensor
-    heads: torch.Tensor
-    x: torch.Tensor
-    period: tuple[torch.Tensor, ...]
+    key_heads: Tensor
+    heads: Tensor
+    x: Tensor
+    period: tuple[Tensor, ...]
 
     @classmethod
     def drawn(
-        cls,
-        inputs: kernels.GDNInputs,
-        window: int,
-        indices: Iterable[int],
-        normal: Callable[..., torch.Tensor],
+        cls, inputs: GDNInputs, window: int, indices: Iterable[int], normal: Callable[..., Tensor]
     ) -> TurningHeads:
         """Random halves of the channels, and random signs.  indices: of the key heads."""
         key_heads = torch.tensor([*indices], device=inputs.v.device)
@@ -153,7 +149,7 @@ class TurningHeads:
         count = WINDOWS[self.window] + 1
         return math.cos(math.pi / 2 / count) ** count
 
-    def write(self, inputs: kernels.GDNInputs, span: rounding.Span) -> None:
+    def write(self, inputs: GDNInputs, span: Span) -> None:
         """q, k, g and beta of a sequence; v = 0 where keys turn."""
         rows = slice(span.start, span.stop)
         at = torch.arange(span.length, device=inputs.v.device) % (2 * self.window)
@@ -166,14 +162,12 @@ class TurningHeads:
         turning = beta[at, :1, None] == 1
         inputs.v[span.batch, rows, self.heads] *= (~turning).to(inputs.v.dtype)
 
-    def remember(self, state: torch.Tensor, memory: torch.Tensor) -> None:
+    def remember(self, state: Tensor, memory: Tensor) -> None:
         """Let a sequence begin with x memory^T.  state: (HV, K, V).  memory: (h, V)."""
         directions = self.x.repeat_interleave(len(self.heads) // len(self.x), 0)
         state[self.heads] = directions[..., None] * memory[:, None]
 
-    def known(
-        self, inputs: kernels.GDNInputs, span: rounding.Span, memory: torch.Tensor | None
-    ) -> KnownOutputs:
+    def known(self, inputs: GDNInputs, span: Span, memory: Tensor | None) -> KnownOutputs:
         """The outputs at the last token of each window of a sequence.  memory: None: zeros."""
         count = span.length // self.window
         first = span.start + self.window * torch.arange(count, device=inputs.v.device)
@@ -189,13 +183,13 @@ class TurningHeads:
         )
 
 
-def _spans(inputs: kernels.GDNInputs) -> list[rounding.Span]:
+def _spans(inputs: GDNInputs) -> list[Span]:
     return oracle.sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
 
 
 def _two_windows(
-    window: int, x: torch.Tensor, y: torch.Tensor, normal: Callable[..., torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+    window: int, x: Tensor, y: Tensor, normal: Callable[..., Tensor]
+) -> tuple[Tensor, ...]:
     """q, k, g (2 window, k, K) and beta (2 window, k) of two windows; x, y (k, K)."""
     turning = WINDOWS[window]
     distance = (window - 9) // turning  # from one turning key to the next
@@ -212,7 +206,7 @@ def _two_windows(
     return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
-def decaying_sums(terms: torch.Tensor, ratio: float) -> torch.Tensor:
+def decaying_sums(terms: Tensor, ratio: float) -> Tensor:
     """sum over j of ratio^j terms_(i-j), of (n, ...): spans that double, until no more counts."""
     step = 1
     while step < len(terms) and ratio**step > RESOLUTION:

@@ -32,12 +32,14 @@ from ssdprof.operators.late import precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.oracle import Block
     from ssdprof.operators.tuning import Tuning
 
 I = TypeVar("I", bound="Inputs", default=Any)
-Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
+Output: TypeAlias = "tuple[Tensor, Tensor]"  # out, final_states
 
 
 # --- stages
@@ -139,7 +141,7 @@ class CallBinding(Generic[I]):
     bind: Callable[..., BoundCall]
     bind_step: Callable[..., BoundCall] | None = None
     recorded: Mapping[
-        str, Callable[[dict[str, Any], Sequence[torch.Tensor]], tuple[I, Output | None]]
+        str, Callable[[dict[str, Any], Sequence[Tensor]], tuple[I, Output | None]]
     ] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
@@ -149,14 +151,14 @@ class CallBinding(Generic[I]):
     gate_bytes: Callable[[int, Mapping[str, int]], int]
     replacement: Callable[[I], Output]
 
-    def positional(self, inputs: I) -> dict[str, torch.Tensor]:
+    def positional(self, inputs: I) -> dict[str, Tensor]:
         """The tensors (b, l, ...)."""
         tensors = inputs.tensors
         return {
             name: tensors[name] for name in (*self.views, *self.per_position) if name in tensors
         }
 
-    def activations(self, inputs: I) -> dict[str, torch.Tensor]:
+    def activations(self, inputs: I) -> dict[str, Tensor]:
         """Those of them that the model computed in its own dtype."""
         tensors = self.positional(inputs)
         dtype = tensors[self.views[0]].dtype
@@ -187,7 +189,7 @@ class OracleSpec(Generic[I]):
 
     blocks: Callable[[I, int], Iterable[Block]]
     gate: Callable[..., rounding.Gate]
-    chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], torch.Tensor]
+    chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
     sizes: Callable[[I], dict[str, int]]
@@ -295,7 +297,7 @@ class Operator(Generic[I]):
         A single group is on every rank.
         """
 
-        def first(tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+        def first(tensor: Tensor | None, dim: int) -> Tensor | None:
             return (
                 None
                 if tensor is None
@@ -341,7 +343,7 @@ def from_call(kind: type[I], **given: Any) -> I:
 # --- states that are kept on the way
 
 
-def pieces(inputs: I, given: Mapping[str, torch.Tensor]) -> list[I]:
+def pieces(inputs: I, given: Mapping[str, Tensor]) -> list[I]:
     """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
     states of the whole.
 

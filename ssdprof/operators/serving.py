@@ -17,6 +17,8 @@ from ssdprof.operators.late import torch
 from ssdprof.operators.operator import in_pieces, pieces
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.precision import Precision
 
@@ -85,7 +87,7 @@ def on_copies(run: PoolRun, inputs: Inputs, precision: Precision) -> kernels.Out
     return kernels.Output(out, pool[count:] if room else pool)
 
 
-def _positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions(inputs: Inputs, longest: int) -> tuple[Tensor, Tensor]:
     """(sequences, longest): the position of each token among those of all sequences, 0 for what
     does not exist, and whether it exists.
     """
@@ -100,9 +102,7 @@ def _positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.where(exist, positions, 0), exist
 
 
-def _scatter(
-    pool: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor, states: torch.Tensor
-) -> None:
+def _scatter(pool: Tensor, slots: Tensor, kept: Tensor, states: Tensor) -> None:
     """Write the states that are kept, each to its slot.  The host does not know which: in place of
     each other one, the first that is kept is written again, or, if none is, what its slot holds.
     """

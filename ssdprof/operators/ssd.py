@@ -26,6 +26,8 @@ from ssdprof.operators.ssd_oracle import ORACLE
 from ssdprof.operators.tensors import exact_fp32, requested_precisions, states_as_inputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.operators import ssd_tuning
 else:
@@ -42,11 +44,11 @@ STAGES = Stages.of("ssd")
 
 def bind(
     mixer: torch.nn.Module,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
     *,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -78,15 +80,15 @@ def _limit_remark(mixer: torch.nn.Module, passed: tuple[float, float]) -> str:
 
 def bind_step(
     mixer: torch.nn.Module,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     **_: Any,
 ) -> BoundCall:
@@ -113,7 +115,7 @@ def bind_step(
     return inputs, False, ""
 
 
-def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+def _of_heads(name: str, tensor: Tensor, dims: int) -> Tensor:
     """The first `dims` dimensions of a tensor that is the same over the others.  ValueError if it
     is not.
     """

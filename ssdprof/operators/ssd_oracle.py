@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ssdprof import kernels
 from ssdprof.operators.late import lazy, rounding, torch
 from ssdprof.operators.operator import OracleSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ssdprof.kernels import SSDInputs
     from ssdprof.kernels.oracle import Block
     from ssdprof.kernels.ssd import reference
+    from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     reference = lazy("ssdprof.kernels.ssd.reference")
 
@@ -20,7 +23,7 @@ else:
 ROWS = {"cuda": 64, "cpu": 256}
 
 
-def bytes_per_position(inputs: kernels.SSDInputs) -> int:
+def bytes_per_position(inputs: SSDInputs) -> int:
     """The rounded form holds about six fp32 rows of scores (h, chunk_size); the oracle and the sums
     hold about ten fp64 rows of (h, p + 64 + p n / 64), as `ssd_blocks` explains.
     """
@@ -29,7 +32,7 @@ def bytes_per_position(inputs: kernels.SSDInputs) -> int:
     return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
 
 
-def gate(inputs: kernels.SSDInputs, span: rounding.Span, chunk: int = 0) -> rounding.Gate:
+def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
     """dt and the running sum of dt A in each chunk, (c, h, q).  chunk: 0 is that of the inputs.
 
     The last chunk is padded with dt = 0, which neither decays nor adds.
@@ -45,9 +48,7 @@ def gate(inputs: kernels.SSDInputs, span: rounding.Span, chunk: int = 0) -> roun
     return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
 
 
-def rounded_chunks(
-    inputs: kernels.SSDInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
-) -> torch.Tensor:
+def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at
@@ -84,32 +85,26 @@ class _Chunks:
     (c, g, r, q).
     """
 
-    low: rounding.Rounded
-    gate: rounding.Gate
-    x: torch.Tensor
-    B: torch.Tensor
-    C: torch.Tensor
-    a: torch.Tensor
-    dt: torch.Tensor
+    low: Rounded
+    gate: Gate
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    a: Tensor
+    dt: Tensor
 
     @classmethod
-    def of(
-        cls,
-        inputs: kernels.SSDInputs,
-        low: rounding.Rounded,
-        span: rounding.Span,
-        gate: rounding.Gate,
-    ) -> _Chunks:
+    def of(cls, inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> _Chunks:
         """The span's tensors, rounded where products take them."""
         q = gate.exponents.shape[2]
         groups, heads = inputs.B.shape[2], inputs.heads_per_group
 
-        def operand(tensor: torch.Tensor) -> torch.Tensor:
+        def operand(tensor: Tensor) -> Tensor:
             """(b, l, h, ...) -> (c, h, q, ...)."""
             part = tensor[span.batch, span.start : span.stop].float()
             return low.operand(rounding.split_chunks(part, q).transpose(1, 2))
 
-        def grouped(tensor: torch.Tensor) -> torch.Tensor:
+        def grouped(tensor: Tensor) -> Tensor:
             """(c, h, ...) -> (c, g, r, ...)."""
             return tensor.reshape(len(tensor), groups, heads, *tensor.shape[2:])
 
@@ -124,7 +119,7 @@ class _Chunks:
             dt=grouped(low.intermediate(gate.dt)),
         )
 
-    def current(self) -> torch.Tensor:
+    def current(self) -> Tensor:
         """What a chunk's positions give to its own outputs (c, g, r, q, p), a part of the rows at a
         time.
         """
@@ -141,7 +136,7 @@ class _Chunks:
             outs.append(self.low.operand(scores) @ self.x[..., :stop, :])
         return torch.cat(outs, -2)
 
-    def previous(self) -> torch.Tensor:
+    def previous(self) -> Tensor:
         """What the states that enter the chunks give to the outputs; moves `low.state`."""
         low, exp = self.low, rounding.gpu_exp
         (chunks, groups, heads, q, p), n = self.x.shape, self.B.shape[3]
@@ -191,16 +186,16 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
-def sizes_of(inputs: kernels.SSDInputs) -> dict[str, int]:
+def sizes_of(inputs: SSDInputs) -> dict[str, int]:
     (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
     return {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
 
 
-def blocks(inputs: kernels.SSDInputs, length: int) -> Iterable[Block]:
+def blocks(inputs: SSDInputs, length: int) -> Iterable[Block]:
     return reference.ssd_blocks(inputs, torch.float64, block=length)
 
 
-def chunk_size(inputs: kernels.SSDInputs) -> int:
+def chunk_size(inputs: SSDInputs) -> int:
     return inputs.power_of_two_chunk
 
 
