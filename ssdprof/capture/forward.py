@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
@@ -19,7 +20,7 @@ from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
 T = TypeVar("T")
-Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
+Head = Callable[[Tensor], Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
 # --- attention and cache
@@ -44,13 +45,13 @@ def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[Non
 
 def _attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
     **extra: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) ->
     (b, q, heads, d).
 
@@ -119,7 +120,7 @@ def cache_name(model: Any) -> str:
 
 
 # the next tokens (b, l) -> the last hidden state, or logits
-Feed = Callable[[torch.Tensor], torch.Tensor]
+Feed = Callable[[Tensor], Tensor]
 
 
 def feeding(model: Any, *, cached: bool) -> Feed:
@@ -137,7 +138,7 @@ def feeding(model: Any, *, cached: bool) -> Feed:
     seen = [0]
     cache = counting_cache(model, seen) if cached else None
 
-    def feed(ids: torch.Tensor) -> torch.Tensor:
+    def feed(ids: Tensor) -> Tensor:
         nonlocal cache
         stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
         if "position_ids" in accepted:
@@ -146,15 +147,13 @@ def feeding(model: Any, *, cached: bool) -> Feed:
             )
         output = model(ids, **arguments)
         cache, seen[0] = output.get(name), stop
-        last: torch.Tensor = output[0]
+        last: Tensor = output[0]
         return last
 
     return feed
 
 
-def prefill(
-    model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False
-) -> torch.Tensor:
+def prefill(model: Any, ids: Tensor, segment_length: int, *, keeps_cache: bool = False) -> Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
     its last position.
@@ -168,8 +167,8 @@ def prefill(
 
 @contextmanager
 def prefilled(
-    model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
-) -> Iterator[tuple[torch.Tensor, Feed]]:
+    model: Any, ids: Tensor, segment_length: int, *, goes_on: bool = False
+) -> Iterator[tuple[Tensor, Feed]]:
     """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
     if it `goes_on`.
     """
@@ -183,7 +182,7 @@ def prefilled(
         yield last, feed
 
 
-def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
+def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
     """Feed `count` tokens, each the most probable one after those before it; returns them, (b,
     count).
 
@@ -198,7 +197,7 @@ def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Te
     return torch.cat(tokens, 1)
 
 
-def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
+def greedy(model: Any, ids: Tensor, count: int, segment_length: int) -> list[int]:
     """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
     in eval mode.
     """
@@ -219,7 +218,7 @@ class PromptRun:
     """
 
     model: Any
-    ids: torch.Tensor
+    ids: Tensor
     segment_length: int
     mixers: tuple[Mixer, ...]
     model_type: str
@@ -355,7 +354,7 @@ class PromptRun:
             )
 
 
-def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
+def check_ids(vocabulary: int, ids: Tensor) -> None:
     """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this
     size.
     """
@@ -377,7 +376,7 @@ def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
 # --- hidden states and logits
 
 
-def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
+def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> Tensor:
     """The last hidden states of `prompt.model`, a base model, with `handler` in place of the
     model's operators.
 
@@ -386,7 +385,7 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
-    pieces: list[torch.Tensor] = []  # one for each segment
+    pieces: list[Tensor] = []  # one for each segment
     hook = prompt.model.register_forward_hook(
         lambda _module, _args, output: pieces.append(output[0])
     )
@@ -397,7 +396,7 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+def logits(model: Any, hidden: Tensor) -> Tensor:
     """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
     hidden).
 
@@ -406,17 +405,17 @@ def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with torch.no_grad(), _decoded(model.base_model, hidden):
-        found: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
+        found: Tensor = model(input_ids=placeholder, use_cache=False).logits
     return found
 
 
 class _Output:
     """What a decoder returns, with the hidden states and nothing else."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
@@ -424,7 +423,7 @@ class _Output:
 
 
 @contextmanager
-def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
+def _decoded(base: Any, hidden: Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
     # of a model whose weights are in several places; else its class has the only one
     own = vars(base).get("forward")

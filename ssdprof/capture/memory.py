@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,7 +60,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
                 self._made(one)
         return out
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _made(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device_type and storage not in self._known:
             self._known.add(storage)
@@ -162,8 +163,8 @@ def _outputs(call: OperatorCall) -> Result:
 
 
 def _attend(
-    _module: Any, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
+    _module: Any, query: Tensor, _key: Any, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash
     attention.
     """
@@ -171,10 +172,10 @@ def _attend(
     return query.new_empty(batch, length, heads, value.shape[-1]), None
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address

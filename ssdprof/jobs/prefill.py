@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
@@ -228,7 +229,7 @@ class _Length:
 
     request: PrefillOptions
     model: Any
-    ids: torch.Tensor
+    ids: Tensor
     segment_length: int
     mixers: tuple[Mixer, ...]
     layer: LayerRef
@@ -239,7 +240,7 @@ class _Length:
     cases: dict[str, Case] = field(default_factory=dict)
     of: dict[str, dict[str, Implementation]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
-    logits: torch.Tensor | None = None
+    logits: Tensor | None = None
 
     @property
     def segments(self) -> int:
@@ -266,11 +267,11 @@ class _Length:
         with clock.step("prefills in turns"):
             self._sample(writer, clock)
 
-    def first_token_logits(self) -> torch.Tensor:
+    def first_token_logits(self) -> Tensor:
         """(b, vocabulary)"""
         return prefill(self.model, self.ids, self.segment_length, keeps_cache=True)[:, -1]
 
-    def first_token(self) -> torch.Tensor:
+    def first_token(self) -> Tensor:
         """The timed work: the first token of each row, (b)."""
         return self.first_token_logits().argmax(-1)
 
@@ -355,7 +356,7 @@ class _Length:
 
     def _whole_prefill(self, name: str) -> None:
         """One prefill under the profiler: its answer, the parts of its time, and its memory."""
-        device, logits = self.timer.device, list[torch.Tensor]()
+        device, logits = self.timer.device, list[Tensor]()
 
         def run() -> None:
             logits[:] = [self.first_token_logits()]

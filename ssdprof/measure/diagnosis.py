@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ssdprof import operators
-from ssdprof.core.accuracy import Accuracy
+from ssdprof.core.accuracy import Accuracy, BudgetUse
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
@@ -41,20 +41,19 @@ def diagnosed(
 
 
 def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
-    words = [_beginning(inputs, candidate.output, accuracy)]
-    words.append(_known_rounding(inputs, candidate, int(accuracy.tensor != "out")))
-    return "; ".join(filter(None, words))
+    use = next((use for use in accuracy.budget if use.error > use.budget), None)
+    if use is None:
+        return ""
+    is_out = accuracy.tensor == "out"
+    words = _beginning(inputs, candidate.output, is_out, use)
+    return "; ".join(filter(None, (words, _known_rounding(inputs, candidate, is_out))))
 
 
 # --- where an error begins
 
 
-def _beginning(inputs: Inputs, output: Output, accuracy: Accuracy) -> str:
+def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
     """The first place outside the budget of a head, and the border from which on all is wrong."""
-    use = next((use for use in accuracy.budget if use.error > use.budget), None)
-    if use is None:
-        return ""
-    is_out = accuracy.tensor == "out"
     tensor, exact = (
         (each[0][:, :, use.head] if is_out else each[1][:, use.head]).double()
         for each in (output, oracle_output(inputs))
@@ -100,15 +99,15 @@ def _border(wrong: Tensor, first: int) -> int | None:
 # --- which rounding is as large
 
 
-def _known_rounding(inputs: Inputs, candidate: Candidate, which: int) -> str:
-    """ "the error is as large as if states were kept in bf16"; empty if no rounding that is not
-    allowed causes an error of this size.  which: of the output's tensors.
+def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
+    """ "the error is as large as if states were kept in bf16"; empty if no rounding causes an error
+    of this size.
 
     The errors of heads are compared, at the beginning of the longest sequence.
     """
-    oracle, span = operators.get(inputs.operator).judged, longest_of(inputs)
+    oracle, span, which = operators.get(inputs.operator).judged, longest_of(inputs), int(not is_out)
     start = replace(span, stop=min(span.stop, span.start + LONGEST))
-    if which == 1 and start != span:
+    if not is_out and start != span:
         return ""
     part, out = alone(inputs, start), candidate.output[0][span.batch, start.start : start.stop]
     output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
@@ -120,13 +119,10 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, which: int) -> str:
         heads_first = (rounded[which].double() - exact).movedim(2 - which, 0)
         return heads_first.flatten(1).square().mean(1).sqrt()
 
-    allowed = [errors(form) for form in _forms(part, candidate.precision)]
-    least = AS_LARGE * torch.stack(allowed).amax(0)
     actual = errors(output)
     for words, form in _coarser(part, candidate.precision, exact, output[which].dtype):
-        expected = errors(form)
-        ratio = actual / expected
-        alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE) & (expected > least)
+        ratio = actual / errors(form)
+        alike = (ratio < AS_LARGE) & (ratio > 1 / AS_LARGE)
         if float(alike.double().mean()) > 0.75:
             return f"the error is as large as if {words}"
     return ""

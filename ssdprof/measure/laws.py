@@ -23,7 +23,6 @@ from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
 from ssdprof.core.base import REPEATS
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
@@ -42,7 +41,7 @@ from ssdprof.measure.sequences import (
     spans_of,
 )
 from ssdprof.operators import generate
-from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs, Trait
+from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import unit_roundoff
 
@@ -54,7 +53,6 @@ LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 LOUD_PAST = "loud past"
 TURNING_KEYS = "turning keys"
-SINGLE_STEPS, ACCEPTED_TOKENS = "single steps", "accepted tokens"
 DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
 # of the budget in laws, for a library that needs more than the budget anyway and is tolerated: its
 # RMS error of at most 1 % is about four times that of rounding to bf16
@@ -442,13 +440,9 @@ def edge_inputs(trial: Trial) -> None:
 
 def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
     """The trait without which the kernel passes, with its rule; else all traits."""
-
-    def is_cause(trait: Trait[Inputs]) -> bool:
-        return trial.passes(edge.make(left_out=trait))
-
-    cause = next(filter(is_cause, edge.traits), None)
-    if cause is not None:
-        return f"{cause.name} ({cause.rule})" if cause.rule else cause.name
+    for trait in edge.traits:
+        if trial.passes(edge.make(left_out=trait)):
+            return f"{trait.name} ({trait.rule})" if trait.rule else trait.name
     return words.words(trait.name for trait in edge.traits) if edge.traits else "random numbers"
 
 
@@ -477,28 +471,25 @@ def _judge_loud(trial: Trial, inputs: Inputs) -> None:
     positions of a sequence are judged; without other forms, of the longest one alone.
     """
     longest = LONGEST[inputs.device.type]
-    values, tensors = inputs.values.clone(), inputs.tensors
+    linear = {
+        name: inputs.tensors[name] * trial.loud_factor
+        for name in inputs.LINEAR[1:]
+        if name in inputs.tensors
+    }
+    linear[inputs.LINEAR[0]] = values = inputs.values.clone()
     for span in spans_of(inputs):
         stop = span.start + min(span.length, longest) // LOUD_SHARE
         values[span.batch, span.start : stop] *= trial.loud_factor
-    states = {
-        name: tensors[name] * trial.loud_factor for name in inputs.LINEAR[1:] if name in tensors
-    }
-    inputs = replace(inputs, **{inputs.LINEAR[0]: values}, **states)
-    output = trial.run(inputs)
-    judged = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
-    for span in filter(lambda span: span.length, judged):
-        _judge_start(trial, inputs, output, span, longest)
-
-
-def _judge_start(trial: Trial, inputs: Inputs, output: Output, span: Span, length: int) -> None:
-    """Judge at most the first `length` positions of a sequence."""
-    start = replace(span, stop=min(span.stop, span.start + length))
-    part = alone(inputs, start)
-    out, states = output[0][span.batch, start.start : start.stop][None], output[1]
-    # the states after these positions are known only where the sequence ends there
-    after = states[rows_of_states(inputs, span)] if start == span else oracle_output(part)[1]
-    trial.judge(part, (out, after))
+    inputs = replace(inputs, **linear)
+    out, states = trial.run(inputs)
+    for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
+        start = replace(span, stop=min(span.stop, span.start + longest))
+        part = alone(inputs, start)
+        # the states after these positions are known only where the sequence ends there
+        whole = start == span
+        after = states[rows_of_states(inputs, span)] if whole else oracle_output(part)[1]
+        if span.length:
+            trial.judge(part, (out[span.batch, start.start : start.stop][None], after))
 
 
 def turning_keys(trial: Trial) -> None:
@@ -553,8 +544,8 @@ LAWS: dict[str, Law] = {
     "causality": causality,
     "doubling": doubling,
     "cut in two": cut_in_two,
-    SINGLE_STEPS: single_steps,
-    ACCEPTED_TOKENS: accepted_tokens,
+    "single steps": single_steps,
+    "accepted tokens": accepted_tokens,
     "edge inputs": edge_inputs,
     LOUD_PAST: loud_past,
     TURNING_KEYS: turning_keys,
@@ -569,8 +560,8 @@ OF_THE_SAME_FORM = frozenset(
         "doubling",
         LOUD_PAST,
         TURNING_KEYS,
-        SINGLE_STEPS,
-        ACCEPTED_TOKENS,
+        "single steps",
+        "accepted tokens",
     }
 )
 
@@ -578,7 +569,7 @@ OF_THE_SAME_FORM = frozenset(
 def laws_of(trial: Trial) -> dict[str, Law]:
     """Those that can be tried with these inputs."""
     steps = trial.inputs.state_every == 1
-    left_out = {"cut in two"} if steps else {SINGLE_STEPS, ACCEPTED_TOKENS}
+    left_out = {"cut in two"} if steps else {"single steps", "accepted tokens"}
     if not trial.histories:
         left_out.add(TURNING_KEYS)
     return {name: law for name, law in LAWS.items() if name not in left_out}

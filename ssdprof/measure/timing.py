@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -212,6 +213,7 @@ def time_in_turns(
     return timed | turns.untimed
 
 
+@dataclass(frozen=True)
 class _Turns:
     """Samples runs in turns.
 
@@ -219,18 +221,13 @@ class _Turns:
     untimed: why runs are not timed.
     """
 
-    def __init__(
-        self,
-        runs: Mapping[str, Run],
-        timer: CudaTimer,
-        plan: SamplingPlan,
-        clocks: Sequence[Clock],
-        change: Callable[[bool], object] | None,
-    ) -> None:
-        self._runs, self._timer, self._plan = runs, timer, plan
-        self._clocks, self._change = clocks, change
-        self.recordings: dict[str, tuple[Graph, Output]] = {}
-        self.untimed: dict[str, Fields] = {}
+    runs: Mapping[str, Run]
+    timer: CudaTimer
+    plan: SamplingPlan
+    clocks: Sequence[Clock]
+    change: Callable[[bool], object] | None
+    recordings: dict[str, tuple[Graph, Output]] = field(default_factory=dict)
+    untimed: dict[str, Fields] = field(default_factory=dict)
 
     def sample(self) -> dict[Name, Recordings]:
         """If a run raises, sampling restarts without it, so that all results come from the same
@@ -238,7 +235,7 @@ class _Turns:
         """
         while True:
             with suppress(_CallError):
-                return sample_in_turns(self._set_up, self._plan)
+                return sample_in_turns(self._set_up, self.plan)
 
     def fault_now(self, key: str, check: Check, sampled: Recordings) -> str:
         """The result of `check` for replays and for calls; all GPU work of the call has ended after
@@ -248,38 +245,38 @@ class _Turns:
         def replay() -> Output:
             graph, output = self.recordings[key]
             # recordings share memory: only the latest replay's output is intact
-            self._timer.device_us(graph)
+            self.timer.device_us(graph)
             return output
 
         def checked() -> str:
-            run = self._runs[key]
-            return check(key, replay) or check(key, run) or self._timer.unseen(run, sampled)
+            run = self.runs[key]
+            return check(key, replay) or check(key, run) or self.timer.unseen(run, sampled)
 
         return self._called(key, checked)
 
     def _set_up(self, generator: np.random.Generator) -> dict[Name, Sampler]:
         """The samplers of a new recording, in random order."""
         self.recordings.clear()
-        if self._plan.warmup_rounds:  # which allocate the memory after a move
-            self._timer.reallocate(generator)
-        keys = [key for key in self._runs if key not in self.untimed]
+        if self.plan.warmup_rounds:  # which allocate the memory after a move
+            self.timer.reallocate(generator)
+        keys = [key for key in self.runs if key not in self.untimed]
         keys = [keys[place] for place in generator.permutation(len(keys))]
-        if "device" in self._clocks:
+        if "device" in self.clocks:
             for key in keys:
                 self._record(key)
         samplers: dict[Name, Sampler] = {}
-        if "call" in self._clocks:
+        if "call" in self.clocks:
             for key in keys:
                 if key not in self.untimed:
-                    samplers["call", key] = self._sampler(key, self._timer.call_us, self._runs[key])
+                    samplers["call", key] = self._sampler(key, self.timer.call_us, self.runs[key])
         for key, (graph, _) in self.recordings.items():
-            samplers["device", key] = self._sampler(key, self._timer.device_us, graph)
+            samplers["device", key] = self._sampler(key, self.timer.device_us, graph)
         return samplers
 
     def _record(self, key: str) -> None:
-        record_run = partial(self._timer.record, self._runs[key])
+        record_run = partial(self.timer.record, self.runs[key])
         try:
-            self.recordings[key] = blaming(self._timer.device, key, record_run)
+            self.recordings[key] = blaming(self.timer.device, key, record_run)
         except CaptureError as error:
             why = f"it cannot be captured as a CUDA graph: {error}"
             self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
@@ -291,8 +288,8 @@ class _Turns:
         """work: what `time_us` takes, a run or a graph."""
 
         def sample() -> float:
-            if self._change is not None:
-                self._change(True)
+            if self.change is not None:
+                self.change(True)
             return time_us(work)
 
         return partial(self._called, key, sample)
@@ -302,7 +299,7 @@ class _Turns:
         unusable.
         """
         try:
-            return blaming(self._timer.device, key, work)
+            return blaming(self.timer.device, key, work)
         except (MissingCapabilityError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a kernel's own, of any kind

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -333,6 +334,13 @@ class InputGenerator(Generic[I]):
 
 # --- for the operators' own generators
 
+
+def models_of(operator: str) -> dict[str, tuple[int, ...]]:
+    """Sizes of models' layers."""
+    table = tomllib.loads((Path(__file__).parent / "models.toml").read_text("utf-8"))
+    return {model: tuple(sizes) for model, sizes in table[operator].items()}
+
+
 Lengths = tuple[int, ...]  # of sequences, which are packed if they differ
 # No multiples of a chunk; a decode step; packs of equal sizes with an empty sequence; multiples of
 # a chunk.
@@ -393,6 +401,35 @@ def edge_bounds(lengths: Lengths, device: torch.device) -> Tensor | None:
     if not is_packed(lengths):
         return None
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def edge_forms(
+    drawn: Sequence[Callable[[], I]], always: Sequence[Trait[I]], special: Sequence[Trait[I]]
+) -> list[EdgeInputs[I]]:
+    """The forms of a kind.  drawn: for `special` traits, with other sizes, and with the model's."""
+    first, second, last = drawn
+    with_states = (*always, INITIAL)
+    return [
+        EdgeInputs(first, (*with_states, *special)),
+        EdgeInputs(second, with_states),
+        EdgeInputs(last, with_states),
+        EdgeInputs(last, always),
+    ]
+
+
+def as_edge(inputs: I, like: Any, lengths: Lengths) -> I:
+    """Drawn inputs as sequences of these lengths, without initial states."""
+    bounds = edge_bounds(lengths, like.device)
+    return replace(inputs, chunk_size=like.chunk_size, cu_seqlens=bounds, **{like.LINEAR[1]: None})
+
+
+def with_initial_states(inputs: Any) -> Any:
+    """Transposed in memory."""
+    sequences, heads, rows, columns = inputs.states_shape
+    return inputs.after(states(sequences, heads, columns, rows, device=inputs.device).mT)
+
+
+INITIAL: Trait[Any] = Trait("initial states", with_initial_states)
 
 
 def with_int64_bounds(inputs: Any) -> Any:

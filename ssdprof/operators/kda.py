@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ssdprof import kernels
-from ssdprof.operators import gdn, gdn_inputs
+from ssdprof.operators import gdn, gdn_inputs, generate
 from ssdprof.operators.generate import installed
 from ssdprof.operators.kda_histories import histories
 from ssdprof.operators.kda_inputs import WAYS, draw, edges
@@ -74,12 +74,7 @@ GENERATOR = replace(
     histories=histories,
     ways=WAYS,
     alternatives=(),
-    models={  # as in their configs
-        "kimi-linear-48b": (32, 32, 128, 128),
-        "glm-5-next": (64, 64, 128, 128),
-        "kimi-k3": (96, 96, 128, 128),
-        "kimi-k3-tp8": (12, 12, 128, 128),  # one rank of eight
-    },
+    models=generate.models_of("kda"),
 )
 
 

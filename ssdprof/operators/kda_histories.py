@@ -5,8 +5,8 @@ history that a bound on decays hides.  docs/measuring.md has the formulas.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -99,87 +99,49 @@ def turning_keys(like: GDNInputs, windows: Sequence[int]) -> History[GDNInputs]:
         inputs = inputs.after(torch.zeros_like(like.initial, dtype=torch.float32))
     known: list[KnownOutputs] = []
     for kind, window in enumerate(windows[:key_heads]):
-        heads = TurningHeads.drawn(inputs, window, range(kind, key_heads, len(windows)), normal)
-        for span in _spans(inputs):
-            heads.write(inputs, span)
-            memory = None
-            if inputs.initial_state is not None:
-                memory = normal(len(heads.heads), inputs.v.shape[3])
-                heads.remember(inputs.initial_state[span.sequence], memory)
-            known.append(heads.known(inputs, span, memory))
+        heads = torch.arange(kind, key_heads, len(windows), device=device)
+        known += _turn(inputs, window, heads, normal)
     return History(inputs=inputs, known=known)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TurningHeads:
-    """Heads with windows of one size.
+def _turn(
+    inputs: GDNInputs, window: int, key_heads: Tensor, normal: Callable[..., Tensor]
+) -> Iterator[KnownOutputs]:
+    """Write the windows of some heads into the inputs, and give what is known of each sequence.
 
-    key_heads (k), heads (h): their indices.  x: (k, K), the key of the first token.
-    period: q, k, g and beta of two windows, (2 window, k, ...).
+    The halves of the channels, signs and initial states are random.
     """
-
-    window: int
-    key_heads: Tensor
-    heads: Tensor
-    x: Tensor
-    period: tuple[Tensor, ...]
-
-    @classmethod
-    def drawn(
-        cls, inputs: GDNInputs, window: int, indices: Iterable[int], normal: Callable[..., Tensor]
-    ) -> TurningHeads:
-        """Random halves of the channels, and random signs.  indices: of the key heads."""
-        key_heads = torch.tensor([*indices], device=inputs.v.device)
-        values = torch.arange(inputs.values_per_key, device=inputs.v.device)
-        sizes = (len(key_heads), inputs.q.shape[3])
-        half = normal(*sizes).argsort(-1) < sizes[1] // 2
-        signs = normal(*sizes).sign()
-        x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
-        return cls(
-            window=window,
-            key_heads=key_heads,
-            heads=(key_heads[:, None] * inputs.values_per_key + values).flatten(),
-            x=x,
-            period=_two_windows(window, x, y, normal),
-        )
-
-    @property
-    def turned(self) -> float:
-        """The share of a state that is left after a window's keys have turned it."""
-        count = WINDOWS[self.window] + 1
-        return math.cos(math.pi / 2 / count) ** count
-
-    def write(self, inputs: GDNInputs, span: Span) -> None:
-        """q, k, g and beta of a sequence; v = 0 where keys turn."""
+    per_key, device = inputs.values_per_key, inputs.v.device
+    heads = (key_heads[:, None] * per_key + torch.arange(per_key, device=device)).flatten()
+    sizes = (len(key_heads), inputs.q.shape[3])
+    half = normal(*sizes).argsort(-1) < sizes[1] // 2
+    signs = normal(*sizes).sign()
+    x, y = (torch.nn.functional.normalize(signs * part, dim=-1) for part in (half, ~half))
+    q, k, g, beta = _two_windows(window, x, y, normal)
+    count = WINDOWS[window] + 1
+    turned = math.cos(math.pi / 2 / count) ** count  # what is left of a state
+    for span in _spans(inputs):
         rows = slice(span.start, span.stop)
-        at = torch.arange(span.length, device=inputs.v.device) % (2 * self.window)
-        q, k, g, beta = self.period
+        at = torch.arange(span.length, device=device) % (2 * window)
         for tensor, values in ((inputs.q, q), (inputs.k, k)):
-            tensor[span.batch, rows, self.key_heads] = values[at].to(tensor.dtype)
+            tensor[span.batch, rows, key_heads] = values[at].to(tensor.dtype)
         for tensor, values in ((inputs.g, g), (inputs.beta, beta)):
-            values = values.repeat_interleave(inputs.values_per_key, 1)
-            tensor[span.batch, rows, self.heads] = values[at].to(tensor.dtype)
-        turning = beta[at, :1, None] == 1
-        inputs.v[span.batch, rows, self.heads] *= (~turning).to(inputs.v.dtype)
-
-    def remember(self, state: Tensor, memory: Tensor) -> None:
-        """Let a sequence begin with x memory^T.  state: (HV, K, V).  memory: (h, V)."""
-        directions = self.x.repeat_interleave(len(self.heads) // len(self.x), 0)
-        state[self.heads] = directions[..., None] * memory[:, None]
-
-    def known(self, inputs: GDNInputs, span: Span, memory: Tensor | None) -> KnownOutputs:
-        """The outputs at the last token of each window of a sequence.  memory: None: zeros."""
-        count = span.length // self.window
-        first = span.start + self.window * torch.arange(count, device=inputs.v.device)
-        terms = self.turned * WRITTEN * inputs.v[span.batch, first][:, self.heads].double()
-        if memory is not None:
-            terms[:1] += self.turned * KEPT * memory.double()
-        return KnownOutputs(
-            kind=f"windows of {self.window:,} tokens",
+            values = values.repeat_interleave(per_key, 1)
+            tensor[span.batch, rows, heads] = values[at].to(tensor.dtype)
+        inputs.v[span.batch, rows, heads] *= (beta[at, :1, None] != 1).to(inputs.v.dtype)
+        first = span.start + window * torch.arange(span.length // window, device=device)
+        terms = turned * WRITTEN * inputs.v[span.batch, first][:, heads].double()
+        if inputs.initial_state is not None:
+            memory = normal(len(heads), inputs.v.shape[3])
+            directions = x.repeat_interleave(per_key, 0)
+            inputs.initial_state[span.sequence, heads] = directions[..., None] * memory[:, None]
+            terms[:1] += turned * KEPT * memory.double()
+        yield KnownOutputs(
+            kind=f"windows of {window:,} tokens",
             batch=span.batch,
-            positions=first + self.window - 1,
-            heads=self.heads,
-            expected=inputs.scale_or_default * decaying_sums(terms, self.turned * KEPT),
+            positions=first + window - 1,
+            heads=heads,
+            expected=inputs.scale_or_default * decaying_sums(terms, turned * KEPT),
         )
 
 

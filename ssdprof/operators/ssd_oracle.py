@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import lazy, rounding, torch
@@ -65,95 +64,56 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
     loses most, one addend after the other.
     """
-    chunks = _Chunks.of(inputs, low, span, gate)
-    out = chunks.current() + chunks.previous()
-    (h, p), length = inputs.x.shape[2:], span.length
-    out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
+    q, (h, p), (g, n) = gate.exponents.shape[2], inputs.x.shape[2:], inputs.B.shape[2:]
+    r, intermediate = h // g, low.intermediate
+    part = (span.batch, slice(span.start, span.stop))
+
+    def operand(tensor: Tensor) -> Tensor:
+        """(b, l, h, ...) -> (c, h, q, ...)."""
+        return low.operand(rounding.split_chunks(tensor[part].float(), q).transpose(1, 2))
+
+    x, B, C = operand(inputs.x).reshape(-1, g, r, q, p), operand(inputs.B), operand(inputs.C)
+    assert gate.dt is not None
+    a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
+    out = _within_chunks(low, gate.decays.reshape(*a.shape, q), C @ B.mT, dt, x)
+
+    last = a[..., -1:]
+    weights = intermediate(intermediate(rounding.gpu_exp((last - a).clamp(max=0))) * dt)
+    chunk_states = low.operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
+    chunk_decay = rounding.gpu_exp(last)[..., None]
+    state = low.state.reshape(g, r, p, n)
+    entering = []
+    for c in range(len(chunk_states)):
+        entering.append(state)
+        state = low.stored(state * chunk_decay[c] + chunk_states[c])
+    low.state = state.reshape(h, p, n)
+    before = C @ low.operand(torch.stack(entering)).flatten(2, 3).mT
+    before = before.reshape(-1, g, q, r, p).transpose(2, 3)
+    out += before * intermediate(rounding.gpu_exp(a))[..., None]
+
+    out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[: span.length]
     if inputs.D is not None:
-        x = inputs.x[span.batch, span.start : span.stop].float()
-        out = out + inputs.D.float().reshape(h, -1) * x
+        out = out + inputs.D.float().reshape(h, -1) * inputs.x[part].float()
     if inputs.z is not None:
-        out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].float())
+        out = out * torch.nn.functional.silu(inputs.z[part].float())
     return out.to(inputs.x.dtype)
 
 
-@dataclass(frozen=True)
-class _Chunks:
-    """A span in chunks, for the rounded form `low`; g groups of r heads.
+def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tensor) -> Tensor:
+    """What a chunk's positions give to its own outputs (c, g, r, q, p), some rows at a time.
 
-    x (c, g, r, q, p), B and C (c, g, q, n): operands.  a, the running sum of dt A, and dt
-    (c, g, r, q).
+    decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).
     """
-
-    low: Rounded
-    gate: Gate
-    x: Tensor
-    B: Tensor
-    C: Tensor
-    a: Tensor
-    dt: Tensor
-
-    @classmethod
-    def of(cls, inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> _Chunks:
-        """The span's tensors, rounded where products take them."""
-        q = gate.exponents.shape[2]
-        groups, heads = inputs.B.shape[2], inputs.heads_per_group
-
-        def operand(tensor: Tensor) -> Tensor:
-            """(b, l, h, ...) -> (c, h, q, ...)."""
-            part = tensor[span.batch, span.start : span.stop].float()
-            return low.operand(rounding.split_chunks(part, q).transpose(1, 2))
-
-        def grouped(tensor: Tensor) -> Tensor:
-            """(c, h, ...) -> (c, g, r, ...)."""
-            return tensor.reshape(len(tensor), groups, heads, *tensor.shape[2:])
-
-        assert gate.dt is not None
-        return cls(
-            low=low,
-            gate=gate,
-            x=grouped(operand(inputs.x)),
-            B=operand(inputs.B),
-            C=operand(inputs.C),
-            a=grouped(gate.exponents),
-            dt=grouped(low.intermediate(gate.dt)),
-        )
-
-    def current(self) -> Tensor:
-        """What a chunk's positions give to its own outputs (c, g, r, q, p), a part of the rows at a
-        time.
-        """
-        q, intermediate = self.x.shape[3], self.low.intermediate
-        causal = torch.ones(q, q, dtype=torch.bool, device=self.x.device).tril()
-        CB = torch.where(causal, self.C @ self.B.mT, 0.0)[:, :, None]
-        decays = self.gate.decays.reshape(*self.a.shape, q)
-        count = min(q, ROWS[self.x.device.type])
-        outs = []
-        for stop in range(count, q + 1, count):
-            part = (..., slice(stop - count, stop), slice(stop))
-            decayed = intermediate(intermediate(CB[part]) * intermediate(decays[part]))
-            scores = intermediate(decayed * self.dt[..., None, :stop])
-            outs.append(self.low.operand(scores) @ self.x[..., :stop, :])
-        return torch.cat(outs, -2)
-
-    def previous(self) -> Tensor:
-        """What the states that enter the chunks give to the outputs; moves `low.state`."""
-        low, exp = self.low, rounding.gpu_exp
-        (chunks, groups, heads, q, p), n = self.x.shape, self.B.shape[3]
-        last = self.a[..., -1:]
-        to_end = low.intermediate(exp((last - self.a).clamp(max=0)))
-        weights = low.intermediate(to_end * self.dt)
-        chunk_states = low.operand(self.x * weights[..., None]).mT @ self.B[:, :, None]
-        chunk_decay = exp(last)[..., None]
-        state = low.state.reshape(groups, heads, p, n)
-        entering = []
-        for c in range(chunks):
-            entering.append(state)
-            state = low.stored(state * chunk_decay[c] + chunk_states[c])
-        low.state = state.flatten(0, 1)
-        states = low.operand(torch.stack(entering)).flatten(2, 3)  # (c, g, r p, n)
-        out = (self.C @ states.mT).reshape(chunks, groups, q, heads, p).transpose(2, 3)
-        return out * low.intermediate(exp(self.a))[..., None]
+    q, intermediate = x.shape[3], low.intermediate
+    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    CB = torch.where(causal, CB, 0.0)[:, :, None]
+    count, outs = min(q, ROWS[x.device.type]), []
+    for stop in range(count, q + 1, count):
+        part = (..., slice(stop - count, stop), slice(stop))
+        decayed = intermediate(intermediate(CB[part]) * intermediate(decays[part]))
+        scores = intermediate(decayed * dt[..., None, :stop])
+        outs.append(low.operand(scores) @ x[..., :stop, :])
+    return torch.cat(outs, -2)
 
 
 # --- cost
