@@ -375,13 +375,8 @@ def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
     ending(1, "run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")
     shown = ending(1, "accuracy").shown
     assert "bad_kernels:nan" in shown.partition("Accuracy of the output at 40 tokens")[2]
-    shown = passing("accuracy", "--impl", "fused", "--baseline", "unfused").shown
+    shown = passing("accuracy", "--impl", "fused").shown
     assert "fused interpreter" in shown
     assert "bad_kernels:nan" not in shown
     told = ending(2, "accuracy", "--impl", "fussed").err
     assert "has no implementation 'fussed'. hint: Did you mean fused?" in told
-    told = ending(2, "accuracy", "--baseline", "fused").err
-    assert (
-        "compared with unfused, not with fused. hint: Run the model again with --baseline fused."
-        in told
-    )

@@ -13,12 +13,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ssdprof.checkpoint.meta import Mixer
+from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
 
@@ -43,7 +44,7 @@ def norm_form(module: nn.Module) -> dict[str, Any] | None:
     there are none.
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None:
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps is None:
         return None
     rows, tolerance = _PROBED
     generator = torch.Generator().manual_seed(0)
@@ -62,8 +63,8 @@ def norm_form(module: nn.Module) -> dict[str, Any] | None:
         for group_size in dict.fromkeys(sizes):
             for norm_first in (False, True):
                 form = {"group_size": group_size, "norm_first": norm_first, "eps": eps}
-                found = gated_rms_norm(x, gate, weight, **form).float()
-                if float((found - expected).norm()) <= tolerance * float(expected.norm()):
+                bundled = gated_rms_norm(x, gate, weight, **form).float()
+                if float((bundled - expected).norm()) <= tolerance * float(expected.norm()):
                     return form
     return None
 
@@ -76,9 +77,10 @@ class ConvAndNorm:
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}.values()
-        found = [(module, norm_form(module)) for mixer in mixers for module in gated_norms(mixer)]
-        self._norms = [(module, form) for module, form in found if form is not None]
-        left = len(found) - len(self._norms)
+        norms = list(chain.from_iterable(map(gated_norms, mixers)))
+        forms = [(module, norm_form(module)) for module in norms]
+        self._norms = [(module, form) for module, form in forms if form is not None]
+        left = len(norms) - len(self._norms)
         without = [namespace for namespace in self._namespaces if CONVOLUTION not in namespace]
         self.left_to_model = (
             *(["the convolution"] if without else []),
@@ -104,12 +106,12 @@ class ConvAndNorm:
 
 
 def _convolve(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **others: Any,
-) -> Tensor:
+    **others: object,
+) -> torch.Tensor:
     """(b, d, l) -> (b, d, l), as transformers calls it; in memory (b, l, d), as the operator's
     kernels read it.
     """
@@ -122,5 +124,7 @@ def _convolve(
     return out.transpose(1, 2)
 
 
-def _norm(module: Any, form: dict[str, Any], hidden_states: Tensor, gate: Tensor) -> Tensor:
+def _norm(
+    module: Any, form: dict[str, Any], hidden_states: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
     return gated_rms_norm(hidden_states, gate, module.weight, **form)

@@ -8,19 +8,21 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
-from ssdprof.checkpoint.meta import Mixer
-from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
+from ssdprof.checkpoint.mixers import Mixer
+from ssdprof.core.target import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 T = TypeVar("T")
-Head = Callable[[Tensor], Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
+Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
 # --- attention and cache
@@ -29,7 +31,7 @@ _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 @contextmanager
-def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> Iterator[None]:
     """While the context is open, `model` (a transformers model) attends by `attend`, with no mask
     built for it.
     """
@@ -45,13 +47,13 @@ def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[Non
 
 def _attend(
     module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
     scaling: float | None = None,
     **extra: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[torch.Tensor, None]:
     """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) ->
     (b, q, heads, d).
 
@@ -66,11 +68,8 @@ def _attend(
     for name in _NOT_CAUSAL_ALONE:
         if extra.get(name) is not None:
             raise BadInputError(
-                (
-                    f"{type(module).__name__} attends with {name}: such a model takes its prompt "
-                    "in "
-                    "one piece only."
-                ),
+                f"{type(module).__name__} attends with {name}: such a model takes its prompt in "
+                "one piece only.",
                 "Use a shorter --seq.",
             )
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -88,7 +87,7 @@ def _attend(
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
+def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
     """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and
     makes a fitting one.
 
@@ -108,7 +107,7 @@ def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
     return cache
 
 
-def cache_name(model: Any) -> str:
+def cache_name(model: PreTrainedModel) -> str:
     """The argument that takes the cache, and the field of the output that returns it, of a
     transformers `model`.
     """
@@ -120,10 +119,10 @@ def cache_name(model: Any) -> str:
 
 
 # the next tokens (b, l) -> the last hidden state, or logits
-Feed = Callable[[Tensor], Tensor]
+Feed = Callable[[torch.Tensor], torch.Tensor]
 
 
-def feeding(model: Any, *, cached: bool) -> Feed:
+def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     """Feeds tokens to a model, and returns its first output.  cached: each call continues the
     previous one.
 
@@ -138,7 +137,7 @@ def feeding(model: Any, *, cached: bool) -> Feed:
     seen = [0]
     cache = counting_cache(model, seen) if cached else None
 
-    def feed(ids: Tensor) -> Tensor:
+    def feed(ids: torch.Tensor) -> torch.Tensor:
         nonlocal cache
         stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
         if "position_ids" in accepted:
@@ -147,28 +146,25 @@ def feeding(model: Any, *, cached: bool) -> Feed:
             )
         output = model(ids, **arguments)
         cache, seen[0] = output.get(name), stop
-        last: Tensor = output[0]
+        last: torch.Tensor = output[0]
         return last
 
     return feed
 
 
-def prefill(model: Any, ids: Tensor, segment_length: int, *, keeps_cache: bool = False) -> Tensor:
+def prefill(model: PreTrainedModel, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the
     last hidden state of the last segment, or, of a model with a language-model head, the logits of
-    its last position.
-
-    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens
-    afterwards.
+    its last position.  Fills the cache, as for generating tokens afterwards.
     """
-    with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
+    with prefilled(model, ids, segment_length, goes_on=True) as (last, _):
         return last
 
 
 @contextmanager
 def prefilled(
-    model: Any, ids: Tensor, segment_length: int, *, goes_on: bool = False
-) -> Iterator[tuple[Tensor, Feed]]:
+    model: PreTrainedModel, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
+) -> Iterator[tuple[torch.Tensor, Feed]]:
     """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context
     if it `goes_on`.
     """
@@ -182,7 +178,7 @@ def prefilled(
         yield last, feed
 
 
-def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
+def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
     """Feed `count` tokens, each the most probable one after those before it; returns them, (b,
     count).
 
@@ -197,7 +193,7 @@ def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
     return torch.cat(tokens, 1)
 
 
-def greedy(model: Any, ids: Tensor, count: int, segment_length: int) -> list[int]:
+def greedy(model: PreTrainedModel, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
     """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model
     in eval mode.
     """
@@ -217,8 +213,8 @@ class PromptRun:
     head: logits of hidden states, for decode steps.
     """
 
-    model: Any
-    ids: Tensor
+    model: PreTrainedModel
+    ids: torch.Tensor
     segment_length: int
     mixers: tuple[Mixer, ...]
     model_type: str
@@ -229,14 +225,13 @@ class PromptRun:
     @property
     def wanted(self) -> dict[int, LayerRef]:
         """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
-        found = {mixer.layer_index: mixer.operator for mixer in self.mixers}
+        operator_of = {mixer.layer_index: mixer.operator for mixer in self.mixers}
         for layer in self.layers:
-            if found.get(layer.index) != layer.operator:
+            if operator_of.get(layer.index) != layer.operator:
                 raise BadInputError(
                     f"Layer {layer.index} of this {self.model_type} model has "
-                    f"{found.get(layer.index, 'no operator')}, not {layer.operator}; operators "
-                    "are in "
-                    f"{', '.join(map(str, found))}."
+                    f"{operator_of.get(layer.index, 'no operator')}, not {layer.operator}; "
+                    f"operators are in {', '.join(map(str, operator_of))}."
                 )
         return {layer.index: layer for layer in self.layers}
 
@@ -253,15 +248,15 @@ class PromptRun:
             return ""
         return (
             f"The {len(self.serving.packed)} packed sequences went through the model one by one, "
-            "and the inputs of its "
-            "operators were concatenated, so that nothing passes from one to the next."
+            "and the inputs of its operators were concatenated, so that nothing passes from one to "
+            "the next."
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
         """The captured calls of one layer's operator: decode steps, or the others."""
-        found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
+        calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
         return tuple(
-            call for call in found if (call is not None and call.kind == "decode") is decode
+            call for call in calls if (call is not None and call.kind == "decode") is decode
         )
 
     def run(
@@ -293,11 +288,8 @@ class PromptRun:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(
-                (
-                    f"{self.model.device} ran out of memory with segments of "
-                    f"{self.segment_length:,} "
-                    f"tokens: {error}"
-                ),
+                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} "
+                f"tokens: {error}",
                 "Use a shorter --seq, or --layers first:N with fewer layers.",
             ) from error
         except Exception as error:
@@ -305,10 +297,8 @@ class PromptRun:
                 raise
             raise BadInputError(
                 f"This {self.model_type} model does not run: {library_message(error)}.",
-                (
-                    "Its config is damaged, or the checkpoint is newer than the installed "
-                    "transformers."
-                ),
+                "Its config is damaged, or the checkpoint is newer than the installed "
+                "transformers.",
             ) from error
         self._check(count)
         return count["calls"]
@@ -330,31 +320,27 @@ class PromptRun:
         if count["steps"] > steps:
             raise BadInputError(
                 f"With segments of {self.segment_length} this {self.model_type} model got single "
-                "tokens, which it "
-                "computes by another function than its operator.",
+                "tokens, which it computes by another function than its operator.",
                 "Use --segment 2 or longer segments.",
             )
         expected = len(self.mixers) * self.segments
         if count["calls"] != expected:
             raise BadInputError(
                 f"This {self.model_type} model made {count['calls']} operator calls where "
-                f"{len(self.mixers)} layers "
-                f"and {self.segments} segments make {expected}: part of it bypasses its "
-                "operator, and a capture would "
-                "be incomplete.",
+                f"{len(self.mixers)} layers and {self.segments} segments make {expected}: part of "
+                "it bypasses its operator, and a capture would be incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
         if count["steps"] < steps:
             raise BadInputError(
                 f"This {self.model_type} model computed {count['steps']} steps where "
-                f"{len(self.mixers)} layers and "
-                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that "
-                "cannot be captured.",
+                f"{len(self.mixers)} layers and {self.serving.decode} generated tokens make "
+                f"{steps}: it decodes in a way that cannot be captured.",
                 "Leave out --decode.",
             )
 
 
-def check_ids(vocabulary: int, ids: Tensor) -> None:
+def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
     """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this
     size.
     """
@@ -365,10 +351,8 @@ def check_ids(vocabulary: int, ids: Tensor) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise BadInputError(
-            (
-                f"The prompt has token id {high if high >= vocabulary else low}; the model's "
-                f"vocabulary has {vocabulary}."
-            ),
+            f"The prompt has token id {high if high >= vocabulary else low}; the model's "
+            f"vocabulary has {vocabulary}.",
             "The tokenizer is not this model's: name the right one with --tokenizer.",
         )
 
@@ -376,7 +360,7 @@ def check_ids(vocabulary: int, ids: Tensor) -> None:
 # --- hidden states and logits
 
 
-def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> Tensor:
+def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
     """The last hidden states of `prompt.model`, a base model, with `handler` in place of the
     model's operators.
 
@@ -385,10 +369,12 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
 
     (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
     """
-    pieces: list[Tensor] = []  # one for each segment
-    hook = prompt.model.register_forward_hook(
-        lambda _module, _args, output: pieces.append(output[0])
-    )
+    pieces: list[torch.Tensor] = []  # one for each segment
+
+    def keep(_module: object, _arguments: object, output: Sequence[torch.Tensor]) -> None:
+        pieces.append(output[0])
+
+    hook = prompt.model.register_forward_hook(keep)
     try:
         prompt.run(handler)
     finally:
@@ -396,7 +382,7 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
 
-def logits(model: Any, hidden: Tensor) -> Tensor:
+def logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n,
     hidden).
 
@@ -405,17 +391,17 @@ def logits(model: Any, hidden: Tensor) -> Tensor:
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with torch.no_grad(), _decoded(model.base_model, hidden):
-        found: Tensor = model(input_ids=placeholder, use_cache=False).logits
-    return found
+        scores: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
+    return scores
 
 
 class _Output:
     """What a decoder returns, with the hidden states and nothing else."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
 
-    def __getitem__(self, index: int) -> Tensor:
+    def __getitem__(self, index: int) -> torch.Tensor:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> None:
@@ -423,15 +409,19 @@ class _Output:
 
 
 @contextmanager
-def _decoded(base: Any, hidden: Tensor) -> Iterator[None]:
+def _decoded(base: PreTrainedModel, hidden: torch.Tensor) -> Iterator[None]:
     """While the context is open, the decoder returns `hidden` without computing anything."""
     # of a model whose weights are in several places; else its class has the only one
-    own = vars(base).get("forward")
-    base.forward = lambda *_args, **_kwargs: _Output(hidden)
+    replaced = vars(base).get("forward")
+
+    def forward(*_args: object, **_kwargs: object) -> _Output:
+        return _Output(hidden)
+
+    base.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             del base.forward
         else:
-            base.forward = own
+            base.forward = replaced

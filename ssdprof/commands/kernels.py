@@ -49,8 +49,7 @@ def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens
         )
 
 
-def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...] | None) -> None:
-    """cells: random inputs; seqlens: of stored captures, if the options name some."""
+def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
     if options.clear:
         gone = [f"Removed {file}." for file in tuned.clear()] or [
             f"There is nothing in {tuned.folder()}."
@@ -59,10 +58,6 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         return
     device = tune_job.gpu_to_tune()
     operator = operators.get(options.operator)
-    if options.where is None:
-        sources = tune_job.drawn(operator, cells, device)
-    else:
-        sources = tune_job.captured(operator, options.where, seqlens, device)
     wanted: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
     )
@@ -70,21 +65,21 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
 
     improved: list[bool] = []
 
-    def write(report: Report) -> None:
-        if options.out is not None:
-            files.write_text(options.out, dump(report) + "\n")
-
-    def keep(report: Report, calls: TunedCalls, find: TunedConfig | None) -> None:
+    def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
         """After each search, so that an interruption loses nothing."""
-        tuned.keep(report.environment, calls, find)
-        improved.append(find is not None)
-        write(report)
+        tuned.keep(report.environment, calls, config)
+        improved.append(config is not None)
 
-    header = {"subject": options.where or operator.name, "command": options.command}
     report = tune_job.tune(
-        operator, sources, wanted, device, watcher, keep, budget=options.budget, **header
+        operator,
+        cells,
+        wanted,
+        device,
+        watcher,
+        keep,
+        budget=options.budget,
+        command=options.command,
     )
-    write(report)
     if any(improved) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
         watcher.say(f"What was found is kept in {file}.")

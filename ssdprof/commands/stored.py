@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -27,7 +26,7 @@ from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
-from ssdprof.environment.child import Forked
+from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
@@ -72,15 +71,17 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
 # --- after a process that did not come to its end
 
 
-def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None:
+def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     """End as a child process did that ran users' kernels; if it could not say how, report what it
     left.
     """
-    if not ended.fault and (code := ended.last("exit")) is not None:
+    if (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
     why = f"The process that ran {' and '.join(names)} {ended.how}"
-    rank, _, place = (ended.last("report") or "").partition(" ")
-    report = reports.close(Path(place), int(rank), ended.last("case") or "", why) if place else None
+    rank, _, folder = (ended.last("report") or "").partition(" ")
+    report = (
+        reports.close(Path(folder), int(rank), ended.last("case") or "", why) if folder else None
+    )
     if ended.stopped:
         raise KeyboardInterrupt(f"{why}.")
     if report is None:
@@ -91,7 +92,7 @@ def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
     shown = brief.render(report) if report.kind == "run" else render(compose(report))
-    output.finish(report, shown, as_json=as_json, note=output.kept(Path(place)))
+    output.finish(report, shown, as_json=as_json, note=output.kept(Path(folder)))
 
 
 # --- accuracy
@@ -102,11 +103,6 @@ def accuracy(options: options.AccuracyOptions) -> None:
     gates = tuple(map(parse_gate, options.gate or ()))
     limits = [gate for gate in settings.gates(options.config, ()) if gate.metric in _OF_ACCURACY]
     folder, report = reports.load(options.run, "run")
-    if options.baseline not in (None, report.baseline):
-        raise BadInputError(
-            f"Run {report.id} compared with {report.baseline}, not with {options.baseline}.",
-            f"Run the model again with --baseline {options.baseline}.",
-        )
     if options.impl is not None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)
@@ -192,20 +188,6 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 # --- case
 
 _OF_OUTPUT = ("json", "full", "dry_run", "prefill", "stalls")  # options that no function has
-_SCRIPT = """{title}
-
-import ssdprof
-
-report = ssdprof.{kind}(
-{arguments}
-)
-case = next(case for case in report.cases if case.id == "{id}")
-print(case.name, case.result, case.why, sep="\\n")
-for tensor in case.accuracy:
-    rms, floor = tensor.vs_oracle.rms_ratio, tensor.floor.rms_ratio
-    print(tensor.tensor, "rms error against fp64", rms, "floor", floor)
-print("device time [us]", case.device_us)
-"""
 
 
 def case(options: options.CaseOptions) -> None:
@@ -223,34 +205,9 @@ def case(options: options.CaseOptions) -> None:
         print(case.model_dump_json(exclude_defaults=True, indent=1))
     elif not words:
         raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
-    elif options.script:
-        shown = "\n".join(
-            f"    {name}={value!r}," if name else f"    {value!r},"
-            for name, value in _arguments(words[2:]).items()
-        )
-        title = repr(f"{case.name}, of report {report.id}.")
-        print(_SCRIPT.format(title=title, kind=words[1], arguments=shown, id=case.id), end="")
     else:
         result = ": ".join(filter(None, (case.result, case.why)))
         print(f"{case.id}  {case.name}\n{result}\n{shlex.join(words)}")
-
-
-def _arguments(words: Sequence[str]) -> dict[str, str | bool | list[str]]:
-    """The words of a command as the arguments of its function; a positional one has the name ""."""
-    arguments: dict[str, str | bool | list[str]] = {}
-    gates: list[str] = []
-    name = ""
-    for word in words:
-        value = word
-        if word.startswith("--"):
-            name, _, value = word.removeprefix("--").replace("-", "_").partition("=")
-        if name != "gate":
-            arguments[name] = value or True
-        elif value:
-            gates.append(value)
-    if gates:
-        arguments["gate"] = gates
-    return {name: value for name, value in arguments.items() if name not in _OF_OUTPUT}
 
 
 # --- compare
@@ -340,7 +297,7 @@ SCHEMAS = {
         "ssdprof.core.report:Report",
     ),
     "case": ("case", "ssdprof.core.case:Case"),
-    "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
+    "dry-run": (_DRY, "ssdprof.core.target:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),

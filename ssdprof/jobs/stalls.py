@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +21,14 @@ from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.core.base import PrecisionName
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
-from ssdprof.core.subject import LayerCapture
+from ssdprof.core.target import LayerCapture
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs.options import ModelOptions, ServedModelOptions, StallsOptions
 from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.run import capture
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.target import find
 from ssdprof.operators.implementations import kind_of, knows
 from ssdprof.progress import Advance, Watcher
 from ssdprof.stalls import ncu
@@ -49,11 +50,11 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
     out = request.out or (run[0] if run else new_folder(where or "model"))
     with _made(out / stall_files.FOLDER, overwrite=request.force) as folder:
         if run is None:
-            place = Path(where or "").expanduser()
-            return folder, _profile([place], lambda: _of_model(request), request, folder, watcher)
+            stored = Path(where or "").expanduser()
+            return folder, _profile([stored], partial(_of_model, request), request, folder, watcher)
         _refuse_changed(run[1])
         return folder, _profile(
-            [run[0] / CAPTURES], lambda: _of_run(run[1], request), request, folder, watcher
+            [run[0] / CAPTURES], partial(_of_run, run[1], request), request, folder, watcher
         )
 
 
@@ -74,28 +75,33 @@ def profile_run(
     require_gpu_for_stalls()
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
-    # the prompt as one call of every operator, without decode steps; a pack is drawn with the same
-    # lengths
-    whole = replace(
-        asked, layers=str(layer), seqlens=None if asked.packed else (longest,), chunk=None, decode=0
+    # the prompt as one call of every operator, without decode steps; a pack is generated with the
+    # same lengths
+    whole = partial(
+        replace,
+        asked,
+        layers=str(layer),
+        seqlens=None if asked.packed else (longest,),
+        chunk=None,
+        decode=0,
     )
     request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
-    places = [Path(asked.model).expanduser(), folder / CAPTURES]
+    folders = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
-        return _profile(places, lambda: whole, request, out, watcher)
+        return _profile(folders, whole, request, out, watcher)
 
 
 def _profile(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     wanted: Callable[[], ModelOptions],
     request: StallsOptions,
     folder: Path,
     watcher: Watcher,
 ) -> StallReport:
-    """Launch, profile, read, write into `folder`.  places: that may hold captures of what is
+    """Launch, profile, read, write into `folder`.  folders: that may hold captures of what is
     `wanted`.
     """
-    with _captured(places, wanted, request, watcher) as (captures, layer):
+    with _captured(folders, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
         missing, version = "", ""
@@ -105,19 +111,19 @@ def _profile(
         ):
             launched, left_out = _launch(captures, layer, request, Path(cache), watcher, advance)
             reports = [
-                folder / f"{files.safe_name(one.implementation)}.ncu-rep"
-                for one in launched.values()
+                folder / f"{files.safe_name(launch.implementation)}.ncu-rep"
+                for launch in launched.values()
             ]
             try:
                 program, newest = ncu.find()
-                for (job, one), report in zip(launched.items(), reports, strict=True):
-                    ncu.profile(job, one, program, report, timeout_s=request.timeout_s)
+                for (job, launch), report in zip(launched.items(), reports, strict=True):
+                    ncu.profile(job, launch, program, report, timeout_s=request.timeout_s)
                     advance(1)
                 version = newest
             except MissingCapabilityError as error:
                 missing = " ".join(part for part in (error.message, error.hint) if part)
         checkpoint = read_manifest(captures).checkpoint
-        found = analyse(
+        stall_report = analyse(
             [] if missing else [read(report) for report in reports],
             tuple(launched.values()),
             missing=missing,
@@ -133,8 +139,8 @@ def _profile(
             environment=machine.collect(),
             ncu=version,
         )
-    stall_files.write(folder, found)
-    return found
+    stall_files.write(folder, stall_report)
+    return stall_report
 
 
 def _launch(
@@ -159,12 +165,12 @@ def _launch(
             tuned=request.tuned,
         )
         try:
-            one = ncu.launch(job, timeout_s=request.timeout_s)
-            if not one.launches:
+            launch = ncu.launch(job, timeout_s=request.timeout_s)
+            if not launch.launches:
                 raise BadInputError(
-                    f"{one.implementation} launches no Triton kernel.", "Leave it out of --impl."
+                    f"{launch.implementation} launches no Triton kernel.", "Leave it out of --impl."
                 )
-            launched[job] = one
+            launched[job] = launch
         except SsdprofError as error:
             kind = kind_of(operators.get(layer.layer.operator), name)
             if kind == "own":  # a crash or a timeout of the user's kernel counts as a failed gate
@@ -208,7 +214,7 @@ def require_gpu_for_stalls() -> None:
 
 @contextmanager
 def _captured(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     wanted: Callable[[], ModelOptions],
     request: StallsOptions,
     watcher: Watcher,
@@ -216,15 +222,15 @@ def _captured(
     """A folder of captures and one layer in it: stored, else captured anew, which exists while the
     context is open.
     """
-    stored = next((place for place in places if is_capture(place)), None)
+    stored = next((place for place in folders if is_capture(place)), None)
     if stored is not None:
         yield stored, _choose(stored, request)
         return
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
-            subject = find(wanted())
+            target = find(wanted())
             folder, _ = capture(
-                subject, Path(temporary) / "captures", overwrite=False, watcher=watcher
+                target, Path(temporary) / "captures", overwrite=False, watcher=watcher
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # what it kept goes with the folder
@@ -234,7 +240,7 @@ def _captured(
 def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
     """The requested layer, or the middle one; the requested length, or the longest."""
     every = read_manifest(folder).layers
-    found = [
+    fitting = [
         stored
         for stored in every
         if stored.whole
@@ -244,7 +250,7 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
         and request.layer in (None, stored.layer.index)
         and request.seqlen in (None, stored.seqlen)
     ]
-    if not found:
+    if not fitting:
         there = sorted({(stored.layer.index, stored.seqlen) for stored in every})
         raise BadInputError(
             (
@@ -253,7 +259,8 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
             ),
             f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
         )
-    longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
+    most = max(stored.seqlen for stored in fitting)
+    longest = [stored for stored in fitting if stored.seqlen == most]
     return longest[len(longest) // 2]
 
 

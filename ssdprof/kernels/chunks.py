@@ -81,19 +81,19 @@ class Chunks:
         self,
         kernel: Any,
         programs: int,
-        given: tuple[torch.Tensor | None, ...],
-        made: tuple[torch.Tensor, ...],
-        *scalars: Any,
-        **options: Any,
+        read: tuple[torch.Tensor | None, ...],
+        written: tuple[torch.Tensor, ...],
+        *scalars: object,
+        **options: object,
     ) -> None:
-        """Launch a stage's kernel: of given and new tensors, with `spans` between them, their
-        strides, the number of positions, and scalars.
+        """Launch a stage's kernel: of the tensors that it reads and writes, with `spans`
+        between them, their strides, the number of positions, and scalars.
         """
         launch(
             kernel,
             programs,
-            (*given, self.spans, *made),
-            (strides_of_each(*given, *made), self.inputs.length, *scalars),
+            (*read, self.spans, *written),
+            (strides_of_each(*read, *written), self.inputs.length, *scalars),
             CHUNK_SIZE=self.size,
             **options,
         )

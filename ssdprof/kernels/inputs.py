@@ -9,12 +9,12 @@ from dataclasses import Field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
 
+Scalar = int | float | bool | str | tuple[float, ...] | None
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def tensor_signature(tensor: Tensor | None) -> Hashable:
+def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
     """The properties of a tensor that determine which kernels support it and what Triton compiles
     for it.
 
@@ -31,12 +31,8 @@ class Output(NamedTuple):
     shape; more with state_every.
     """
 
-    out: Tensor
-    final_states: Tensor
-
-
-# A call without its tensors.  It serves all inputs of one `signature` and keeps none of them.
-PreparedLaunch = Callable[[Any], Output]
+    out: torch.Tensor
+    final_states: torch.Tensor
 
 
 class Inputs:
@@ -66,18 +62,18 @@ class Inputs:
         kept.  A sequence that neither reads nor writes is padding, whose tokens may be NaN
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    __dataclass_fields__: ClassVar[dict[str, Field[object]]]
     operator: ClassVar[str]
     FIRST: ClassVar[str]
     LINEAR: ClassVar[tuple[str, ...]]
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
     state_every: int = 0
-    state_indices: Tensor | None = None
-    write_indices: Tensor | None = None
-    accepted: Tensor | None = None
+    state_indices: torch.Tensor | None = None
+    write_indices: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
 
     @classmethod
-    def unchecked(cls, **values: Any) -> Self:
+    def unchecked(cls, **values: object) -> Self:
         """All fields by name, without a check.  The caller knows the signature, or calls `check`
         later.
         """
@@ -92,17 +88,17 @@ class Inputs:
         """Raises ValueError, naming the argument that does not fit the others."""
 
     @property
-    def _first(self) -> Tensor:
-        first: Tensor = getattr(self, self.FIRST)
+    def _first(self) -> torch.Tensor:
+        first: torch.Tensor = getattr(self, self.FIRST)
         return first
 
     @property
-    def values(self) -> Tensor:
-        values: Tensor = getattr(self, self.LINEAR[0])
+    def values(self) -> torch.Tensor:
+        values: torch.Tensor = getattr(self, self.LINEAR[0])
         return values
 
     @property
-    def initial(self) -> Tensor | None:
+    def initial(self) -> torch.Tensor | None:
         """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
         states = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
         return (
@@ -111,7 +107,7 @@ class Inputs:
             else states[self.state_indices.long()]
         )
 
-    def after(self, states: Tensor | None) -> Self:
+    def after(self, states: torch.Tensor | None) -> Self:
         """The inputs with these initial states, one for each sequence."""
         rows = {} if self.state_indices is None else {"state_indices": None}
         return replace(self, **{self.LINEAR[1]: states}, **rows)
@@ -176,28 +172,31 @@ class Inputs:
                 raise ValueError(f"{name} is on {tensor.device}, {self.FIRST} on {first}")
 
     @property
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, object]:
         """Without those that are None."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that are given, by argument name."""
-        given = self._arguments.items()
-        return {name: value for name, value in given if isinstance(value, Tensor)}
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The arguments that are tensors, by name, without those that are None."""
+        arguments = self._arguments.items()
+        return {name: value for name, value in arguments if isinstance(value, torch.Tensor)}
 
     @property
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self) -> dict[str, Scalar]:
         """The arguments that are not tensors, without those that are None."""
-        given = self._arguments.items()
-        return {name: value for name, value in given if not isinstance(value, Tensor)}
+        arguments = self._arguments.items()
+        return {
+            name: value for name, value in arguments if isinstance(value, (int, float, str, tuple))
+        }
 
     @property
     def form(self) -> Hashable:
         """All properties of the inputs except the values of their tensors."""
         of_tensors = (
-            (name, one.shape, one.stride(), one.dtype) for name, one in self.tensors.items()
+            (name, tensor.shape, tensor.stride(), tensor.dtype)
+            for name, tensor in self.tensors.items()
         )
         return (type(self), *of_tensors, *self.scalars.items())
 
@@ -246,3 +245,7 @@ class Inputs:
         """Chunks per row of the batch; an upper bound for packed sequences."""
         whole = -(-self.length // self.power_of_two_chunk)
         return whole if self.cu_seqlens is None else whole + self.sequences
+
+
+# A call without its tensors.  It serves all inputs of one `signature` and keeps none of them.
+PreparedLaunch = Callable[[Any], Output]

@@ -105,7 +105,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
 
     The errors of heads are compared, at the beginning of the longest sequence.
     """
-    oracle, span, which = operators.get(inputs.operator).judged, longest_of(inputs), int(not is_out)
+    oracle, span, which = operators.get(inputs.operator).oracle, longest_of(inputs), int(not is_out)
     start = replace(span, stop=min(span.stop, span.start + LONGEST))
     if not is_out and start != span:
         return ""
@@ -150,7 +150,7 @@ def _coarser(
 
 def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
     """The outputs of a sequence with the roundings of a precision, in chunks of each length."""
-    oracle, (span,) = operators.get(part.operator).judged, spans_of(part)
+    oracle, (span,) = operators.get(part.operator).oracle, spans_of(part)
     for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):
         form = oracle.rounded(part, precision)
         out, _ = form.advance(part, span, oracle.gate(part, span, chunk))

@@ -124,7 +124,7 @@ def _record(
 def _turns(names: list[Name], generator: np.random.Generator) -> Iterator[list[Name]]:
     """The order of each round, without end."""
     while True:
-        order = [names[place] for place in generator.permutation(len(names))]
+        order = [names[index] for index in generator.permutation(len(names))]
         yield order
         yield order[::-1]
 

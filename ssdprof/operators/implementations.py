@@ -215,14 +215,10 @@ def _own(operator: Operator, name: str, reference: str) -> Implementation:
     for other in operators.records():
         if other.name != operator.name and other.inputs.__name__ in types:
             raise BadInputError(
-                (
-                    f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} "
-                    "layers."
-                ),
-                (
-                    f"Name a function that takes {operator.inputs.__name__}, or run a model with "
-                    "other layers."
-                ),
+                f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} "
+                "layers.",
+                f"Name a function that takes {operator.inputs.__name__}, or run a model with other "
+                "layers.",
             )
     return replace(own_implementation(operator, name, function), version=reference)
 

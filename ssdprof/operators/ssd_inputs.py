@@ -41,9 +41,9 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     states, slots = None, None
-    if cell.tokens.states or cell.drawn:
+    if cell.tokens.states or cell.ways:
         states = normal(cell.tokens.sequences, h, p, n)
-        states, slots = generate.pool(states) if cell.drawn else (states, None)
+        states, slots = generate.pool(states) if cell.ways else (states, None)
     return kernels.SSDInputs(
         x=x,
         dt=dt,
@@ -79,13 +79,13 @@ def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInp
     """
     n = like.B.shape[3]
 
-    def drawn(heads: int, width: int, groups: int) -> SSDInputs:
+    def generated(heads: int, width: int, groups: int) -> SSDInputs:
         shape = GENERATOR.shape("edges", heads, width, n, groups)
         inputs = draw(generate.edge_cell(shape, like.x, lengths), like.device)
         return generate.as_edge(inputs, like, lengths)
 
     sizes = ((6, n, 2), (4, n, 2), (4, like.x.shape[3], 1))
-    draws = [partial(drawn, *size) for size in sizes]
+    draws = [partial(generated, *size) for size in sizes]
     return generate.edge_forms(draws, (), (*SPECIAL, *generate.traits_of(lengths)))
 
 

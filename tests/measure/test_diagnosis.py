@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measure.test_history import drawn
+from measure.test_history import generated
 
 from ssdprof import operators
 from ssdprof.kernels import GDNInputs
@@ -24,7 +24,7 @@ def remarks(inputs: GDNInputs, output: Output) -> tuple[str, str]:
 
 
 def gdn() -> GDNInputs:
-    inputs: GDNInputs = drawn("gdn", "1/2x16x16", 200, 2)
+    inputs: GDNInputs = generated("gdn", "1/2x16x16", 200, 2)
     return inputs
 
 
@@ -71,10 +71,10 @@ def test_an_error_as_large_as_that_of_a_known_rounding(
     inputs = replace(
         inputs, **{name: getattr(inputs, name).float() for name in ("q", "k", "v", "beta")}
     )
-    judged = operators.get("gdn").judged
-    rounded, outs, states = judged.rounded(inputs, precision), [], []
+    oracle = operators.get("gdn").oracle
+    rounded, outs, states = oracle.rounded(inputs, precision), [], []
     for span in spans_of(inputs):
-        outs.append(rounded.advance(inputs, span, judged.gate(inputs, span, chunk))[0])
+        outs.append(rounded.advance(inputs, span, oracle.gate(inputs, span, chunk))[0])
         states.append(rounded.state * (1 + 2.0**-23))  # not of 16 bits alone
     for remark in remarks(inputs, (torch.stack(outs), torch.stack(states))):
         assert remark.endswith(f"the error is as large as if {words}")
