@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels, operators
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.late import torch
+from ssdprof.operators.late import lazy, torch
 from ssdprof.operators.operator import in_pieces, pieces
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from ssdprof.kernels import pools
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.precision import Precision
+else:
+    pools = lazy("ssdprof.kernels.pools")
 
 # (inputs, precision) -> out, and the pool itself: `Implementation.in_place`
 PoolRun = Callable[[Any, "Precision"], "kernels.Output"]
@@ -55,11 +56,11 @@ def gathered(
     indices = {"state_indices": None, "write_indices": None, "accepted": None}
     plain = replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=int(every))
     if every and not implementation.keeps(plain):
-        tensors = operators.get(inputs.operator).binding.positional(inputs)
-        out, new = in_pieces(implementation, pieces(plain, tensors), precision)
+        given = operators.get(inputs.operator).binding.positional(inputs)
+        out, new = in_pieces(implementation, pieces(plain, given), precision)
     else:
         out, new = implementation.run(plain, precision)
-    positions, exist = _positions(inputs, written.shape[1] if every else 1)
+    positions, exist = pools.token_positions(inputs, written.shape[1] if every else 1)
     rows = positions if every else torch.arange(len(slots), device=pool.device)
     targets = written.flatten()
     _scatter(pool, targets, exist.flatten() & (targets >= 0), new[rows.flatten()])
@@ -70,39 +71,15 @@ def on_copies(run: PoolRun, inputs: Inputs, precision: Precision) -> kernels.Out
     """The call on a pool of copies of the initial states, or zeros, with a slot for each new state
     that `state_every` wants.
     """
-    initial = inputs.initial
-    device, count = inputs.device, inputs.sequences
-    states = torch.zeros(inputs.states_shape, device=device) if initial is None else initial.float()
-    slots = torch.arange(count, dtype=torch.int32, device=device)
-    table = None
-    room = inputs.final_shape[0] if inputs.state_every else 0
-    pool = torch.cat([states, states.new_zeros(room, *states.shape[1:])])
-    if room:
-        positions, exist = _positions(inputs, inputs.length)
-        table = torch.where(exist, positions + count, -1).int()
-    call = replace(
-        inputs, **{inputs.LINEAR[1]: pool}, state_indices=slots, write_indices=table, state_every=0
-    )
-    out, _ = run(call, precision)
-    return kernels.Output(out, pool[count:] if room else pool)
+    call, fresh, _, kept = pools.own_pool(inputs)
+    pool = fresh()
+    out, _ = run(replace(call, **{inputs.LINEAR[1]: pool}), precision)
+    return kernels.Output(out, pool[kept])
 
 
-def _positions(inputs: Inputs, longest: int) -> tuple[Tensor, Tensor]:
-    """(sequences, longest): the position of each token among those of all sequences, 0 for what
-    does not exist, and whether it exists.
-    """
-    steps, length = torch.arange(longest, device=inputs.device), inputs.length
-    if inputs.cu_seqlens is None:
-        starts = torch.arange(inputs.sequences, device=inputs.device) * length
-        stops = starts + length
-    else:
-        starts, stops = inputs.cu_seqlens[:-1].long(), inputs.cu_seqlens[1:].long()
-    positions = starts[:, None] + steps
-    exist = positions < stops[:, None]
-    return torch.where(exist, positions, 0), exist
-
-
-def _scatter(pool: Tensor, slots: Tensor, kept: Tensor, states: Tensor) -> None:
+def _scatter(
+    pool: torch.Tensor, slots: torch.Tensor, kept: torch.Tensor, states: torch.Tensor
+) -> None:
     """Write the states that are kept, each to its slot.  The host does not know which: in place of
     each other one, the first that is kept is written again, or, if none is, what its slot holds.
     """
