@@ -119,7 +119,7 @@ class _Comparison(Generic[K]):
         count = DRAWS if coarse else _FINE_DRAWS
         self._together = _drawn_together(self._operator, inputs, self._length, count)
         self._shorter = oracle.shorter_chunks(inputs) if coarse else ()
-        self._rounded: dict[str, RoundedForms] = {}
+        self._rounded: dict[str, list[Rounded]] = {}
         for candidate in candidates.values():
             for null, cuts in candidate.nulls.items():
                 self._rounded[null] = self._forms(candidate.precision, cuts, count)
@@ -131,15 +131,31 @@ class _Comparison(Generic[K]):
         self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)
         self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
 
-    def _forms(self, precision: Precision, cuts: bool, count: int) -> RoundedForms:
+    def _forms(self, precision: Precision, cuts: bool, count: int) -> list[Rounded]:
         def new() -> Rounded:
             return self._oracle.rounded(self._inputs, precision)
 
-        return RoundedForms(
-            exact=[new() for _ in (None, *self._shorter)],
-            drawn=[new().perturbed(seed, cuts=cuts) for seed in range(count // self._together)],
-            together=self._together,
-        )
+        exact = [new() for _ in (None, *self._shorter)]
+        draws = count // self._together
+        return exact + [new().perturbed(seed, cuts=cuts) for seed in range(draws)]
+
+    def _advance(self, forms: list[Rounded], spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
+        """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last
+        for the draws.
+        """
+        *exact, wide = spans
+        for form, span in zip(forms, exact, strict=False):
+            yield _head_first(form.advance(*span)[0])
+        for form in forms[len(exact) :]:
+            yield from map(_head_first, form.advance(*wide)[0].chunk(self._together, 1))
+
+    def _states_of(self, forms: list[Rounded]) -> Iterator[Tensor]:
+        """The states (h, rows, width) after the span by each evaluation."""
+        exact = 1 + len(self._shorter)
+        for form in forms[:exact]:
+            yield _rows(form.state)
+        for form in forms[exact:]:
+            yield from map(_rows, form.state.chunk(self._together))
 
     def blocks(self) -> Iterable[Block]:
         return self._oracle.blocks(self._inputs, self._length)
@@ -160,7 +176,7 @@ class _Comparison(Generic[K]):
         spans.append((wide, whole, gate if wide is inputs else oracle.gate(wide, whole, chunk)))
         self._outs.add(
             _head_first(exact_out).double(),
-            {null: forms.advance(spans) for null, forms in self._rounded.items()},
+            {null: self._advance(forms, spans) for null, forms in self._rounded.items()},
             Region(
                 shape=self._outs.shape,
                 row=span.batch,
@@ -171,7 +187,7 @@ class _Comparison(Generic[K]):
         if row is not None:
             self._states.add(
                 _rows(exact_state),
-                {null: forms.states() for null, forms in self._rounded.items()},
+                {null: self._states_of(forms) for null, forms in self._rounded.items()},
                 Region(shape=self._states.shape, row=row, positions=None),
             )
 
@@ -185,36 +201,6 @@ class _Comparison(Generic[K]):
                 for tensor in (self._outs, self._states)
             )
         return accuracies
-
-
-@dataclass(frozen=True)
-class RoundedForms:
-    """Evaluations of an operator in one precision.
-
-    exact: without random errors, with the usual chunks and with shorter ones.  drawn: with random
-    errors, each of so many draws `together`.
-    """
-
-    exact: list[Rounded]
-    drawn: list[Rounded]
-    together: int
-
-    def advance(self, spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
-        """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last
-        for the draws.
-        """
-        *exact, wide = spans
-        for form, span in zip(self.exact, exact, strict=True):
-            yield _head_first(form.advance(*span)[0])
-        for form in self.drawn:
-            yield from map(_head_first, form.advance(*wide)[0].chunk(self.together, 1))
-
-    def states(self) -> Iterator[Tensor]:
-        """The states (h, rows, width) after the span by each evaluation."""
-        for form in self.exact:
-            yield _rows(form.state)
-        for form in self.drawn:
-            yield from map(_rows, form.state.chunk(self.together))
 
 
 class _TensorSums(Generic[K]):

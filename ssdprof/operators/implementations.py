@@ -15,8 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from dataclasses import replace
+from functools import partial, reduce
 from importlib import import_module, metadata
 from inspect import Parameter, signature
 from pathlib import Path
@@ -309,7 +309,7 @@ def own_implementation(
         )
     in_place = getattr(function, "in_place", False)
     keeps_states = getattr(function, "keeps_states", False)
-    kernel = _UsersKernel(name, function)
+    run = partial(_run_function, name, function)
     declarations = ((operands, "declares operands cut to tf32"), (in_place, COPIES))
     plan = registry.Plan(
         variant=name, launches=0, reason="; ".join(word for holds, word in declarations if holds)
@@ -317,58 +317,52 @@ def own_implementation(
     return registry.Implementation(
         operator=operator.name,
         name=name,
-        run=partial(on_copies, kernel.run) if in_place else kernel.run,
+        run=partial(on_copies, run) if in_place else run,
         plan=lambda _inputs, _precision: plan,
         cuts_operands=operands is not None,
         keeps=lambda inputs: inputs.state_every == 1 if in_place else keeps_states,
         pools=getattr(function, "pools", False) and not in_place,
-        in_place=kernel.run if in_place else None,
+        in_place=run if in_place else None,
         batch_invariant=getattr(function, "batch_invariant", False),
         kind="own",
         version=name,
-        precisions=None if kernel.has_precision else exact_fp32,
+        precisions=None if "precision" in _parameters(function) else exact_fp32,
     )
 
 
-@dataclass(frozen=True)
-class _UsersKernel:
-    """A user's function, whose exits become exceptions and whose outputs are checked."""
+def _run_function(
+    name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
+) -> kernels.Output:
+    """Raises TypeError unless the function returns two tensors."""
+    output = _call_function(name, function, inputs, precision)
+    if not isinstance(output, tuple | list) or len(output) != 2:
+        raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
+    for what, tensor in zip(("out", "final_states"), output, strict=True):
+        if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
+            raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
+    return kernels.Output(*output)
 
-    name: str
-    function: Callable[..., Any]
 
-    @cached_property
-    def has_precision(self) -> bool:
-        return "precision" in _parameters(self.function)
-
-    def run(self, inputs: Inputs, precision: kernels.Precision) -> kernels.Output:
-        """Raises TypeError unless the function returns two tensors."""
-        output = self._call(inputs, precision)
-        if not isinstance(output, tuple | list) or len(output) != 2:
-            raise TypeError(f"{self.name} must return (out, final_states), not {_type(output)}")
-        for what, tensor in zip(("out", "final_states"), output, strict=True):
-            if type(tensor) is not torch.Tensor:  # a subclass may compute when it is read
-                raise TypeError(f"{self.name} must return tensors, and {what} is {_type(tensor)}")
-        return kernels.Output(*output)
-
-    def _call(self, inputs: Inputs, precision: kernels.Precision) -> Any:
-        """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
-        index = inputs.device.index
-        more = {"precision": precision} if self.has_precision else {}
-        try:
-            with torch.cuda.device(-1 if index is None else index):  # -1 is none
-                return self.function(inputs, **more)
-        except Exception:
+def _call_function(
+    name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
+) -> Any:
+    """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
+    index = inputs.device.index
+    more = {"precision": precision} if "precision" in _parameters(function) else {}
+    try:
+        with torch.cuda.device(-1 if index is None else index):  # -1 is none
+            return function(inputs, **more)
+    except Exception:
+        raise
+    # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
+    except BaseException as error:
+        ctrl_c = (
+            isinstance(error, KeyboardInterrupt)
+            and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        )
+        if ctrl_c or type(error).__module__.startswith("ssdprof."):
             raise
-        # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
-        except BaseException as error:
-            ctrl_c = (
-                isinstance(error, KeyboardInterrupt)
-                and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-            )
-            if ctrl_c or type(error).__module__.startswith("ssdprof."):
-                raise
-            raise RuntimeError(f"{self.name} raised {library_message(error)}") from None
+        raise RuntimeError(f"{name} raised {library_message(error)}") from None
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
