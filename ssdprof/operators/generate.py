@@ -431,7 +431,7 @@ def with_int64_bounds(inputs: Any) -> Any:
 
 
 def traits_of(lengths: Lengths) -> list[Trait[Any]]:
-    """Of the second kind of packs: other integers."""
+    """The second kind of packs has other integers."""
     rule = "cu_seqlens are int32 or int64"
     return [Trait("cu_seqlens in int64", with_int64_bounds, rule)] if lengths == EDGES[3] else []
 
