@@ -77,11 +77,7 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
-<<<<<<< HEAD
-    """What differs at the positions from start to stop, with the flip whose margin is largest."""
-=======
     """The statistics of some positions."""
->>>>>>> main
     cut = {name: part[start:stop] for name, part in comparison.items()}
     kl = cut["kl"].numpy()
     margin = cut["margin"]

@@ -149,13 +149,7 @@ def resolve(operator: Operator, word: str) -> Implementation:
 
 
 def _resolved(operator: Operator[Any], word: str) -> Implementation:
-<<<<<<< HEAD
-    """`resolve` without the word: a library, a bundled implementation, or the user's own, in this
-    order.
-    """
-=======
     """`resolve`, without the word."""
->>>>>>> main
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
     if name in libraries:
@@ -185,13 +179,8 @@ def _resolved(operator: Operator[Any], word: str) -> Implementation:
 
 
 def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
-<<<<<<< HEAD
-    """A library as installed or from its checkout; one that cannot be imported is an implementation
-    that is absent, with the reason.
-=======
     """A library, or why it is unavailable.  BadInputError for a checkout where there is none, or
     none where one is needed.
->>>>>>> main
     """
     if source.repository and checkout is None:
         where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
@@ -211,11 +200,7 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
 
 
 def _own(operator: Operator, name: str, reference: str) -> Implementation:
-<<<<<<< HEAD
-    """A function of the user's, which must not take another operator's inputs."""
-=======
     """The user's kernel.  BadInputError if its inputs are annotated as another operator's."""
->>>>>>> main
     try:
         function = load(reference)
     except BadInputError as error:
