@@ -26,6 +26,7 @@ from ssdprof.core.subject import CallRef, LayerRef, drafted_call
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry
+from ssdprof.jobs.failures import FailureStore
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
@@ -109,7 +110,9 @@ class _Replay:
         self._untraced = options.trace if options.trace and not options.trace.is_file() else None
         self._clocks = watch_clocks()
         isolated = IsolatedFirstCall(options.first_call_s)
-        self._prober = Prober(isolated, thorough=options.thorough)
+        # tensors of `ssdprof.compare` come from no model, and its report is stored nowhere
+        self._failures = FailureStore(writer.folder) if options.model else None
+        self._prober = Prober(isolated, laws=options.laws)
         self._comparer = Comparer(
             timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
             ceilings=writer.report.ceilings,
@@ -117,6 +120,7 @@ class _Replay:
             process=writer.process,
             isolated=isolated,
             watcher=watcher,
+            on_fault=self._failures.keep if self._failures else None,
         )
 
     def compare(self, captured: CapturedLayer) -> None:
@@ -180,7 +184,7 @@ class _Replay:
             "inputs": hashes.get(prompt, ""),
             **work,
         }
-        return entries_of(operator, inputs, planned, self._prober, fields)
+        return entries_of(operator, inputs, planned, self._prober, fields, self._failures)
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
         """Whether an interrupted run that goes on has compared all of the call."""
@@ -223,10 +227,11 @@ def entries_of(
     planned: Sequence[Planned],
     prober: Prober,
     fields: Mapping[str, Any],
+    failures: FailureStore | None,
 ) -> list[Entry]:
     """An entry for each; those with one baseline are timed together.
 
-    fields: of all cases.
+    fields: of all cases.  failures: keeps calls that break a law.
     """
     baseline = planned[0].implementation.name
     entries: dict[tuple[str, Precision], Entry] = {}
@@ -242,7 +247,8 @@ def entries_of(
         )
         entry.baseline, entry.turns = first, baseline_precision
         if implementation.kind in prober.kinds:
-            entry.probes = partial(prober.probe, implementation, inputs, precision)
+            keep = partial(failures.keep, entry) if failures else None
+            entry.probes = partial(prober.probe, implementation, inputs, precision, keep=keep)
         entries[implementation.name, precision] = entry
     return list(entries.values())
 

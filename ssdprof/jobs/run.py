@@ -299,6 +299,7 @@ def run(
         matched_with=resolved.baseline,
         smallest_difference=options.smallest_difference,
         cast=(dtype, cast) if cast else None,
+        laws=options.laws,
         tensor_parallel=options.tensor_parallel,
         absent=resolved.absent,
         samplers=options.processes if limits.device().type == "cuda" else 1,

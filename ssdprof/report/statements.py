@@ -162,6 +162,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         how = "ran"
     if any(case.variant == "interpreter" for case in report.of_calls):
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
+    if report.laws == "quick":
+        how += "; of the laws, only causality and cut in two were tested (--laws quick)"
     yield VerdictLine(f"{_capital(who)} {how}.", True)
 
 
