@@ -27,6 +27,7 @@ from ssdprof import __version__
 from ssdprof.commands import terminal
 from ssdprof.environment import child
 from ssdprof.errors import (
+    OF_MACHINE,
     BadInputError,
     MissingCapabilityError,
     SsdprofError,
@@ -102,19 +103,10 @@ def _expected(error: OSError) -> SsdprofError | None:
     ssdprof.
     """
     names = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-    denied = error.errno in (
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.EFBIG,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-    )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if names or denied:
+    if names or error.errno in OF_MACHINE:
         verb = "written" if error.errno == errno.EFBIG else "used"
         what = (
             f"{str(error.filename or 'A file or folder')[:80]} cannot be {verb}: {error.strerror}."

@@ -17,7 +17,7 @@ from random_models import GRANITE_SMALL, MODELS, Mamba2
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import KNOWN
 from ssdprof.core.subject import CheckpointRef, Prompt

@@ -178,10 +178,8 @@ def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
     places = {"cpu": "in main memory", "disk": "on the disk"}
     by_place = ", ".join(
-        (
-            f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) "
-            f"{places.get(place, f'on {place}')}"
-        )
+        f"{plural(held.layers, 'layer')} ({size_words(held.bytes)}) "
+        f"{places.get(place, f'on {place}')}"
         for place, held in placement.held.items()
     )
     no_gpu = placement.kind == "one-gpu" and placement.device == "cpu"
@@ -203,8 +201,7 @@ def placement_words(placement: Placement) -> str:
         )
     if placement.predicted_peak_bytes is not None:
         words.append(
-            f"predicted peak on {placement.device}: "
-            f"{size_words(placement.predicted_peak_bytes)} "
+            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} "
             "before replaying"
         )
     return "; ".join(words)

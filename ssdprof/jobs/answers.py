@@ -19,7 +19,7 @@ import torch
 from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report

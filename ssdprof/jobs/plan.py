@@ -26,7 +26,7 @@ from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint import meta, transformers
+from ssdprof.checkpoint import places, transformers
 from ssdprof.checkpoint.load import (
     DType,
     LocalCheckpoint,
@@ -35,6 +35,8 @@ from ssdprof.checkpoint.load import (
     fetch_tokenizer,
     load_model,
 )
+from ssdprof.checkpoint.meta import quiet_transformers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import PlacementKind
@@ -87,7 +89,7 @@ class Placed:
     """
 
     record: Placement
-    device_map: Mapping[str, meta.Place] | None = None
+    device_map: Mapping[str, places.Place] | None = None
     segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
     remark: str = ""
@@ -172,14 +174,11 @@ class Chooser:
 
     def __init__(self, subject: Subject, copies: int = 1) -> None:
         self._subject, self._batch, self.remark = subject, subject.batch * copies, ""
-        self._model: PreTrainedModel = meta.meta_model(
-            subject.located,
-            deepest_layer=subject.deepest_layer,
-            head=subject.head,
-            dtype=subject.dtype,
+        self._model: PreTrainedModel = subject.located.cut_on_meta(
+            deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
         )
         self._seqlen = max(subject.seqlens)
-        self.main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+        self.main: places.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
         self.fixed = subject.serving.chunk or subject.request.segment_length
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -207,14 +206,14 @@ class Chooser:
         for length in self._lengths(self._seqlen):
             beside = self._predicted(self._seqlen, length)[1]
             if kind == "one-gpu":
-                mapped: meta.DeviceMap | None = {"": self.main} if beside <= free else None
+                mapped: places.DeviceMap | None = {"": self.main} if beside <= free else None
             else:
-                mapped = meta.infer(self._model, dict(self._room(kind, beside)))
+                mapped = places.infer(self._model, dict(self._room(kind, beside)))
             if mapped is not None:
                 return self.at(kind, mapped, length, max(beside, free))
         return None
 
-    def at(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int) -> Placed:
+    def at(self, kind: PlacementKind, mapped: places.DeviceMap, length: int, free: int) -> Placed:
         """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
         of the others.
         """
@@ -302,7 +301,7 @@ class Chooser:
         """
         if (seqlen, length) not in self._known and not self.remark:
             try:
-                with meta.quiet_transformers():
+                with quiet_transformers():
                     self._known[seqlen, length] = memory.predict_memory(
                         self._model.base_model,
                         {layer.index for layer in self._subject.layers},
@@ -337,7 +336,7 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Place, int]]:
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[places.Place, int]]:
         """Bytes available for weights at each place, after activations."""
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
@@ -350,7 +349,7 @@ class Chooser:
             wanted = {layer.index for layer in self._subject.layers}
             mixers = (
                 mixer
-                for mixer in meta.find_mixers(self._model.base_model)
+                for mixer in find_mixers(self._model.base_model)
                 if mixer.layer_index in wanted
             )
             layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
@@ -358,11 +357,11 @@ class Chooser:
         if kind == "disk-offload":
             yield "disk", 0
 
-    def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
+    def _record(self, kind: PlacementKind, mapped: places.DeviceMap, length: int) -> Placement:
         """The placement as reports store it.  length: of the longest prompt's segments."""
         serving = self._subject.serving
-        by_place = meta.weights_by_place(self._model, mapped)
-        layer, module = meta.largest_streamed(self._model, mapped, self.main)
+        by_place = places.weights_by_place(self._model, mapped)
+        layer, module = places.largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
             len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
@@ -378,7 +377,7 @@ class Chooser:
             forward_calls=calls + serving.decode,
         )
 
-    def _rewritten(self, mapped: meta.DeviceMap) -> int:
+    def _rewritten(self, mapped: places.DeviceMap) -> int:
         """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
         or decodes.
         """
@@ -392,12 +391,12 @@ class Chooser:
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if meta.place_of(name, mapped) == "disk"
+            if places.place_of(name, mapped) == "disk"
             and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _name(place: meta.Place) -> str:
+def _name(place: places.Place) -> str:
     return f"cuda:{place}" if isinstance(place, int) else place
 
 
@@ -573,7 +572,7 @@ def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
     with (
         limits.memory_errors(),
         watcher.step(f"Loading {subject.ref.repo_id}"),
-        meta.quiet_transformers(),
+        quiet_transformers(),
     ):
         dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
         loaded = load_model(

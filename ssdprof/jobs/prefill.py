@@ -21,7 +21,7 @@ import torch
 from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
-from ssdprof.checkpoint.meta import Mixer, find_mixers
+from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
@@ -289,7 +289,7 @@ class _Length:
 
     def first_token_logits(self) -> torch.Tensor:
         """(b, vocabulary)"""
-        return prefill(self.model, self.ids, self.segment_length, keeps_cache=True)[:, -1]
+        return prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
         """The timed work: the first token of each row, (b)."""

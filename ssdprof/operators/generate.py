@@ -27,8 +27,8 @@ MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token impleme
 SEED = 0
 POOL = {
     "pool": (
-        "sequences begin with states of a pool, as in servers: in slots in random order; GDN "
-        "and KDA, V before K"
+        "sequences begin with states of a pool, as in servers: in slots in random order; GDN and "
+        "KDA, V before K"
     )
 }
 # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised

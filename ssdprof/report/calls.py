@@ -32,12 +32,10 @@ from ssdprof.report.table import (
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
-    "Speedup: over the "
-    "baseline, with its 95 % interval.  Tokens per s: of the prompt, by device time.  % of "
-    "roofline: the least time in "
-    "which this GPU can move the bytes and do the arithmetic, divided by the device time.  Extra "
-    "memory: allocated by "
-    "the call beyond its outputs."
+    "Speedup: over the baseline, with its 95 % interval.  Tokens per s: of the prompt, by device "
+    "time.  % of roofline: the least time in which this GPU can move the bytes and do the "
+    "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its "
+    "outputs."
 )
 ACCURACY_READING = (
     "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "
@@ -117,8 +115,8 @@ def total_speed(group: Group) -> Table | None:
         for row, series in rows:
             row[unit] = f"{len(series.timed)} of {every}"
         notes.append(
-            f"Each speedup compares the same {unit}; times over different numbers of {unit} do "
-            "not compare."
+            f"Each speedup compares the same {unit}; times over different numbers of {unit} do not "
+            "compare."
         )
     return speeds(title, rows, NAMES, *notes)
 

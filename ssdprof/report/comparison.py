@@ -29,12 +29,10 @@ from ssdprof.report.table import (
 )
 
 READING = (
-    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill "
-    "by call.  Speedups are "
-    "over the baseline, and compare across machines; their ratio is NEW's over BASE's.  In "
-    "brackets: 95 % intervals of "
-    "the spread within each of the two; what differs from run to run, such as clocks and "
-    "temperature, is not in them."
+    "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill by "
+    "call.  Speedups are over the baseline, and compare across machines; their ratio is NEW's over "
+    "BASE's.  In brackets: 95 % intervals of the spread within each of the two; what differs from "
+    "run to run, such as clocks and temperature, is not in them."
 )
 _MOST_OFFENDERS = 3  # the others are on stderr, and in the tables
 _NAMES = ("case", "implementation", PRECISION)
@@ -136,8 +134,8 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
     if reasons:
         conditions = "; ".join(dict.fromkeys(reasons))
         yield (
-            f"The conditions differ ({conditions}), so absolute times are not compared.  "
-            "Speedups over the baseline, each measured under the same conditions, are."
+            f"The conditions differ ({conditions}), so absolute times are not compared.  Speedups "
+            "over the baseline, each measured under the same conditions, are."
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):

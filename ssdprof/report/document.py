@@ -19,10 +19,9 @@ SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page 
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
-    "configuration's time over "
-    "the candidate's, sampled in turns, with its 95 % interval.  A configuration that is kept "
-    "was compared with the "
-    "fp64 oracle on the timed inputs, and is more than 1 % faster with 95 % confidence."
+    "configuration's time over the candidate's, sampled in turns, with its 95 % interval.  A "
+    "configuration that is kept was compared with the fp64 oracle on the timed inputs, and is more "
+    "than 1 % faster with 95 % confidence."
 )
 
 

@@ -352,13 +352,13 @@ def caveats(report: Report) -> Iterator[str]:
     if report.clocks and (reasons := report.clocks.throttle_reasons):
         valid = "Speedups are valid, because the implementations were timed in turns."
         yield (
-            f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are "
-            f"too long.  {valid}"
+            f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are too "
+            f"long.  {valid}"
         )
     if report.model and report.model.source == "demo" and timed:
         yield (
-            "The built-in demo model is too small to fill a GPU: its times do not represent a "
-            "real model's."
+            "The built-in demo model is too small to fill a GPU: its times do not represent a real "
+            "model's."
         )
     yield from _of_baselines(report)
     yield from _of_libraries(report)
@@ -472,8 +472,8 @@ def _equal_precisions(cases: Sequence[Case], timed: bool) -> Iterator[str]:
         sentence = f"{name} computes {which} as {other}: results are bitwise the same"
         if timed:
             sentence += (
-                ", and so is the time.  Speedups differ where each is over the baseline at "
-                "its own state dtype"
+                ", and so is the time.  Speedups differ where each is over the baseline at its own "
+                "state dtype"
             )
         yield f"{sentence}."
 

@@ -92,8 +92,8 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
     longest = max(lengths, default=0)
     if ref.trained_context is not None and longest > ref.trained_context:
         yield (
-            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: "
-            "its activations beyond that may be unlike those in use."
+            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its "
+            "activations beyond that may be unlike those in use."
         )
     if any(prompt.kind == "random" for prompt in report.prompts):
         yield (
@@ -109,8 +109,8 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
     if report.cast:
         source, to = report.cast
         yield (
-            f"The captured inputs were {report.cast_words}: times, matches and errors are those "
-            f"of {to} inputs, and the model itself ran in {source}.  Parameters, states and gates "
+            f"The captured inputs were {report.cast_words}: times, matches and errors are those of "
+            f"{to} inputs, and the model itself ran in {source}.  Parameters, states and gates "
             "that the model keeps in fp32 were not cast."
         )
 

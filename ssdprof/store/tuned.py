@@ -122,8 +122,7 @@ def use_saved(say: Callable[[str], None]) -> Path | None:
     _use(finds)
     count = plural(len(finds.finds), "configuration")
     say(
-        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the "
-        "committed "
+        f"{count} tuned on this GPU will be used where they fit; --no-tuned takes the committed "
         "ones."
     )
     return file_of(gpu)

@@ -23,7 +23,7 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_bytes_per_token, capture_layers
 from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import Held, Placement, PlannedFile, Serving
 from ssdprof.core.words import placement_words

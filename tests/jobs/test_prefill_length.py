@@ -18,7 +18,7 @@ from prefill_fakes import ONCE, REST_US, FakeTimer, cpu_trace
 
 from ssdprof import kernels
 from ssdprof.capture.conv_and_norm import ConvAndNorm
-from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import EXACT_FP32, KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report

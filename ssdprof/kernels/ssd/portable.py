@@ -655,16 +655,7 @@ def portable_launch(
             CB, gates = gates[: prod(shape)], gates[prod(shape) :]
             scores(prod(shape[:3]), inputs.C, inputs.B, None, CB)
         return (
-            inputs.x,
-            inputs.dt,
-            inputs.A,
-            inputs.B,
-            inputs.C,
-            inputs.D,
-            inputs.z,
-            inputs.dt_bias,
-            inputs.initial_states,
-            inputs.cu_seqlens,
+            *inputs.kernel_tensors[:10],
             out,
             final,
             gates,

@@ -16,15 +16,9 @@ from torch import nn
 from ssdprof.capture.forward import PromptRun, cache_name, logits
 from ssdprof.capture.layers import CapturedLayer, capture_layers
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import (
-    DeviceMap,
-    find_mixers,
-    infer,
-    largest_streamed,
-    meta_model,
-    weights_by_place,
-)
+from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import Model, open_model
+from ssdprof.checkpoint.places import DeviceMap, infer, largest_streamed, weights_by_place
 from ssdprof.core.subject import LayerRef, Serving
 from ssdprof.errors import BadInputError
 
@@ -106,7 +100,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
     """The model on the meta device, and a map with room for the embedding, two layers, and one
     streamed layer.
     """
-    model = meta_model(located)
+    model = located.cut_on_meta()
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
     mapped = infer(model, {"cpu": room, "disk": 0})
@@ -215,5 +209,5 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     "room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}]
 )
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
-    model = meta_model(open_model(str(saved("granitemoehybrid"))))
+    model = open_model(str(saved("granitemoehybrid"))).cut_on_meta()
     assert infer(model, room) is None
