@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,10 @@ class FailureStore:
         if key in self._kept or not implementation.word or size > MOST_BYTES:
             return
         self._kept.add(key)
+        with suppress(torch.OutOfMemoryError):  # the failure itself is in the report
+            self._write(entry, law, inputs, output)
+
+    def _write(self, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
         tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
         outputs = {"expected": oracle_output(inputs)}
         if output is not None:
@@ -54,7 +59,7 @@ class FailureStore:
             tensors |= {f"{which}.out": out, f"{which}.final_states": final_states}
         call = {
             "operator": inputs.operator,
-            "word": implementation.word,
+            "word": entry.call.implementation.word,
             "precision": str(entry.call.precision),
             "scalars": inputs.scalars,
             "strides": {name: tensor.stride() for name, tensor in tensors.items()},

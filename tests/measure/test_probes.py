@@ -305,6 +305,12 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
     assert len(probed(oracle_output, ssd(seqlen=20, heads=4), once)) == every
 
 
+def test_quick_laws_are_two_and_once() -> None:
+    quick = Prober(Here(), laws="quick")
+    assert probed(oracle_output, ssd(), quick).keys() == {"causality", "cut in two"}
+    assert not probed(oracle_output, ssd(), quick)
+
+
 def test_the_history_of_each_layer_is_probed() -> None:
     """The first layer of a kind may forget too fast to show that a kernel drops history."""
     prober, given = Prober(Here()), ssd()
