@@ -15,7 +15,7 @@ import torch
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.mixers import Mixer
-from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
+from ssdprof.core.target import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
 if TYPE_CHECKING:

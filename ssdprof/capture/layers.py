@@ -26,7 +26,7 @@ from ssdprof import operators
 from ssdprof.capture.forward import Head, PromptRun, check_ids
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
-from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
+from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
 from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory

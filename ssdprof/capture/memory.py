@@ -22,7 +22,7 @@ from ssdprof.capture.forward import attention, feeding
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
-from ssdprof.core.subject import Serving, split_prompt
+from ssdprof.core.target import Serving, split_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -182,7 +182,7 @@ class _Handler:
 def _outputs(call: OperatorCall) -> Result:
     """The outputs of the operator's kernels, without values."""
     device = call.inputs.device
-    forms = call.operator.judged.forms(call.inputs)
+    forms = call.operator.oracle.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
     return out, final_state
 

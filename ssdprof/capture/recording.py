@@ -30,7 +30,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, strides
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
-from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Prompt
+from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
@@ -214,7 +214,7 @@ def _checked(inputs: Inputs, output: Output | None) -> Recorded:
     rise.
     """
     sequences(1, inputs.length, inputs.cu_seqlens)
-    forms = operators.get(inputs.operator).judged.forms(inputs)
+    forms = operators.get(inputs.operator).oracle.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):
             raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(form.shape)}")
@@ -223,8 +223,8 @@ def _checked(inputs: Inputs, output: Output | None) -> Recorded:
     return inputs, output
 
 
-def _reading(place: Path, load: Callable[[], T]) -> T:
-    """What `load` returns, with BadInputError that names the place for all that is wrong with its
+def _reading(path: Path, load: Callable[[], T]) -> T:
+    """What `load` returns, with BadInputError that names the path for all that is wrong with its
     files.
     """
     try:
@@ -233,7 +233,7 @@ def _reading(place: Path, load: Callable[[], T]) -> T:
         raise
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise BadInputError(
-            f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN
+            f"The recorded call {path} cannot be used: {library_message(error)}.", _AGAIN
         ) from error
 
 
@@ -333,9 +333,9 @@ def _argument(key: str, names: list[str]) -> str:
 
 
 def _load_flashinfer(
-    place: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
+    path: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
 ) -> Recorded:
-    files = {file.stem: file for file in place.iterdir() if file.suffix in (".pt", ".safetensors")}
+    files = {file.stem: file for file in path.iterdir() if file.suffix in (".pt", ".safetensors")}
     if "inputs" not in files:
         raise ValueError("it has no inputs.pt")
     tensors = {_argument(key, names): tensor for key, tensor in _tensors(files["inputs"]).items()}

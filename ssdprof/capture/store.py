@@ -33,7 +33,7 @@ from ssdprof.capture.manifest import (
     read_manifest,
 )
 from ssdprof.core.base import VERSION
-from ssdprof.core.subject import (
+from ssdprof.core.target import (
     CallRef,
     CaptureManifest,
     CheckpointRef,

@@ -17,14 +17,14 @@ import torch
 from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.meta import refusals
-from ssdprof.core.subject import Prompt
+from ssdprof.core.target import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Kind = Literal["default", "file", "random"]
+PromptKind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
 VOCABULARY = "tokenizer.json"
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
@@ -73,7 +73,7 @@ def build_prompt(
     tokenizer_folder: Path | None,
     seqlen: int,
     *,
-    kind: Kind = "default",
+    kind: PromptKind = "default",
     file: Path | None = None,
     seed: int = 0,
     vocab_size: int | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
-from ssdprof.core.subject import DECODED_ON_LOAD
+from ssdprof.core.target import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 

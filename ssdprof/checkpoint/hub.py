@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ssdprof import __version__
 from ssdprof.checkpoint.names import KNOWN, shown
-from ssdprof.core.subject import PlannedFile
+from ssdprof.core.target import PlannedFile
 from ssdprof.core.words import size_words
 from ssdprof.environment import variables
 from ssdprof.errors import (

@@ -35,7 +35,7 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 
@@ -195,7 +195,8 @@ def load_model(
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `places.infer`; None: `device`.  Weights on the disk
+    device_map: the place of every module, from `devices.infer`; None: `device`.  Weights on the
+    disk
         are read from `local` as long as the model runs.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold,

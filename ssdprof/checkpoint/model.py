@@ -33,7 +33,7 @@ from ssdprof.checkpoint.weights import (
     layer_index,
     usual_dtype,
 )
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object

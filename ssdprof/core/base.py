@@ -160,7 +160,7 @@ Laws = Literal["quick", "default", "all"]  # which laws are tested
 class Probe(Record):
     """Whether a law holds that every correct kernel obeys, as measure/laws.py tests it.
 
-    detail: the first place that broke it, why the law is not applicable, or in which limits it
+    detail: the first position that broke it, why the law is not applicable, or in which limits it
     holds.
     """
 

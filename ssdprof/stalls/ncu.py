@@ -99,7 +99,7 @@ def target(job: Job, launched: Path) -> tuple[str, ...]:
     """The command of the process that runs the job once inside the range, and writes its
     launches.
     """
-    return (*child.python("ssdprof.stalls.target"), job.model_dump_json(), str(launched))
+    return (*child.python("ssdprof.stalls.profiled"), job.model_dump_json(), str(launched))
 
 
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:

@@ -13,14 +13,14 @@ from typing import Any
 from ssdprof import __version__
 from ssdprof.core.base import VERSION
 from ssdprof.core.report import Report
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, Placement
+from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, Placement
 
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
     """The header of a report that is about to start, with notes on its model.  Its id is set by
     `opened`.
 
-    fields: of `Report`: kind, subject, environment and baseline, and others.
+    fields: of `Report`: kind, target, environment and baseline, and others.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
     report = Report(
@@ -117,16 +117,16 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
 
 def _on_placement(placement: Placement) -> Iterator[str]:
     """Where the weights were, unless one GPU held them all."""
-    kind, device = placement.kind, placement.device
+    kind, main = placement.kind, placement.device
     if kind == "one-gpu":
         return
     names = {"cpu": "main memory", "disk": "the disk"}
     where = " and ".join(
-        f"{held.layers} from {names[place]}"
-        for place, held in placement.held.items()
-        if place in names and place != device
+        f"{part.layers} from {names[device]}"
+        for device, part in placement.allocated.items()
+        if device in names and device != main
     )
-    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
+    how = f"were brought to {main} layer by layer ({where})" if where else f"fit on {main}"
     if kind == "all-gpus":
         how = "were divided among the GPUs"
-    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."
+    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {main}."

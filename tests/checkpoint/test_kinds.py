@@ -20,9 +20,9 @@ import transformers as tf
 from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 
+from ssdprof.checkpoint.devices import infer
 from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.model import open_model
-from ssdprof.checkpoint.places import infer
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.store import reports

@@ -122,7 +122,7 @@ def length(
 
 def timed(one: _Length, clock: StepClock | None = None) -> Report:
     header = draft(
-        kind="prefill", subject="tiny", environment=environment(gpu=False), baseline="unfused"
+        kind="prefill", target="tiny", environment=environment(gpu=False), baseline="unfused"
     )
     writer = Writer(Path("nowhere"), header, None)
     one.run(writer, clock or StepClock())
