@@ -506,7 +506,8 @@ class Loaded:
     model: the base model.  whole: the model with its language-model head; None if only the base
     model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
-    placement: where the model's weights are.
+    placement: where the model's weights are.  files: of weights on the disk, which go with this
+    object.
     """
 
     target: Target
@@ -515,6 +516,7 @@ class Loaded:
     prompts: tuple[Prompt, ...]
     segment_lengths: tuple[int, ...]
     placement: Placement
+    files: LocalCheckpoint
     whole: Any = None
 
     def run(self, on_layer: OnLayer) -> None:
@@ -580,6 +582,7 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         prompts=tuple(prompt for _, prompt in built),
         segment_lengths=chosen.segment_lengths,
         placement=record,
+        files=local,
         whole=loaded if target.head else None,
     )
 
