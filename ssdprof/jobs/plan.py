@@ -103,12 +103,9 @@ class ChosenPlacement:
         if needed > free:
             raise MissingCapabilityError(
                 f"transformers would write {size_words(needed)} of converted weights to the "
-                "temporary folder, which "
-                f"has room for {size_words(free)}.",
-                (
-                    "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer "
-                    "layers."
-                ),
+                f"temporary folder, which has room for {size_words(free)}.",
+                "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer "
+                "layers.",
             )
 
     def priced(self, weights: Path | None) -> Placement:
@@ -250,9 +247,8 @@ class Chooser:
                     if at != "disk"
                 )
                 return MissingCapabilityError(
-                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, "
-                    f"{takes}, and there is room "
-                    f"for {' and '.join(room)}.",
+                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, {takes}, "
+                    f"and there is room for {' and '.join(room)}.",
                     _FITTING,
                 )
             least, how = layer + embedding, " layer by layer"
@@ -608,11 +604,8 @@ def refuse_large_download(target: Target, watcher: Watcher) -> None:
     if size > MOST_BYTES and not target.request.yes:
         raise BadInputError(
             f"{target.ref.repo_id} is a download of {size_words(size)}.",
-            (
-                "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
-                "the "
-                "files."
-            ),
+            "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
+            "the files.",
         )
     if size > TOLD_BYTES:
         watcher.say(f"Downloading {size_words(size)} of {target.ref.repo_id}.")

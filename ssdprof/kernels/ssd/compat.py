@@ -40,8 +40,8 @@ def mamba_chunk_scan_combined(
     final state per sequence.
     """
     refused = {"seq_idx": seq_idx is not None, "cu_seqlens": cu_seqlens is not None}
-    for name, given in (refused | {"return_varlen_states": return_varlen_states}).items():
-        if given:
+    for name, is_set in (refused | {"return_varlen_states": return_varlen_states}).items():
+        if is_set:
             raise UnsupportedError(
                 f"fused: no {name}; for packed sequences call ssd_fused(..., cu_seqlens=...)"
             )
