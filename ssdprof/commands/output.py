@@ -27,7 +27,9 @@ from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance, LineWatcher
-from ssdprof.report import statements
+from ssdprof.report import brief, statements
+from ssdprof.report.document import compose
+from ssdprof.report.terminal import render
 from ssdprof.store.reports import dump
 
 _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
@@ -85,16 +87,15 @@ class TerminalWatcher(LineWatcher):
                 self._bars = None if outermost else bars
 
 
-def finish(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report, and end with exit code 1 unless it passed.  note: a sentence on stderr,
-    without --json.
-    """
-    show(report, shown, as_json=as_json, note=note)
+def finish(report: Report, folder: Path, *, as_json: bool) -> None:
+    """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
+    shown = brief.render(report) if report.kind == "run" else render(compose(report))
+    show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 
 
 def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
-    """Print a report.  note: see `finish`."""
+    """Print a report.  note: a sentence on stderr, without --json."""
     if as_json:
         print(dump(report))
     else:
@@ -124,41 +125,30 @@ def fail(lines: Iterable[str]) -> NoReturn:
     raise typer.Exit(ExitCode.GATE_FAILED)
 
 
-def kept(folder: Path) -> str:
-    return f"Kept in {folder}."
-
-
 def show_plan(plan: DryRun, *, as_json: bool) -> None:
     """The plan of --dry-run on stdout."""
     if as_json:
         terminal.print_json(plan.model_dump(mode="json"))
         return
-    console = terminal.out()
     checkpoint = plan.checkpoint
-    console.print(Text(f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip(), style="bold"))
-    for note in plan.notes:
-        console.print(Text(f"  {note}"))
     indices = ", ".join(str(layer.index) for layer in plan.layers)
     prompt = ", ".join(f"{seqlen:,}" for seqlen in plan.seqlens)
+    operator = f"{plan.layers[0].operator.upper()}, {plan.dims}"
+    free = f"{size_words(plan.free_bytes)} are free on {plan.device}"
     rows = {
-        "layers": (
-            f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of "
-            f"{checkpoint.layer_count}"
-        ),
+        "layers": f"{indices} ({operator}) of {checkpoint.layer_count}",
         "prompt": f"{prompt} {'token' if plan.seqlens == (1,) else 'tokens'}",
         "served": serving_words(
             plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel
         ),
         "download": size_words(plan.download_bytes),
-        "weights": (
-            f"{size_words(plan.weight_bytes)} loaded; {size_words(plan.free_bytes)} are "
-            f"free on {plan.device}"
-        ),
+        "weights": f"{size_words(plan.weight_bytes)} loaded; {free}",
         "placement": placement_words(plan.placement) if plan.placement else "",
     }
-    for name, value in rows.items():
-        if value:
-            console.print(Text(f"  {name:<10}{value}"))
+    lines = [f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip()]
+    lines += [f"  {note}" for note in plan.notes]
+    lines += [f"  {name:<10}{value}" for name, value in rows.items() if value]
     for file in plan.files:
-        size = size_words(file.size_bytes)
-        console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))
+        here = "  (here)" if file.cached else ""
+        lines.append(f"  {size_words(file.size_bytes):>12}  {file.name}{here}")
+    terminal.out().print(Text("\n".join(lines)))

@@ -27,14 +27,13 @@ from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
-from ssdprof.core.words import MISSING
+from ssdprof.core.words import count
 from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
-from ssdprof.report.document import compose
 from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
@@ -63,7 +62,7 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif tables:
         for table in tables:
-            terminal.out().print(SplitTable(table, rest="--json"))
+            terminal.out().print(SplitTable(table))
     else:
         terminal.say(
             f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
@@ -93,8 +92,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    shown = brief.render(report) if report.kind == "run" else render(compose(report))
-    output.finish(report, shown, as_json=as_json, note=output.kept(Path(folder)))
+    output.finish(report, Path(folder), as_json=as_json)
 
 
 # --- accuracy
@@ -120,7 +118,8 @@ def accuracy(options: options.AccuracyOptions) -> None:
         report, options.intermediates, states, every_state=options.states != "all"
     )
     shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
-    output.finish(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.show(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.end(shown)
 
 
 # --- export
@@ -279,7 +278,7 @@ def compare(options: options.CompareOptions) -> None:
     elif chosen:
         _write(markdown.render(document), target, force=options.force)
     else:
-        terminal.out().print(render(document, rest="--format markdown"))
+        terminal.out().print(render(document))
     if compared.passed:
         return
     offences = list(chain.from_iterable(compared.verdicts.values()))
@@ -307,16 +306,12 @@ def models(*, as_json: bool) -> None:
 
 
 def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:
-    layers, context = "not known", MISSING
-    if known.operator_layers:
-        layers = f"{known.operator_layers} of {known.layers}"
-    if known.trained_context:
-        context = f"{known.trained_context:,}"
+    layers = f"{known.operator_layers} of {known.layers}" if known.operator_layers else "not known"
     return {
         "checkpoint": known.repo,
         "parameters": f"{known.parameters / 1e9:g} B",
         "layers": layers,
-        "trained on": context,
+        "trained on": count(known.trained_context),
         "operator's sizes": words.format(**known.dims) if known.dims else "not known",
     }
 

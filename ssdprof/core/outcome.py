@@ -105,9 +105,10 @@ class Outcome:
     bench.  Libraries fail a run only if the user named them, and never by a refusal.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-    compared: number of cases that were compared or failed, without those of other libraries and
-    those of answers.
-    failed: the cases among them that did not pass.
+        others: number of cases of other libraries on which nothing depends.
+    judged: number of cases that were compared or failed, without those of other libraries and those
+    of answers.
+        failed: the cases among them that did not pass.
     outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
     missing: number of requested cases that are neither in the report nor left out by name.
@@ -121,6 +122,7 @@ class Outcome:
     def __init__(self, report: Report) -> None:
         """Sort the report's cases."""
         counted = [case for case in report.cases if _counts(case, report)]
+        self.others = len(report.cases) - len(counted)
         calls = [case for case in counted if not is_answers(case)]
         refused = [case for case in calls if case.result == "refused"]
         baselines = {case.rated_against for case in report.cases}

@@ -184,7 +184,8 @@ def compare(
             f"BASE is a {base_report.kind} and NEW is a {new_report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    before, after = _by_name(base_report), _by_name(new_report)
+    before = {case.name: case for case in compared(base_report)}
+    after = {case.name: case for case in compared(new_report)}
     # in the order of NEW; those that are only in BASE come last
     pairs = [
         _pair(name, before.get(name), after.get(name), base_report, new_report, smallest_difference)
@@ -204,13 +205,11 @@ def compare(
     )
 
 
-def _by_name(report: Report) -> dict[str, Case]:
-    """The cases that are compared: of the answers, those that gates apply to."""
-    return {
-        case.name: case
-        for case in report.cases
-        if not isinstance(case.task, Answers) or case.is_gated
-    }
+def compared(report: Report) -> tuple[Case, ...]:
+    """All cases, but of a model's answers only those that gates apply to."""
+    return tuple(
+        case for case in report.cases if not isinstance(case.task, Answers) or case.is_gated
+    )
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:

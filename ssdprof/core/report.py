@@ -42,7 +42,7 @@ from ssdprof.core.target import (
 )
 
 # of options with a value
-_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")
+_NOT_AGAIN = ("--out", "--implementations", "--against", "--budget", "--trace")
 
 
 class LeftOut(Record):

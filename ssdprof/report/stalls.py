@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
 from ssdprof.report.calls import resources
-from ssdprof.report.facts import Fact, gpu, software
+from ssdprof.report.facts import Fact, gpu, software, when
 from ssdprof.report.table import (
     Document,
     Section,
@@ -30,6 +29,7 @@ READING = (
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
     "run."
 )
+STAGES = "Stages and stall reasons"  # the title of the section with pictures
 REASONS = {
     "selected": "issuing: not a stall",
     "not_selected": "ready, but another warp was chosen: not a stall",
@@ -51,13 +51,11 @@ REASONS = {
     "drain": "has ended, but its stores have not",
     "misc": "something else",
 }
-_UNKNOWN = "a reason that this version does not know"
 _HINT_PCT = 4.0  # least share of the busy time that a hint on a stage is about
 _KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
 _MOST_HINTS = 6
 _HOTTEST = 10
 _MOST_REASONS = 7
-_LONGEST_LINE = 76
 
 
 # --- the kernels of an implementation, weighted by their durations
@@ -169,30 +167,20 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-class StageChange(NamedTuple):
-    """Its share in percent and its time, by ncu, in BASE and NEW; None: missing in that report."""
-
-    implementation: str
-    stage: str
-    base_pct: float | None
-    new_pct: float | None
-    base_us: float | None
-    new_us: float | None
-
-
-def changes(base: StallReport | None, new: StallReport | None) -> Iterator[StageChange]:
-    """Stages of the implementations that were profiled in both."""
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table | None]:
+    """A table of the stages of each implementation that was profiled in both."""
     if base is None or new is None:
         return
-    before = {group.name: group for group in kernel_groups(base) if group.is_sampled}
+    before = {group.name: group for group in kernel_groups(base)}
     for group in kernel_groups(new):
-        if group.is_sampled and group.name in before:
-            other = before[group.name]
-            for stage in dict.fromkeys((*group.whole, *other.whole)):
-                base_pct, new_pct = other.pct(stage), group.pct(stage)
-                yield StageChange(
-                    group.name, stage, base_pct, new_pct, other.us(base_pct), group.us(new_pct)
-                )
+        if group.name in before:
+            sides = {"BASE": before[group.name], "NEW": group}
+            yield side_by_side(
+                [
+                    KernelGroup(f"{group.name} in {side}", each.kernels, each.words)
+                    for side, each in sides.items()
+                ]
+            )
 
 
 # --- the document
@@ -214,10 +202,12 @@ def compose(report: StallReport) -> Document:
         if group.duration_us is not None:
             kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
             lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
+    origin = {"when": when(report.created), "read from": ", ".join(report.sources)}
     return Document(
         title=", ".join(filter(None, (*parts, report.gpu))),
         version=report.ssdprof_version,
-        verdict=tuple(VerdictLine(line, True) for line in lines),
+        origin=tuple((label, value) for label, value in origin.items() if value),
+        verdict=tuple(VerdictLine(line) for line in lines),
         caveats=tuple(_caveats(report)),
         sections=tuple(_sections(report, profiled)),
     )
@@ -228,24 +218,20 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
     stages = (side_by_side(profiled), *map(by_stage, profiled))
-    yield section("Stages and stall reasons", *stages, reading=READING)
+    yield section(STAGES, *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
     headers = ("kernel", "evidence, and what may help")
     yield section("Hints", facts("What the numbers point to", headers, hints))
     yield section("Hottest lines", *map(_hottest_lines, profiled))
     reasons = chain.from_iterable(most(group.all) for group in profiled)
-    meanings = {reason: meaning(reason) for reason, _ in reasons}
+    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason, _ in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
+    ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
+    yield section("What ran", ran)
     yield section("What the reasons mean", words, folded=True)
     yield section("Self-checks", _self_checks(report), folded=True)
-    ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
-    yield section("What was profiled", ran, folded=True)
-
-
-def meaning(reason: str) -> str:
-    return REASONS.get(reason, _UNKNOWN)
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
@@ -397,7 +383,9 @@ def _averages(report: StallReport) -> Table | None:
     rows = []
     for reason in dict.fromkeys(chain.from_iterable(averages)):
         pcts = [100 * average.get(reason, 0.0) / sum(average.values()) for average in averages]
-        rows.append((reason, *(fmt.share(pct, 1) for pct in pcts), meaning(reason)))
+        rows.append(
+            (reason, *(fmt.share(pct, 1) for pct in pcts), REASONS.get(reason, REASONS["misc"]))
+        )
     note = (
         "Percent of all warps' time, idle ones among them; which line or stage, the report does "
         "not say."
@@ -416,7 +404,7 @@ def _hottest_lines(group: KernelGroup) -> Table | None:
             "line": f"{line.file}:{line.line}" if line.line else "no line",
             "stage": line.stage,
             "waits for": _waits(line),
-            "source": fmt.cut(line.text, _LONGEST_LINE),
+            "source": line.text,
         }
         for pct, line in group.lines[:_HOTTEST]
     ]

@@ -17,7 +17,7 @@ Align = Literal["left", "right"]
 Cells = tuple[str, ...]
 TableRow = dict[str, str]  # heading -> cell
 _GOOD = ("faster", "passed", "yes", "ok")
-_BAD = ("slower", "inaccurate", "nonfinite", "failed", "out of memory")
+_BAD = ("missing", "slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class VerdictLine(NamedTuple):
     """good: it says nothing bad."""
 
     text: str
-    good: bool
+    good: bool = True
 
 
 # a text explains the table above it, a tuple is a list of sentences

@@ -14,7 +14,6 @@ from typing import Any
 
 from ssdprof import __version__, operators
 from ssdprof.core.stalls import KernelStalls, Launched, SelfChecks, StallReport
-from ssdprof.core.words import cut
 from ssdprof.operators.operator import Stages
 from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle, most_first
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
@@ -368,7 +367,6 @@ _WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change
 _BUSY_MEMORY_PCT = 70.0  # of a memory's bandwidth: above this it counts as full
 _MOST_HIT_PCT = 80.0  # of L2: above this, loads wait for L2 and not for DRAM
 _FULL_WAVE = 0.8
-_LONGEST_QUOTE = 80
 
 # reason -> remedy.  Reasons whose remedy depends on more are in `_advice`.
 ADVICE = {
@@ -422,7 +420,7 @@ def hints(kernel: KernelStalls) -> dict[str, float | None]:
             of_stage = [line for line in kernel.lines if line.stage == stage]
             hottest = max(of_stage, key=lambda line: line.samples.get(reason, 0))
             if advice := _advice(kernel, stage, reason, hottest.text):
-                quote = f" `{cut(hottest.text, _LONGEST_QUOTE)}`" if hottest.text else ""
+                quote = f" `{hottest.text}`" if hottest.text else ""
                 part = 100 * hottest.samples.get(reason, 0) / count
                 hint = (
                     f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples, "
