@@ -16,7 +16,8 @@ def doctor(*, as_json: bool) -> None:
         for name, library in operator.libraries.items():
             if library.package:
                 names.setdefault(library.package, []).append(name)
-    checks = (*machine.doctor(), machine.libraries(names))
+    choices = {operator.title: operator.served for operator in operators.records()}
+    checks = (*machine.doctor(), machine.libraries(names), *machine.served(choices))
     if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return

@@ -101,7 +101,7 @@ class Resolved:
         resolve = partial(self.resolve, operator.name)
         by_name = {name: resolve(name) for name in names}
         in_place = [
-            name for name, kernel in by_name.items() if kernel.kind == "own" and kernel.in_place
+            name for name, kernel in by_name.items() if kernel.kind != "bundled" and kernel.in_place
         ]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":

@@ -218,17 +218,19 @@ class Room:
         *,
         dtype: torch.dtype = torch.float32,
         gap: int = 0,
-        turned: bool = False,
+        turned: bool | None = None,
         far: int = 0,
     ) -> Pool:
         """Random states between guards of NaN.
 
-        gap: elements between slots.  turned: the last two axes change in memory.  far:
-        elements from slot to slot, and as many before the first as behind it, so that an offset
-        that wraps around stays in the memory; hardly any of it is ever touched.  There is room for
-        a slot before the first, so that index -1 stays in the memory.
+        gap: elements between slots.  turned: the last two axes change places in memory; None: as
+        the implementation needs it.  far: elements from slot to slot, and as many before the first
+        as behind it, so that an offset that wraps around stays in the memory; hardly any of it is
+        ever touched.  There is room for a slot before the first, which some libraries take for
+        padding.
         """
         heads, rows, columns = self._like.states_shape[1:]
+        turned = self.implementation.turned_pools if turned is None else turned
         inner = (heads, columns, rows) if turned else (heads, rows, columns)
         stride = far or math.prod(inner) + gap
         before = slots * far or stride + GUARD

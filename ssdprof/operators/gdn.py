@@ -11,7 +11,7 @@ from ssdprof.operators import fla, generate
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, WORDS
 from ssdprof.operators.generate import Library, installed
-from ssdprof.operators.late import deferred, lazy, torch
+from ssdprof.operators.late import deferred, lazy, packages, torch
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
@@ -196,23 +196,29 @@ def fla_libraries(operator: str) -> dict[str, Library]:
     def load_recurrent() -> Implementation:
         return adapters.load_fla_recurrent(fla.imported(adapters.FLA[operator]), operator)
 
-    def version() -> str:
-        return adapters.fla_version()
-
     return {
-        "fla": installed(fla.PACKAGE, load, states_as_inputs, version=version),
-        "fla_recurrent": installed(fla.PACKAGE, load_recurrent, exact_fp32, version=version),
+        "fla": installed(fla.PACKAGE, load, states_as_inputs),
+        "fla_recurrent": installed(fla.PACKAGE, load_recurrent, exact_fp32),
     }
 
 
-def sglang(operator: str) -> Library:
-    return installed("sglang", deferred("gdn.servers:load_sglang", operator), states_as_inputs)
+def of_servers(operator: str) -> dict[str, Library]:
+    return generate.of_servers("gdn.servers:load", states_as_inputs, operator)
 
 
 def of_transformers(operator: str) -> dict[str, Library]:
-    return generate.of_transformers(
-        "fla", fla.PACKAGE, states_as_inputs, "gdn.adapters:load_model", operator
-    )
+    """What models compute: by torch, and by fla, which transformers calls where it finds it."""
+
+    def version() -> str:
+        numbers = [packages.package_version(name) for name in ("transformers", fla.PACKAGE)]
+        return f"transformers {numbers[0]} with {fla.PACKAGE} {numbers[1]}"
+
+    load = "gdn.adapters:load_model"
+    by_fla = deferred(load, operator, "fla")
+    return {
+        "model": generate.model(load, operator),
+        "model:installed": installed(fla.PACKAGE, by_fla, states_as_inputs, version=version),
+    }
 
 
 _FLASHINFER = "flashinfer-python"
@@ -223,8 +229,7 @@ LIBRARIES = {
     "flashinfer_mtp": installed(
         _FLASHINFER, deferred("gdn.adapters:load_flashinfer_mtp"), exact_fp32
     ),
-    "sglang": sglang("gdn"),
-    "vllm": installed("vllm", deferred("gdn.servers:load_vllm"), states_as_inputs),
+    **of_servers("gdn"),
     **of_transformers("gdn"),
 }
 
@@ -242,6 +247,8 @@ OPERATOR: Operator = Operator(
     name="gdn",
     title="GDN",
     layers="Gated-DeltaNet",
+    served="prompts: flashinfer, where K = V = 128, else vllm, sglang; "
+    "steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.GDNInputs,
     mixer_sizes={
         "key_heads": "num_k_heads",

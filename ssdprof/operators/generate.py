@@ -153,40 +153,34 @@ def installed(
     )
 
 
-def of_transformers(
-    package: str,
-    distribution: str,
-    precisions: Callable[[Any], tuple[Any, ...]],
-    load: str,
-    *arguments: str,
+def of_servers(
+    load: str, precisions: Callable[[Any], tuple[Any, ...]], *arguments: str
 ) -> dict[str, Library]:
-    """What models compute: with transformers' torch function, and with a package that it finds.
+    """What vLLM and SGLang run: for prompts, at these precisions, and for steps on a pool.
 
-    load: the function in `ssdprof.kernels` of the arguments and of the package, or "".
+    load: the function in `ssdprof.kernels` of the name and of the arguments.
+    """
+    return {
+        f"{package}{form}": installed(
+            package, deferred(load, f"{package}{form}", *arguments), of_form
+        )
+        for package in ("vllm", "sglang")
+        for form, of_form in (("", precisions), ("_step", exact_fp32))
+    }
+
+
+def model(load: str, *arguments: str) -> Library:
+    """What transformers' own torch function computes.
+
+    load: the function in `ssdprof.kernels` of these arguments.
     """
 
     def version() -> str:
         return f"transformers {packages.package_version('transformers')}"
 
-    def version_with_package() -> str:
-        number = packages.package_version(distribution)
-        return f"{version()} with {distribution} {number}"
-
-    return {
-        "model": installed(
-            "transformers",
-            deferred(load, *arguments, ""),
-            exact_fp32,
-            version=version,
-            needs_gpu=False,
-        ),
-        "model:installed": installed(
-            distribution,
-            deferred(load, *arguments, package),
-            precisions,
-            version=version_with_package,
-        ),
-    }
+    return installed(
+        "transformers", deferred(load, *arguments), exact_fp32, version=version, needs_gpu=False
+    )
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ LIBRARIES = {
         states_as_inputs,
         version=lambda: packages.package_version("flash_kda"),
     ),
-    "sglang": gdn.sglang("kda"),
+    **gdn.of_servers("kda"),
     "cudnn": installed("nvidia-cudnn-frontend", deferred("gdn.adapters:load_cudnn"), exact_fp32),
     **gdn.of_transformers("kda"),
 }
@@ -120,6 +120,8 @@ OPERATOR = replace(
     name="kda",
     title="KDA",
     layers="Kimi-Delta-Attention",
+    served="prompts: flash_kda (vLLM, bounded gates), else vllm, sglang; "
+    "steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.KDAInputs,
     mixer_sizes={
         "key_heads": "num_heads",

@@ -249,6 +249,7 @@ class Operator(Generic[I]):
         heads, in a sentence; empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
     baseline: the implementation that others are compared with.
+    served: which libraries vLLM and SGLang choose on Hopper, by default.
     libraries: other libraries by name.
     """
 
@@ -266,6 +267,7 @@ class Operator(Generic[I]):
     refusal: Callable[[Mapping[str, int], int], str] | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     baseline: str = "unfused"
+    served: str = ""
     libraries: Mapping[str, Library] = field(default_factory=dict)
 
     @property

@@ -23,7 +23,7 @@ from ssdprof.operators.operator import (
 )
 from ssdprof.operators.ssd_inputs import GENERATOR, WORDS
 from ssdprof.operators.ssd_oracle import ORACLE
-from ssdprof.operators.tensors import exact_fp32, requested_precisions, states_as_inputs
+from ssdprof.operators.tensors import exact_fp32, requested_precisions
 
 if TYPE_CHECKING:
     from ssdprof.kernels.ssd import adapters, reference
@@ -230,6 +230,13 @@ def _load_published(checkout: Path | None) -> Implementation:
 
 _MAMBA = "mamba-ssm"
 _MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
+
+
+def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
+    """For the servers' forks of `mamba_ssm`: a server chooses the dtype of its states."""
+    return requested_precisions(dtype, "exact", tuple(dict.fromkeys((dtype, "fp32"))))
+
+
 LIBRARIES = {
     "mamba_ssm": installed(
         _MAMBA,
@@ -239,16 +246,17 @@ LIBRARIES = {
     ),
     "selective_state_update": installed(
         _MAMBA,
-        deferred("ssd.adapters:load_selective_state_update"),
+        deferred("ssd.servers:load", "selective_state_update"),
         exact_fp32,
         version=_MAMBA_VERSION,
     ),
+    **generate.of_servers("ssd.servers:load", _fork_precisions),
     "published": Library(
         load=_load_published,
         hint="Give a checkout of github.com/RishiAstra/mamba.",
         repository="github.com/RishiAstra/mamba",
     ),
-    **generate.of_transformers("mamba_ssm", _MAMBA, states_as_inputs, "ssd.adapters:load_model"),
+    "model": generate.model("ssd.adapters:load_model"),
 }
 
 
@@ -274,6 +282,7 @@ OPERATOR = Operator(
     name="ssd",
     title="SSD (Mamba-2)",
     layers="Mamba-2",
+    served="prompts: vllm, sglang; steps: vllm_step, sglang_step",
     load_inputs=lambda: kernels.SSDInputs,
     mixer_sizes={
         "nheads": "num_heads",
