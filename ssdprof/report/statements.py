@@ -209,6 +209,8 @@ def _advice(every: Sequence[Series]) -> VerdictLine:
         layers = {case.layer for case in chain.from_iterable(series.cases for series in good)}
         where = "every layer replayed" if len(layers) > 1 else "the layer replayed"
         precisions = fmt.words(f"at {series.precision}" for series in good)
+        if not bad and len(good) > 4:
+            precisions = f"at each of its {len(good)} precisions"
         words.append(f"{name} may be used {precisions}: it is within the error budget in {where}.")
     if bad:
         words.append(f"{'It' if good else name} may not be used at {'; '.join(bad)}.")

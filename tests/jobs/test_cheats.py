@@ -104,7 +104,7 @@ def test_what_a_thread_computes_after_the_call_is_no_output(
     calls: list[None] = []
     was_read = threading.Event()
 
-    def read(*tensors: torch.Tensor) -> str:
+    def read(*tensors: torch.Tensor) -> tuple[int, ...]:
         bits = fingerprint(*tensors)
         was_read.set()
         return bits
