@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -141,15 +141,10 @@ def compare_answers(
             comparison.run(variants, writer)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Variant:
-    """A case, and what computes the operators of which layers; the reference computes the
-    others.
-    """
-
-    case: Case
-    compute: Compute
-    layers: frozenset[int]
+# a case, and what computes the operators of which layers; the reference computes the others
+_Variant = NamedTuple(
+    "_Variant", [("case", Case), ("compute", Compute), ("layers", frozenset[int])]
+)
 
 
 def _variants(

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ssdprof import kernels, operators
 from ssdprof.files import safe_name
 from ssdprof.jobs import limits
-from ssdprof.jobs.compare import Entry
+from ssdprof.jobs.compare import Entry, OnFault
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import oracle_output
@@ -30,44 +30,43 @@ from ssdprof.store.reports import FAILURES
 MOST_BYTES = 1 << 30  # of the inputs in a file
 
 
-class FailureStore:
-    """folder: of the report."""
+def keeping(folder: Path) -> OnFault:
+    """Keeps calls in the folder of a report: one that failed, and one for each broken law, of each
+    implementation.
+    """
+    kept: set[tuple[str, str]] = set()
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / FAILURES
-        self._kept: set[tuple[str, str]] = set()
-
-    def keep(self, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
-        """Keep a call, unless there is one.  law: that it broke; empty: the captured call failed.
-        output: None if there is none.
-        """
+    def keep(entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
         implementation = entry.call.implementation
         key = implementation.name, law
         size = sum(tensor.nbytes for tensor in inputs.tensors.values())
-        if key in self._kept or not implementation.word or size > MOST_BYTES:
+        if key in kept or not implementation.word or size > MOST_BYTES:
             return
-        self._kept.add(key)
+        kept.add(key)
         with suppress(torch.OutOfMemoryError):  # the failure itself is in the report
-            self._write(entry, law, inputs, output)
+            _write(folder / FAILURES, entry, law, inputs, output)
 
-    def _write(self, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
-        tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
-        outputs = {"expected": oracle_output(inputs)}
-        if output is not None:
-            outputs["actual"] = output
-        for which, (out, final_states) in outputs.items():
-            tensors |= {f"{which}.out": out, f"{which}.final_states": final_states}
-        call = {
-            "operator": inputs.operator,
-            "word": entry.call.implementation.word,
-            "precision": str(entry.call.precision),
-            "scalars": inputs.scalars,
-            "strides": {name: tensor.stride() for name, tensor in tensors.items()},
-        }
-        self._folder.mkdir(exist_ok=True)
-        file = self._folder / f"{entry.case.id}{f'-{safe_name(law)}' if law else ''}.safetensors"
-        stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, file, metadata={"call": json.dumps(call)})
+    return keep
+
+
+def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
+    tensors = {f"inputs.{name}": tensor for name, tensor in inputs.tensors.items()}
+    outputs = {"expected": oracle_output(inputs)}
+    if output is not None:
+        outputs["actual"] = output
+    for which, (out, final_states) in outputs.items():
+        tensors |= {f"{which}.out": out, f"{which}.final_states": final_states}
+    call = {
+        "operator": inputs.operator,
+        "word": entry.call.implementation.word,
+        "precision": str(entry.call.precision),
+        "scalars": inputs.scalars,
+        "strides": {name: tensor.stride() for name, tensor in tensors.items()},
+    }
+    folder.mkdir(exist_ok=True)
+    file = folder / f"{entry.case.id}{f'-{safe_name(law)}' if law else ''}.safetensors"
+    stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(stored, file, metadata={"call": json.dumps(call)})
 
 
 class SavedCall(NamedTuple):

@@ -26,8 +26,8 @@ from ssdprof.core.case import LayerCall
 from ssdprof.core.target import CallRef, LayerRef, drafted_call
 from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
-from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry
-from ssdprof.jobs.failures import FailureStore
+from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry, OnFault
+from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
@@ -48,9 +48,8 @@ from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
 
+# an implementation at a precision; the precision of the baseline that it is compared with
 class Planned(NamedTuple):
-    """An implementation at a precision; the precision of the baseline that it is compared with."""
-
     implementation: Implementation
     precision: Precision
     baseline_precision: Precision
@@ -118,7 +117,7 @@ class _Replay:
         self._provenance = Provenance(rows_are_sequences=named) if follows else None
         isolated = IsolatedFirstCall(options.first_call_s)
         # tensors of `ssdprof.compare` come from no model, and its report is stored nowhere
-        self._failures = FailureStore(writer.folder) if options.model else None
+        self._keep = keeping(writer.folder) if options.model else None
         self._prober = Prober(isolated, laws=options.laws)
         self._comparer = Comparer(
             timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
@@ -127,7 +126,7 @@ class _Replay:
             process=writer.process,
             isolated=isolated,
             watcher=watcher,
-            on_fault=self._failures.keep if self._failures else None,
+            on_fault=self._keep,
         )
 
     def compare(self, captured: CapturedLayer) -> None:
@@ -194,7 +193,7 @@ class _Replay:
             "inputs": hashes.get(prompt, ""),
             **work,
         }
-        return entries_of(operator, inputs, planned, self._prober, fields, self._failures)
+        return entries_of(operator, inputs, planned, self._prober, fields, self._keep)
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
         """Whether an interrupted run that goes on has compared all of the call."""
@@ -237,11 +236,11 @@ def entries_of(
     planned: Sequence[Planned],
     prober: Prober,
     fields: Mapping[str, Any],
-    failures: FailureStore | None,
+    keep: OnFault | None,
 ) -> list[Entry]:
     """An entry for each; those with one baseline are timed together.
 
-    fields: of all cases.  failures: keeps calls that break a law.
+    fields: of all cases.  keep: gets calls that break a law.
     """
     baseline = planned[0].implementation.name
     entries: dict[tuple[str, Precision], Entry] = {}
@@ -257,8 +256,8 @@ def entries_of(
         )
         entry.baseline, entry.turns = first, baseline_precision
         if implementation.kind in prober.kinds:
-            keep = partial(failures.keep, entry) if failures else None
-            entry.probes = partial(prober.probe, implementation, inputs, precision, keep=keep)
+            probe = partial(prober.probe, implementation, inputs, precision)
+            entry.probes = partial(probe, keep=partial(keep, entry)) if keep else probe
         entries[implementation.name, precision] = entry
     return list(entries.values())
 
