@@ -30,6 +30,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
+from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.roofline import with_occupancy
@@ -301,7 +302,10 @@ class Comparer:
                 raise
             reason = f"while compared with the oracle: {first_line(error)}"
             return {entry: {"status": "out of memory", "reason": reason} for entry in outputs}
-        return {entry: {"accuracy": accuracy} for entry, accuracy in accuracies.items()}
+        return {
+            entry: {"accuracy": diagnosed(inputs, candidates[entry], accuracy)}
+            for entry, accuracy in accuracies.items()
+        }
 
     # --- speed
 

@@ -17,15 +17,16 @@ from math import inf, log2
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
 from ssdprof.core.base import REPEATS
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
+from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.measure.sequences import (
@@ -40,7 +41,7 @@ from ssdprof.measure.sequences import (
     spans_of,
 )
 from ssdprof.operators import generate
-from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs, Trait
+from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.rounding import unit_roundoff
 
@@ -52,7 +53,6 @@ AMPLIFICATION, AMPLIFIED_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
-SINGLE_STEPS, ACCEPTED_TOKENS = "single steps", "accepted tokens"
 DROPPED = 0.08  # RMS error of known outputs; roundings cause up to 0.03
 # of the budget in laws, for a library that needs more than the budget anyway and is tolerated: its
 # RMS error of at most 1 % is about four times that of rounding to bf16
@@ -121,14 +121,15 @@ class Trial:
         if wrong := self.outside(inputs, output, self.room):
             if inputs.length > self.latest[0][0].length:
                 self.latest[:] = [(inputs, output)]
-            reasons = "; ".join(accuracy.reason for accuracy in wrong)
-            raise Broken(f"{context}{reasons}")
+            known = diagnosed(inputs, self._candidate(output), wrong)
+            raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
+
+    def _candidate(self, output: Output) -> Candidate:
+        cuts = self.implementation.cuts_operands
+        return Candidate(output=output, precision=self.precision, cuts=cuts)
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
         """The outputs that need more than this many times their budget."""
-        candidate = Candidate(
-            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
-        )
         if output[0].dtype == torch.float32:
             # sums in another order are no fault: their roundings add up as a random walk does
             room *= output[0].shape[1] ** 0.5
@@ -137,7 +138,7 @@ class Trial:
                 budget=tuple(use.changed(budget=room * use.budget) for use in accuracy.budget),
                 checks=tuple(test.changed(limit=room * test.limit) for test in accuracy.checks),
             )
-            for accuracy in compare(inputs, {"": candidate})[""]
+            for accuracy in compare(inputs, {"": self._candidate(output)})[""]
         )
         return [accuracy for accuracy in scaled if accuracy.reason]
 
@@ -292,7 +293,7 @@ def judge_kinds(
         raise refusals[0] if refusals else NotApplicable(otherwise)
 
 
-def first_difference(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str | None:
+def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
     """The first element that differs, except numbers that a GPU may flush to zero."""
     for name, tensor, other in zip(("out", "final_states"), outputs, others, strict=False):
         differs = (
@@ -431,6 +432,8 @@ def accepted_tokens(trial: Trial) -> None:
 
 
 def edge_inputs(trial: Trial) -> None:
+    """Broken names the trait that is at fault, and the sizes of the inputs."""
+
     def judge(edge: EdgeInputs[Inputs]) -> None:
         inputs = edge.make()
         sizes = trial.operator.oracle.dims(inputs).words
@@ -447,13 +450,9 @@ def edge_inputs(trial: Trial) -> None:
 
 def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
     """The trait without which the kernel passes, with its rule; else all traits."""
-
-    def is_cause(trait: Trait[Inputs]) -> bool:
-        return trial.passes(edge.make(left_out=trait))
-
-    cause = next(filter(is_cause, edge.traits), None)
-    if cause is not None:
-        return f"{cause.name} ({cause.rule})" if cause.rule else cause.name
+    for trait in edge.traits:
+        if trial.passes(edge.make(left_out=trait)):
+            return f"{trait.name} ({trait.rule})" if trait.rule else trait.name
     return words.words(trait.name for trait in edge.traits) if edge.traits else "random numbers"
 
 
@@ -484,28 +483,25 @@ def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
     positions of a sequence are judged; without other forms, of the longest one alone.
     """
     longest = LONGEST[inputs.device.type]
-    values, tensors = inputs.values.clone(), inputs.tensors
+    linear = {
+        name: inputs.tensors[name] * trial.amplification
+        for name in inputs.LINEAR[1:]
+        if name in inputs.tensors
+    }
+    linear[inputs.LINEAR[0]] = values = inputs.values.clone()
     for span in spans_of(inputs):
         stop = span.start + min(span.length, longest) // AMPLIFIED_SHARE
         values[span.batch, span.start : stop] *= trial.amplification
-    states = {
-        name: tensors[name] * trial.amplification for name in inputs.LINEAR[1:] if name in tensors
-    }
-    inputs = replace(inputs, **{inputs.LINEAR[0]: values}, **states)
-    output = trial.run(inputs)
-    spans = spans_of(inputs) if trial.long_heads else [longest_of(inputs)]
-    for span in filter(lambda span: span.length, spans):
-        _judge_start(trial, inputs, output, span, longest)
-
-
-def _judge_start(trial: Trial, inputs: Inputs, output: Output, span: Span, length: int) -> None:
-    """Judge at most the first `length` positions of a sequence."""
-    start = replace(span, stop=min(span.stop, span.start + length))
-    part = alone(inputs, start)
-    out, states = output[0][span.batch, start.start : start.stop][None], output[1]
-    # the states after these positions are known only where the sequence ends there
-    after = states[rows_of_states(inputs, span)] if start == span else oracle_output(part)[1]
-    trial.judge(part, (out, after))
+    inputs = replace(inputs, **linear)
+    out, states = trial.run(inputs)
+    for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
+        start = replace(span, stop=min(span.stop, span.start + longest))
+        part = alone(inputs, start)
+        # the states after these positions are known only where the sequence ends there
+        whole = start == span
+        after = states[rows_of_states(inputs, span)] if whole else oracle_output(part)[1]
+        if span.length:
+            trial.judge(part, (out[span.batch, start.start : start.stop][None], after))
 
 
 def turning_keys(trial: Trial) -> None:
@@ -536,7 +532,7 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     )
 
 
-def _errors_of(known: KnownOutputs, out: torch.Tensor) -> torch.Tensor:
+def _errors_of(known: KnownOutputs, out: Tensor) -> Tensor:
     """The relative RMS error at each of the known positions."""
     actual = out[known.batch, known.positions][:, known.heads].double()
     error = (actual - known.expected).square().sum((1, 2)).sqrt()
@@ -560,8 +556,8 @@ LAWS: dict[str, Law] = {
     "causality": causality,
     "linearity": linearity,
     "cut in two": cut_in_two,
-    SINGLE_STEPS: single_steps,
-    ACCEPTED_TOKENS: accepted_tokens,
+    "single steps": single_steps,
+    "accepted tokens": accepted_tokens,
     "edge inputs": edge_inputs,
     AMPLIFIED_HISTORY: amplified_history,
     TURNING_KEYS: turning_keys,
@@ -576,8 +572,8 @@ OF_THE_SAME_FORM = frozenset(
         "linearity",
         AMPLIFIED_HISTORY,
         TURNING_KEYS,
-        SINGLE_STEPS,
-        ACCEPTED_TOKENS,
+        "single steps",
+        "accepted tokens",
     }
 )
 
@@ -585,7 +581,7 @@ OF_THE_SAME_FORM = frozenset(
 def laws_of(trial: Trial) -> dict[str, Law]:
     """Those that can be tried with these inputs."""
     steps = trial.inputs.state_every == 1
-    left_out = {"cut in two"} if steps else {SINGLE_STEPS, ACCEPTED_TOKENS}
+    left_out = {"cut in two"} if steps else {"single steps", "accepted tokens"}
     if not trial.histories:
         left_out.add(TURNING_KEYS)
     return {name: law for name, law in LAWS.items() if name not in left_out}

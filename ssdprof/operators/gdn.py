@@ -24,6 +24,8 @@ from ssdprof.operators.operator import (
 from ssdprof.operators.tensors import exact_fp32, states_as_inputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.operators import gdn_tuning
 else:
@@ -32,64 +34,7 @@ else:
     )
     gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
-STAGES = Stages.of(
-    "gdn",
-    {
-        "waiting.inverse": "for the inverse",
-        "waiting.weights": "for the weights of the output",
-        "waiting.update": "for the weights of the update",
-        "chunk_state.residual": "residual",
-        "chunk_state.update": "update of the state",
-    },
-    "setup",
-    "setup.load",
-    "setup.store",
-    "ticket",
-    "loads",
-    "waiting",
-    "waiting.chunk",
-    "waiting.inverse",
-    "waiting.weights",
-    "waiting.update",
-    "qk_l2norm",
-    "gate_cumsum",
-    "scaled_dot_kkt",
-    "solve_tril",
-    "recompute_w_u",
-    "state_factor",
-    "out_factor",
-    "rows",
-    "warm_up",
-    "chunk_state",
-    "chunk_state.residual",
-    "chunk_state.update",
-    "chunk_output",
-    "recurrence",
-    "step_write",
-    "step_state",
-    "step_output",
-    "ahead",
-    unfused=(
-        "_gdn_qk_l2norm_kernel",
-        "_gdn_gate_cumsum_kernel",
-        "_gdn_scaled_dot_kkt_kernel",
-        "_gdn_solve_tril_kernel",
-        "_gdn_recompute_w_u_kernel",
-        "_gdn_chunk_state_kernel",
-        "_gdn_chunk_output_kernel",
-    ),
-    fused=(
-        "_rows_kernel",
-        "_gdn_factors_kernel",
-        "_gdn_scan_kernel",
-        "_prep_kernel",
-        "_parts_kernel",
-        "_combine_kernel",
-        "_hopper_kernel",
-    ),
-    recurrent=("_gdn_recurrent_kernel",),
-    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-)
+STAGES = Stages.of("gdn")
 
 
 # --- how a model calls it
@@ -97,19 +42,19 @@ STAGES = Stages.of(
 
 def bind(
     _mixer: torch.nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     kind: str = "GDNInputs",
-    **given: Any,
+    **arguments: Any,
 ) -> BoundCall:
     """The call of a mixer as inputs of this kind."""
-    given |= {
+    arguments |= {
         "q": q,
         "k": k,
         "v": v,
@@ -117,11 +62,11 @@ def bind(
         "beta": beta,
         "use_qk_l2norm": use_qk_l2norm_in_kernel,
     }
-    return from_call(getattr(kernels, kind), **given), output_final_state, ""
+    return from_call(getattr(kernels, kind), **arguments), output_final_state, ""
 
 
 def recorded(
-    given: dict[str, Any], returned: Sequence[torch.Tensor]
+    given: dict[str, Any], returned: Sequence[Tensor]
 ) -> tuple[kernels.GDNInputs, Output | None]:
     """A call of FlashInfer's prefill, whose g is the decay, states (slots, HV, V, K), and sequences
     packed.
@@ -132,7 +77,7 @@ def recorded(
     if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
         raise ValueError("g is not a decay between 0 and 1")
 
-    def of_sequences(pool: torch.Tensor) -> torch.Tensor:
+    def of_sequences(pool: Tensor) -> Tensor:
         if slots is None:
             return pool.mT
         if not bool(((slots >= 0) & (slots < len(pool))).all()):

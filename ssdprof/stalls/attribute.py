@@ -5,7 +5,7 @@
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
 So reports of older versions keep their meaning.  For files of other libraries a table has the same
-information, by the hash of the file (`operators/known_sources/`).  In any other file every function
+information, by the hash of the file (`operators/stages/`).  In any other file every function
 is a stage of its own name.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those

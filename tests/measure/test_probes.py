@@ -238,6 +238,35 @@ def test_bits_that_rounding_alone_changes_break_no_law() -> None:
         assert broken(kernel, ssd()) == set(), kernel.__name__
 
 
+def broken_edge(kernel: Kernel, inputs: Any) -> str:
+    found = probed(kernel, inputs)["edge inputs"]
+    assert found.holds == "no"
+    return found.detail
+
+
+def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> None:
+    def without_its_clamp(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
+
+    detail = broken_edge(without_its_clamp, gdn())
+    assert detail.startswith(
+        "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
+    )
+    assert "of sequence 0 (321 tokens)" in detail
+    detail = broken_edge(without_limits_of_dt, ssd())
+    assert detail.startswith("limits of dt that bind (dt is limited after its bias and softplus)")
+
+
+def test_several_faults_name_all_traits() -> None:
+    def half(inputs: Any) -> Any:
+        out, states = oracle_output(inputs)
+        return (out / 2 if inputs.length == 321 else out), states
+
+    detail = broken_edge(half, ssd())
+    assert detail.startswith("initial states, large steps in a head, x of 0, D of every channel, ")
+
+
 def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> None:
     def changing_its_gate(inputs: Any) -> Any:
         output = oracle_output(inputs)

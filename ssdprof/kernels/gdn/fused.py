@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import capability, refuse_gradient, sm_count
@@ -35,16 +36,16 @@ _H200 = ((9, 0), 132)
 
 
 def gdn_fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     state_v_first: bool = False,
     batch_invariant: bool = False,
@@ -128,20 +129,20 @@ def gdn_fused(
 
 @torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
 def _operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None,
-    initial_state: torch.Tensor | None,
+    initial_state: Tensor | None,
     use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: Tensor | None,
     intermediates: str,
     state_dtype: torch.dtype,
     state_v_first: bool = False,
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`gdn_fused` with a schema that the dispatcher understands."""
     precision = Precision(
         intermediates=intermediates,  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
     q, _, v, *_ = arguments
     cu_seqlens, state_v_first = arguments[8], arguments[11:12] == (True,)  # a default is not passed

@@ -6,6 +6,7 @@ The registered implementations, which take `KDAInputs`, are in `fused.py` and `u
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.device import refuse_gradient
 from ssdprof.kernels.gdn.fused import _fake
@@ -16,16 +17,16 @@ from ssdprof.kernels.precision import Precision
 
 
 def kda_fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     state_v_first: bool = False,
     batch_invariant: bool = False,
@@ -84,20 +85,20 @@ def kda_fused(
 
 @torch.library.custom_op("ssdprof::kda_fused", mutates_args=())
 def _operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     scale: float | None,
-    initial_state: torch.Tensor | None,
+    initial_state: Tensor | None,
     use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: Tensor | None,
     intermediates: str,
     state_dtype: torch.dtype,
     state_v_first: bool = False,
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`kda_fused` with a schema that the dispatcher understands."""
     precision = Precision(
         intermediates=intermediates,  # type: ignore[arg-type]
@@ -125,17 +126,17 @@ _operator.register_fake(_fake)
 
 
 def kda_unfused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     use_qk_l2norm: bool = False,
     chunk_size: int = 64,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
 ) -> Output:
     """Kimi Delta Attention in six launches, forward only.  Arguments and result are those of

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.functions import (
@@ -177,7 +178,7 @@ def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     tl.store(G_ptr + ptr_offset(index, G_strides), cumulative_decays(b_g), mask=m_k[None, :])
 
 
-def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
+def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> Tensor:
     """Stage 1: the cumulative log decay, G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN,
     0).
 
@@ -247,8 +248,8 @@ def _kda_decayed_scores_kernel(
 
 
 def decayed_scores(
-    inputs: KDAInputs, G: torch.Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs: KDAInputs, G: Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
+) -> tuple[Tensor, Tensor]:
     """Stage 2: the triangular system of each chunk, and the weights of its own values in the
     output.
 
@@ -345,8 +346,8 @@ def _kda_recompute_w_u_kernel(
 
 
 def recompute_w_u(
-    inputs: KDAInputs, A: torch.Tensor, G: torch.Tensor, chunks: Chunks, precision: Precision
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs: KDAInputs, A: Tensor, G: Tensor, chunks: Chunks, precision: Precision
+) -> tuple[Tensor, Tensor, Tensor]:
     """Stage 4: keys and values of each chunk after the inverse, and its keys decayed to its end.
 
         u[v, i]     = sum_j A[i, j] * beta[j] * v[j, v]
@@ -439,13 +440,13 @@ def _kda_chunk_output_kernel(
 
 def chunk_output(
     inputs: KDAInputs,
-    prev_states: torch.Tensor,
-    v_new: torch.Tensor,
-    P: torch.Tensor,
-    G: torch.Tensor,
+    prev_states: Tensor,
+    v_new: Tensor,
+    P: Tensor,
+    G: Tensor,
     chunks: Chunks,
     precision: Precision,
-) -> torch.Tensor:
+) -> Tensor:
     """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected
     values.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import capability, refuse_gradient, sm_count
@@ -27,20 +28,20 @@ MAX_DSTATE = 256
 
 
 def ssd_fused(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
     chunk_size: int = 256,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     batch_invariant: bool = False,
 ) -> SSDOutput:
@@ -120,24 +121,24 @@ def ssd_fused(
 
 @torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
 def _operator(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     chunk_size: int,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
     dt_softplus: bool,
     dt_low: float,
     dt_high: float,
-    initial_states: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
+    initial_states: Tensor | None,
+    cu_seqlens: Tensor | None,
     intermediates: str,
     state_dtype: torch.dtype,
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """`ssd_fused` with a schema that the dispatcher understands."""
     precision = Precision(
         intermediates=intermediates,  # type: ignore[arg-type]
@@ -164,7 +165,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
     x, _, _, B, *_ = arguments
     cu_seqlens = arguments[13]
