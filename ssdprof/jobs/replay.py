@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,14 +47,9 @@ from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
-
 # an implementation at a precision; the precision of the baseline that it is compared with
-class Planned(NamedTuple):
-    implementation: Implementation
-    precision: Precision
-    baseline_precision: Precision
-
-
+# an implementation at a precision; the precision of the baseline that it is compared with
+Planned = tuple[Implementation, Precision, Precision]
 # what is compared on a call of an operator; baselines first
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
@@ -179,7 +174,7 @@ class _Replay:
         if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
             model = self._writer.report.model
             by = model.model_type if model else ""
-            planned.append(Planned(*served(captured, by), planned[0].precision))
+            planned.append((*served(captured, by), planned[0][1]))
         prompt = (dims.seqlen, dims.batch)
         if call is not None:
             prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
@@ -242,7 +237,7 @@ def entries_of(
 
     fields: of all cases.  keep: gets calls that break a law.
     """
-    baseline = planned[0].implementation.name
+    baseline = planned[0][0].name
     entries: dict[tuple[str, Precision], Entry] = {}
     for implementation, precision, baseline_precision in planned:
         first = entries.get((baseline, baseline_precision))
