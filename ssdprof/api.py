@@ -308,7 +308,7 @@ def compare(
         matched_with=first.name,
         smallest_difference=difference,
         laws=laws,
-        requested=tuple((place, plan.implementation.name, str(plan.precision)) for plan in plans),
+        requested=tuple((place, known.name, str(precision)) for known, precision, _ in plans),
     )
     writer = reports.Writer(Path(), header.changed(id="in memory"), None)
     watcher = watcher or LineWatcher(levels=2)
