@@ -26,7 +26,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
-from ssdprof.progress import Advance, Watcher
+from ssdprof.progress import Advance, LineWatcher
 from ssdprof.report import brief, statements
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
@@ -35,47 +35,25 @@ from ssdprof.store.reports import dump
 _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
 
 
-class TerminalWatcher(Watcher):
-    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to
-    time.
-    """
+class TerminalWatcher(LineWatcher):
+    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._console = terminal.err()
         self._bars: Progress | None = None
-        self._depth = 0
 
     def say(self, text: str) -> None:
         self._console.print(Text(harmless(text)))
 
     @contextmanager
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
-        self._depth += 1
-        try:
-            if self._console.is_terminal:
-                with self._bar(text, total, unit) as advance:
-                    yield advance
-            else:
-                yield self._lines(text, total, unit)
-        finally:
-            self._depth -= 1
-
-    def _lines(self, text: str, total: int | None, unit: str) -> Advance:
-        """Prints only outermost steps, because a log is read afterwards."""
-        done = 0
-
-        def advance(amount: int) -> None:
-            nonlocal done
-            done += amount
-            if outermost and total is not None:
-                self.say(f"{text}: {done} of {total} {unit}".rstrip())
-
-        if outermost := self._depth == 1:
-            self.say(text)
-        return advance
+        step = self._bar if self._console.is_terminal else super().step
+        with step(text, total, unit=unit) as advance:
+            yield advance
 
     @contextmanager
-    def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
+    def _bar(self, text: str, total: int | None, *, unit: str) -> Iterator[Advance]:
         """A bar below those of outer steps, written at progress: a thread would share the
         interpreter with timed work.
         """

@@ -154,6 +154,7 @@ REPEATS: Final = "repeats bitwise"  # a law that no kernel promises: only report
 # begins the names of laws about a pool of states: measure/pools.py
 BETWEEN_CALLS: Final = "between calls: "
 Holds = Literal["yes", "no", "not applicable"]
+Laws = Literal["quick", "default", "all"]  # which laws are tested
 
 
 class Probe(Record):

@@ -14,6 +14,7 @@ from ssdprof.core.base import (
     Clock,
     Count,
     DType,
+    Laws,
     NotNegative,
     PrecisionName,
     Processes,
@@ -98,6 +99,7 @@ class Report(Record):
     one.
     baseline: that others are compared with; decode steps have their own, which their cases name.
     matched_with: the implementation whose output others are matched with.
+    laws: which ones were tested.
     tensor_parallel: number of ranks; the first one's share of the heads was replayed.
     ranks: processes that shared the cases, each on a GPU of its own.
     samplers: processes that sampled every case, one after another.
@@ -124,6 +126,7 @@ class Report(Record):
     prompts: tuple[Prompt, ...] = ()
     segment_length: Size | None = None
     cast: tuple[DType, DType] | None = None
+    laws: Laws = "default"
     tensor_parallel: Processes = 1
     ranks: Processes = 1
     samplers: Processes = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, pairwise
 from math import inf, log2
@@ -77,6 +77,7 @@ class Trial:
     inputs: a captured call, or some of its sequences, each cut to `LONGEST` positions.  whole: the
     call.  long_heads: numbers of heads of histories that are longer than the call; empty: no form
     but the call's is tried.
+    latest: the call that was made last, or what several calls joined to more positions.
     """
 
     operator: Operator
@@ -86,6 +87,7 @@ class Trial:
     isolated: IsolatedFirstCall
     whole: Inputs
     long_heads: Sequence[int]
+    latest: list[tuple[Inputs, Output]] = field(default_factory=list)
 
     def run(self, inputs: Inputs) -> Output:
         """Raises NotApplicable with the reason if there is no output, and Broken for what no call
@@ -102,6 +104,7 @@ class Trial:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
         if output is not None:
+            self.latest[:] = [(inputs, output)]
             return output
         reason: str = fields["reason"]
         # no exception of its own
@@ -116,6 +119,8 @@ class Trial:
     def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
         """Raises Broken, with the context first, unless the output is within its budget."""
         if wrong := self.outside(inputs, output, self.room):
+            if inputs.length > self.latest[0][0].length:
+                self.latest[:] = [(inputs, output)]
             known = diagnosed(inputs, self._candidate(output), wrong)
             raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
 

@@ -717,7 +717,7 @@ def try_laws(
         detail = ""
         try:
             if quick and law is mixed_calls:
-                raise NotApplicable("Triton's interpreter runs it; --thorough tests it")
+                raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
             law(room)
         except Broken as error:
             holds, detail = "no", str(error)

@@ -395,8 +395,9 @@ def repeats(report: Report) -> Table | None:
         for case in report.cases
         if (case.result != "passed" or case.why) and report.again(case)
     ]
+    note = "'ssdprof case ID --save DIR' writes the tensors of a failure, and a script for them."
     words = ("id", "case", "command")
-    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command")
+    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command", note=note)
 
 
 # --- of a bench: a table for each shape, dtype, draw and layout

@@ -159,6 +159,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         how = "ran"
     if any(case.variant == "interpreter" for case in report.of_calls):
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
+    if report.laws == "quick":
+        how += "; of the laws, only causality and cut in two were tested (--laws quick)"
     if outcome.others and report.kind in ("bench", "prefill"):
         how += f"; {outcome.others} more of other libraries do not count"
     yield VerdictLine(f"{_capital(who)} {how}.")

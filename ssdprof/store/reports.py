@@ -57,6 +57,7 @@ RUNS = Path("runs")
 HEADER = "run.json"
 DOCUMENT = "report.json"  # what --json printed, in a folder of its own
 CAPTURES = "captures"
+FAILURES = "failures"  # calls that failed: see `jobs.failures`
 _LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
 _TAKEN = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")

@@ -322,7 +322,7 @@ def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
 
 
 def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
-    once, thorough = Prober(Here()), Prober(Here(), thorough=True)
+    once, thorough = Prober(Here()), Prober(Here(), laws="all")
     given = ssd(seqlen=20)
     every = len(probed(oracle_output, given, once))
     assert not probed(oracle_output, given, once), "another precision of the same layer"
@@ -332,6 +332,12 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
         == every
     )
     assert len(probed(oracle_output, ssd(seqlen=20, heads=4), once)) == every
+
+
+def test_quick_laws_are_two_and_once() -> None:
+    quick = Prober(Here(), laws="quick")
+    assert probed(oracle_output, ssd(), quick).keys() == {"causality", "cut in two"}
+    assert not probed(oracle_output, ssd(), quick)
 
 
 def test_the_history_of_each_layer_is_probed() -> None:
@@ -372,9 +378,9 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
         ssd(seqlen=20),
     )
     found = Prober(Here()).probe(implementation, given, Precision(), interpreted=True)
-    assert {one.detail for one in found} == {"Triton's interpreter runs it; --thorough tests it"}
+    assert {one.detail for one in found} == {"Triton's interpreter runs it; --laws all tests it"}
     assert {one.holds for one in found} == {"not applicable"}
-    thorough = Prober(Here(), thorough=True).probe(
+    thorough = Prober(Here(), laws="all").probe(
         implementation, given, Precision(), interpreted=True
     )
     assert "yes" in {one.holds for one in thorough}
@@ -435,7 +441,7 @@ def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
     )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
-    every = Prober(Here(), thorough=True).probe(bundled, given, Precision())
+    every = Prober(Here(), laws="all").probe(bundled, given, Precision())
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
     some = Prober(Here()).probe(bundled, given, Precision())
     assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]

@@ -301,7 +301,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
 @pytest.mark.parametrize(
     ("fields", "of"),
     [
-        ({"command": ("ssdprof", "run", "--thorough")}, "of another request"),
+        ({"command": ("ssdprof", "run", "--laws", "all")}, "of another request"),
         ({"requested": (("layer 0", "fused", "exact"),)}, "of another request"),
         ({"baseline": "fused"}, "of another request"),
         ({"kind": "bench"}, "of another request"),
