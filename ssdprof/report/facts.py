@@ -41,10 +41,13 @@ _MEANINGS = {
 
 
 def meanings(report: Report) -> tuple[Fact, ...]:
-    """(word, meaning) for the words of the report."""
+    """(word, meaning) for the words of the report; the baseline is told where it is explained."""
     used = {case.implementation for case in report.cases}
     used |= {intermediates_of(case.precision) for case in report.cases}
     words = {word: meaning for word, meaning in _MEANINGS.items() if word in used}
+    if report.baseline in words:
+        words[report.baseline] += "; the baseline"
+        return tuple(words.items())
     return (("baseline", f"{report.baseline}, which the others are compared with"), *words.items())
 
 
