@@ -254,6 +254,16 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> Non
         "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
     )
     assert "of sequence 0 (321 tokens)" in detail
+    kept: dict[str, tuple[Any, Any]] = {}
+    own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
+
+    def keep(law: str, *call: Any) -> None:
+        kept[law] = call
+
+    Prober(Here()).probe(own, gdn(), Precision(), keep=keep)
+    inputs, (out, _) = kept["edge inputs"]
+    assert (inputs.g > 0).any(), "those that broke it, not those that were tried after them"
+    assert (out - oracle_output(inputs).out).abs().max() > 1
     detail = broken_edge(without_limits_of_dt, ssd())
     assert detail.startswith("limits of dt that bind (dt is limited after its bias and softplus)")
 
