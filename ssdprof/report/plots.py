@@ -15,6 +15,7 @@ from ssdprof.core.base import short_precision
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
+from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
 from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
 from ssdprof.report.table import Cells, Table, aligned
@@ -85,17 +86,17 @@ def _data(headers: Cells, rows: Iterable[Cells]) -> Table:
 
 
 def speedups(groups: Sequence[Group]) -> Drawing | None:
-    """By device time: a row for each size, with a point for each series; of one size, a row for
-    each series.  None if nothing was timed.
+    """By device time, with their intervals: a row for each size, with a point for each series; of
+    one size, a row for each series.  None if nothing was timed.
     """
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, Estimate]] = {}
     for group in groups:
         for series in group.others():
             if speedup := series.speedup():
                 names = (group.size, series.label)
                 row, label = names if len(groups) > 1 else names[::-1]
-                rows.setdefault(row, {})[label] = speedup.value
-    return _points(rows, "times as fast as the baseline,\nby device time", fmt.ratio, 1.0)
+                rows.setdefault(row, {})[label] = speedup
+    return _points(rows, "times as fast as the baseline,\nby device time", fmt.speedup, 1.0)
 
 
 # --- rooflines: operations per byte and per second
@@ -343,23 +344,25 @@ def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
 
 def divergences(cases: Sequence[Case]) -> Drawing | None:
     """A row for each case of answers, with the mean, the 99th percentile and the maximum of KL."""
-    rows = {}
+    rows: dict[str, dict[str, Estimate]] = {}
     for case in cases:
         if case.band and isinstance(case.task, Answers) and case.task.alone is None:
             noise = f"noise: {case.task.change}" if case.task.change else ""
             name = noise or f"{case.implementation}, {short_precision(case.precision)}"
             band = case.band
-            rows[name] = {"mean": band.kl_mean, "p99": band.kl_p99, "max": band.kl_max}
-    return _points(rows, "KL of the next token, nats", fmt.small)
+            parts = {"mean": band.kl_mean, "p99": band.kl_p99, "max": band.kl_max}
+            rows[name] = {part: Estimate(kl, kl, kl) for part, kl in parts.items()}
+    return _points(rows, "KL of the next token, nats", lambda kl: fmt.small(kl.value))
 
 
 def _points(
-    rows: Mapping[str, Mapping[str, float]],
+    rows: Mapping[str, Mapping[str, Estimate]],
     xlabel: str,
-    words: Callable[[float], str],
+    words: Callable[[Estimate], str],
     reference: float | None = None,
 ) -> Drawing | None:
-    """A row from top to bottom for each name, with a value for each label on a logarithmic axis.
+    """A row from top to bottom for each name, with a value and its interval for each label on a
+    logarithmic axis.
 
     words: a value as text.  reference: a line at this value.
     """
@@ -367,13 +370,23 @@ def _points(
         return None
     labels = list(dict.fromkeys(chain.from_iterable(rows.values())))
     heights = range(len(rows))
+    unknown = Estimate(math.nan, math.nan, math.nan)
 
     def paint(axes: Axes) -> None:
         axes.set_xscale("log")
         for number, label in enumerate(labels):
-            values = [row.get(label, math.nan) for row in rows.values()]
-            marker = _MARKERS[number % len(_MARKERS)]
-            axes.plot(values, heights, marker, color=_color(number), fillstyle="none", label=label)
+            points = [row.get(label, unknown) for row in rows.values()]
+            below = [point.value - point.low for point in points]
+            above = [point.high - point.value for point in points]
+            axes.errorbar(
+                [point.value for point in points],
+                heights,
+                xerr=(below, above),
+                fmt=_MARKERS[number % len(_MARKERS)],
+                color=_color(number),
+                fillstyle="none",
+                label=label,
+            )
         if reference:
             axes.axvline(reference, color=GREY, linewidth=1, linestyle=":")
         axes.set_yticks(heights, [textwrap.fill(name, 24) for name in rows])

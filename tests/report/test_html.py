@@ -120,7 +120,7 @@ def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
     drawing = plots.speedups(groups(report()))
     assert drawing is not None
     svg, numbers = drawing
-    assert numbers.rows[0] == ("fused, exact, fp32", "2.00x")
+    assert numbers.rows[0] == ("fused, exact, fp32", "2.00x [1.98, 2.02]")
     first, second = (Page(inline(svg, prefix, "Speed & more")) for prefix in ("a-", "b-"))
     assert first.ids
     assert not set(first.ids) & set(second.ids)
