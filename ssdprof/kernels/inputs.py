@@ -75,9 +75,11 @@ class Inputs:
 
     @classmethod
     def unchecked(cls, **values: object) -> Self:
-        """All fields by name, without a check.  The caller knows the signature, or calls `check`
-        later.
+        """Fields by name, without a check of their values.  The caller knows the signature, or
+        calls `check` later.
         """
+        if unknown := values.keys() - cls.__dataclass_fields__.keys():
+            raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
         inputs = object.__new__(cls)
         inputs.__dict__.update(values)
         return inputs
@@ -213,7 +215,7 @@ class Inputs:
     @property
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
-        return self._first.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        return self._first.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def final_shape(self) -> tuple[int, ...]:
