@@ -194,78 +194,73 @@ _SCHEMA_TYPES = {
 _SCHEMA_OPTIONS = "str intermediates, ScalarType state_dtype, bool batch_invariant, bool v_first"
 
 
-class TensorFunction:
-    """Fused kernels as a function of tensors.  torch.compile sees one operator, for example
-    `ssdprof::ssd_fused`, whose arguments are all fields of the inputs, then those of a call.
+def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
+    """Fused kernels as a function of the tensors and other fields of `kind`, by name.
+
+    Registers it as a torch operator, for example `ssdprof::ssd_fused`, which is what torch.compile
+    sees.  Its arguments are all fields, in their order, then what else a call has.
     """
+    name = f"{kind.operator}_{fused.name}"
+    defaults = {
+        field.name: None if field.default is MISSING else field.default for field in fields(kind)
+    }
+    arguments = [f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(kind)]
 
-    def __init__(self, fused: Fused, kind: type[Inputs]) -> None:
-        """Registers the torch operator.  kind: the inputs of the operator."""
-        self._fused, self._kind = fused, kind
-        self._defaults = {
-            field.name: None if field.default is MISSING else field.default
-            for field in fields(kind)
-        }
-        arguments = [f"{_SCHEMA_TYPES[str(field.type)]} {field.name}" for field in fields(kind)]
-        name = f"{kind.operator}_{fused.name}"
-        operator = torch.library.custom_op(
-            f"ssdprof::{name}",
-            self._run,
-            mutates_args=(),
-            schema=f"({', '.join(arguments)}, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
-        )
-        operator.register_fake(self._fake)
-        self._operator = getattr(torch.ops.ssdprof, name)
+    def inputs_of(values: Sequence[Any]) -> Inputs:
+        return kind.unchecked(**dict(zip(defaults, values, strict=False)))
 
-    def __call__(
-        self,
+    @torch.library.custom_op(
+        f"ssdprof::{name}",
+        mutates_args=(),
+        schema=f"({', '.join(arguments)}, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
+    )
+    def operator(*values: Any) -> tuple[Tensor, Tensor]:
+        *_, intermediates, state_dtype, batch_invariant, state_v_first = values
+        with torch.no_grad():
+            return fused.run(
+                inputs_of(values),
+                Precision(intermediates=intermediates, state_dtype=state_dtype),
+                batch_invariant=batch_invariant,
+                state_v_first=state_v_first,
+            )
+
+    @operator.register_fake
+    def shapes(*values: Any) -> tuple[Tensor, Tensor]:
+        """Results with the shapes, strides and dtypes of those of `operator`."""
+        inputs, state_v_first = inputs_of(values), values[-1]
+        *rest, rows, columns = inputs.final_shape
+        memory = (*rest, columns, rows) if state_v_first else inputs.final_shape
+        final_states = inputs.values.new_empty(memory, dtype=torch.float32)
+        out = inputs.values.new_empty(inputs.values.shape)
+        return out, final_states.mT if state_v_first else final_states
+
+    def call(
         arguments: dict[str, Any],
         precision: Precision,
         *,
         batch_invariant: bool = False,
         state_v_first: bool = False,
     ) -> Output:
-        """arguments: fields of the inputs by name; others have their defaults.
-
-        state_v_first: V precedes K in initial and final states.
-        """
-        initial = arguments.get(self._kind.LINEAR[1])
+        """state_v_first: V precedes K in initial and final states."""
+        initial = arguments[kind.LINEAR[1]]
         if state_v_first and initial is not None and initial.ndim == 4:
-            arguments = arguments | {self._kind.LINEAR[1]: initial.mT}
+            arguments = arguments | {kind.LINEAR[1]: initial.mT}
         if torch.compiler.is_compiling():
-            refuse_gradient(self._fused.name, arguments.values())
-            values = (self._defaults | arguments).values()
-            options = (precision.intermediates, precision.state_dtype)
-            out, final_states = self._operator(*values, *options, batch_invariant, state_v_first)
+            refuse_gradient(fused.name, arguments.values())
+            out, final_states = getattr(torch.ops.ssdprof, name)(
+                *(defaults | arguments).values(),
+                precision.intermediates,
+                precision.state_dtype,
+                batch_invariant,
+                state_v_first,
+            )
         else:
-            out, final_states = self._fused.run(
-                self._kind.unchecked(**arguments),
+            out, final_states = fused.run(
+                kind.unchecked(**arguments),
                 precision,
                 batch_invariant=batch_invariant,
                 state_v_first=state_v_first,
             )
         return Output(out, final_states.mT if state_v_first else final_states)
 
-    def _inputs(self, values: Sequence[Any]) -> Inputs:
-        return self._kind.unchecked(**dict(zip(self._defaults, values, strict=False)))
-
-    def _run(self, *values: Any) -> tuple[Tensor, Tensor]:
-        """The torch operator."""
-        *_, intermediates, state_dtype, batch_invariant, state_v_first = values
-        with torch.no_grad():
-            return self._fused.run(
-                self._inputs(values),
-                Precision(intermediates=intermediates, state_dtype=state_dtype),
-                batch_invariant=batch_invariant,
-                state_v_first=state_v_first,
-            )
-
-    def _fake(self, *values: Any) -> tuple[Tensor, Tensor]:
-        """Shapes, strides and dtypes of its results."""
-        inputs, state_v_first = self._inputs(values), values[-1]
-        *rest, rows, columns = inputs.final_shape
-        final_states = inputs.values.new_empty(
-            *rest, *((columns, rows) if state_v_first else (rows, columns)), dtype=torch.float32
-        )
-        out = inputs.values.new_empty(inputs.values.shape)
-        return out, final_states.mT if state_v_first else final_states
+    return call

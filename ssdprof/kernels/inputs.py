@@ -75,11 +75,9 @@ class Inputs:
 
     @classmethod
     def unchecked(cls, **values: object) -> Self:
-        """Fields by name, without a check of their values.  The caller knows the signature, or
-        calls `check` later.
+        """Fields by name, without a check.  The caller knows the signature, or calls `check`
+        later.
         """
-        if unknown := values.keys() - cls.__dataclass_fields__.keys():
-            raise TypeError(f"{cls.__name__} has no {', '.join(sorted(unknown))}")
         inputs = object.__new__(cls)
         inputs.__dict__.update(values)
         return inputs

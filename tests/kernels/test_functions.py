@@ -122,9 +122,6 @@ def test_the_unfused_functions_take_what_the_inputs_take(
     operator: str, unfused: Any, case: type[GDNCase]
 ) -> None:
     assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
-    for of_ssd in (ssd_unfused, ssd_fused):
-        with pytest.raises(TypeError, match="unheard_of"):
-            of_ssd(*(getattr(STEP.inputs(), name) for name in FUSED.needed), unheard_of=1)
     inputs = case(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
     given = {
         name: value

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdprof.kernels.choice import Fused, FusedCall, TensorFunction, Variant
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
 from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
@@ -101,7 +101,7 @@ def gdn_fused(
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
     )
-    return FUNCTION(
+    return _function(
         arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
     )
 
@@ -235,7 +235,7 @@ FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", 
 # a form that a bench times only when it is named, for calls for which `fused` chooses another
 # kernel
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
-FUNCTION = TensorFunction(FUSED, GDNInputs)
+_function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan
 for _fused in (FUSED, FUSED_PORTABLE):
     register(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ssdprof.kernels.choice import TensorFunction
+from ssdprof.kernels.choice import tensor_function
 from ssdprof.kernels.inputs import Output
 from ssdprof.kernels.kda import fused, unfused
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.precision import Precision
 
-FUNCTION = TensorFunction(fused.FUSED, KDAInputs)
+_function = tensor_function(fused.FUSED, KDAInputs)
 
 
 def kda_fused(
@@ -55,7 +55,7 @@ def kda_fused(
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
     )
-    return FUNCTION(
+    return _function(
         arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
     )
 

@@ -6,11 +6,9 @@ for use without the rest of ssdprof; the registered implementation takes `SSDInp
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from torch import Tensor
 
-from ssdprof.kernels.choice import Fused, FusedCall, TensorFunction, Variant
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
 from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError, override, register
@@ -19,7 +17,7 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper import launch as hopper
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOptions, SSDOutput
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import Buffers, nbytes
 from ssdprof.kernels.ssd.recurrent import blocks_of, recurrent_launch
 
@@ -33,9 +31,16 @@ def ssd_fused(
     B: Tensor,
     C: Tensor,
     *,
+    chunk_size: int = 256,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     batch_invariant: bool = False,
-    **options: Unpack[SSDOptions],
 ) -> SSDOutput:
     """The SSD (Mamba-2) operator, forward only.
 
@@ -43,8 +48,6 @@ def ssd_fused(
         h_t  = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
         out_t = (h_t C_t + D x_t) * silu(z_t)
 
-    options: D, z, dt_bias, initial_states and cu_seqlens, None by default; dt_softplus, False;
-        dt_limit, (0, inf); chunk_size, 256
     x, z: (b, l, h, p)    dt: (b, l, h)    A, dt_bias: (h)    B, C: (b, l, g, n)    D: (h) or (h, p)
     initial_states: (b, h, p, n), or (sequences, h, p, n) if packed
     cu_seqlens: (sequences + 1) int32 or int64, non-decreasing, from 0 to l, for sequences packed
@@ -72,8 +75,22 @@ def ssd_fused(
     ones.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
-    arguments = dict(x=x, dt=dt, A=A, B=B, C=C, **options)
-    return FUNCTION(arguments, precision, batch_invariant=batch_invariant)
+    arguments = dict(
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        cu_seqlens=cu_seqlens,
+    )
+    return _function(arguments, precision, batch_invariant=batch_invariant)
 
 
 # --- the kernels
@@ -163,6 +180,6 @@ def _refuse(inputs: SSDInputs) -> None:
 
 
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse)
-FUNCTION = TensorFunction(FUSED, SSDInputs)
+_function = tensor_function(FUSED, SSDInputs)
 run, plan = FUSED.run, FUSED.plan
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -144,16 +144,3 @@ class SSDInputs(Inputs):
     @property
     def heads_per_group(self) -> int:
         return self.x.shape[2] // self.B.shape[2]
-
-
-class SSDOptions(TypedDict, total=False):
-    """The optional arguments of `ssd_fused` and `ssd_unfused`, with the defaults of `SSDInputs`."""
-
-    chunk_size: int
-    D: Tensor | None
-    z: Tensor | None
-    dt_bias: Tensor | None
-    dt_softplus: bool
-    dt_limit: tuple[float, float]
-    initial_states: Tensor | None
-    cu_seqlens: Tensor | None

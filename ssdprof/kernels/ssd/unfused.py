@@ -14,7 +14,6 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Unpack
 
 import torch
 import triton
@@ -28,7 +27,7 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.config import UNFUSED, unfused_blocks
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOptions, SSDOutput
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.tensors import strides_of_each
 
 MAX_HEADDIM, MAX_DSTATE = 128, 256
@@ -560,9 +559,16 @@ def ssd_unfused(
     B: Tensor,
     C: Tensor,
     *,
+    chunk_size: int = 256,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
     batch_invariant: bool = False,  # noqa: ARG001
-    **options: Unpack[SSDOptions],
 ) -> SSDOutput:
     """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of
     `ssd_fused`.
@@ -574,7 +580,22 @@ def ssd_unfused(
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
     ones.
     """
-    return run(SSDInputs(x=x, dt=dt, A=A, B=B, C=C, **options), precision)
+    inputs = SSDInputs(
+        x=x,
+        dt=dt,
+        A=A,
+        B=B,
+        C=C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        cu_seqlens=cu_seqlens,
+    )
+    return run(inputs, precision)
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
