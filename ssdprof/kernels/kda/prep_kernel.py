@@ -68,6 +68,7 @@ HALF = gl.constexpr(64)  # channels at a time
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
 ANCHOR = gl.constexpr(2.0**84)
+plain = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of rows in shared memory
 # Layout (i, K): a thread has 16 positions of two channels
 own = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
 # (block of 16 positions, K)
@@ -108,7 +109,9 @@ STAGES = {
     "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
     "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
     "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
-    "inverse_of": "solve_tril", "_kda_hopper_prep": "setup",
+    "inverse_of": "solve_tril", "load_tiles": "setup", "load_betas": "setup",
+    "store_norms": "qk_l2norm", "decayed_scores": "decayed_scores", "store_system": "solve_tril",
+    "store_own_scores": "solve_tril", "store_factors": "state_factor", "_kda_hopper_prep": "setup",
 }  # fmt: skip
 
 
@@ -363,7 +366,6 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
 @gluon.jit
 def of_blocks(vector, COUNT: gl.constexpr):
     """A vector in shared memory as (COUNT blocks, i)."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return reinterpret(vector, gl.float32, [COUNT, CHUNK // COUNT], plain)
 
 
@@ -471,6 +473,162 @@ def square_of(blocks, pairs):
     return gl.where(r == c, blocks, pairs)
 
 
+@gluon.jit
+def load_tiles(descs, tiles, full, sequence, t, heads):
+    """Begins to load q, k and g of the chunk at position t, one half of the channels after the
+    other.  heads: of q, of k and of g
+    """
+    for half in gl.static_range(2):
+        for which in gl.static_range(3):
+            where = [sequence.tile, heads[which], sequence.row + t, half * HALF]
+            buffer = tiles[which].index(half).reshape([1, 1, CHUNK, HALF])
+            async_load(descs[which], where, full, buffer)
+
+
+@gluon.jit
+def load_betas(beta_ptr, strides, sequence, batch, t, head):
+    """beta of a chunk (block, i), 0 beyond the sequence's end."""
+    of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
+    o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
+    o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
+    beta_ptr += batch * strides[0] + head.to(gl.int64) * strides[2]
+    return gl.load(
+        beta_ptr + (sequence.begin + o_t).to(gl.int64) * strides[1],
+        mask=o_t < sequence.length,
+        other=0.0,
+    ).to(gl.float32)
+
+
+@gluon.jit
+def store_norms(q_tiles, k_tiles, beta):
+    """Factors of the scores of each position, in shared memory, (CHUNK) each: 1 / |q_i|, 1 / |k_i|,
+    q_i . k_i, beta_i / |k_i| and beta_i.
+    """
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
+    q_norms.store(q_norm.reshape([CHUNK]))
+    k_norms.store(k_norm.reshape([CHUNK]))
+    diagonal.store(q_k.reshape([CHUNK]))
+    beta_norms.store((k_norm * beta).reshape([CHUNK]))
+    betas.store(beta.reshape([CHUNK]))
+    role_barrier()
+    return q_norms, k_norms, diagonal, beta_norms, betas
+
+
+@gluon.jit
+def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
+    """The scores of a chunk, as `products` has them, and its keys decayed to the chunk's end (half
+    of K, j, K / 2).  Stores keys and queries in place of k and q, and through descs from `row` on,
+    and the decays of the whole chunk (K).
+    """
+    q_tiles, k_tiles, g_tiles = tiles
+    dtype: gl.constexpr = q_tiles.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
+    fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
+    fp32_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float32)
+    rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
+    columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
+    wide_rows, wide_columns = rows, columns
+    if dtype == gl.float16:
+        wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
+        wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
+    quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
+    at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
+    scores = (
+        gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
+        gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
+        gl.full([2, 2 * BLOCK, BLOCK], 0.0, gl.float32, pairs_layout),
+        gl.full([CHUNK, CHUNK // 2], 0.0, gl.float32, halves_layout),
+    )
+    for half in range(2):
+        q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
+        a = decays_of(g_tiles.index(half).load(own))
+        scores, since_start, to_end, end = products(
+            q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
+        )
+        # stage gate_cumsum
+        k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, own))[:, None]
+        q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
+        q_tiles.index(half).store((q_row * since_start).to(dtype))
+        k_tiles.index(half).store((k_row * since_start).to(dtype))
+        at_end.index(half).store((k_row * to_end).to(gl.float16))
+        o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
+        gl.store(ends_ptr + o_e[None, :], end)
+        eights, sixteens, pairs, halves = scores
+        halves = warpgroup_mma_wait(0, deps=[halves])
+        scores = (eights, sixteens, pairs, halves)
+        fence_async_shared()
+        role_barrier()
+        async_store(descs[0], [row, half * HALF], k_tiles.index(half))
+        async_store(descs[1], [row, half * HALF], q_tiles.index(half))
+    return scores, at_end
+
+
+@gluon.jit
+def store_system(of_k, beta_norms, k_norms, scratch):
+    """L: its diagonal blocks in `scratch`, and returns those between blocks, (pair, i, j), and
+    between the halves of the chunk, (i, j).
+    """
+    lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
+    lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
+    L = scaled(of_k[0], beta_norms, k_norms)
+    scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
+    L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
+    lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
+    lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
+    return lower_pairs, lower_halves
+
+
+@gluon.jit
+def store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores):
+    """P (i, j), from its parts."""
+    r, c = in_block()
+    q_k = of_blocks(diagonal, BLOCKS).load(gl.SliceLayout(2, blocks_layout))[:, :, None]
+    P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
+    P = gl.where(r >= c, P, 0.0).to(gl.float16)
+    P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
+    own_scores.store(square_of(P, P_pairs))
+    role_barrier()
+    own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
+        scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
+    )
+    role_barrier()
+
+
+@gluon.jit
+def store_factors(inverse, at_end, own_scores, tiles, descs, row, scale):
+    """X = diag(beta) A^T (keys at the end), in place of the queries, and W = scale P A diag(beta),
+    in place of the keys; both through descs from `row` on.  inverse: beta_j A_ij (j, i)
+    """
+    q_tiles, k_tiles = tiles
+    dtype: gl.constexpr = q_tiles.dtype
+    # stage state_factor
+    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
+    first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
+    other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
+    # stage out_factor
+    W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
+    first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
+    tma.store_wait(0)  # of keys and queries, whose memory receives the rest
+    role_barrier()
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
+    q_tiles.index(0).store(first_X.to(dtype))
+    q_tiles.index(1).store(other_X.to(dtype))
+    k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
+    fence_async_shared()
+    role_barrier()
+    async_store(descs[0], [row, 0], q_tiles.index(0))
+    async_store(descs[0], [row, HALF], q_tiles.index(1))
+    async_store(descs[1], [row, 0], k_tiles.index(0))
+    tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=["seqlen", "sequences"])
 def _kda_hopper_prep(
     q_desc, k_desc, g_desc, keys_desc, queries_desc, X_desc, W_desc, tensors, strides, seqlen,
@@ -484,12 +642,8 @@ def _kda_hopper_prep(
     HEADS: gl.constexpr = S.VALUE_HEADS
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
-    fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
-    fp32_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float32)
+    fp16_square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
     gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], g_desc.dtype)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
     head, slot = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS
     if cu_seqlens_ptr is None:
         i = slot // gl.cdiv(seqlen, CHUNK)
@@ -505,123 +659,33 @@ def _kda_hopper_prep(
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
         mbarrier.init(full, count=1)
         role_barrier()
-        descs, buffers = (q_desc, k_desc, g_desc), (q_tiles, k_tiles, g_tiles)
+        tiles = (q_tiles, k_tiles, g_tiles)
         mbarrier.expect(full, CHUNK * DIM * (4 + S.GATE_BYTES))
         key_head = head // S.VALUES_PER_KEY
-        for half in gl.static_range(2):
-            for which in gl.static_range(3):
-                of_head = key_head if which < 2 else head
-                where = [sequence.tile, of_head, sequence.row + t, half * HALF]
-                buffer = buffers[which].index(half).reshape([1, 1, CHUNK, HALF])
-                async_load(descs[which], where, full, buffer)
+        load_tiles((q_desc, k_desc, g_desc), tiles, full, sequence, t, (key_head, key_head, head))
         batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
-        o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
-        o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
-        beta_ptr += batch * beta_strides[0] + head.to(gl.int64) * beta_strides[2]
-        beta = gl.load(
-            beta_ptr + (sequence.begin + o_t).to(gl.int64) * beta_strides[1],
-            mask=o_t < sequence.length,
-            other=0.0,
-        ).to(gl.float32)
+        beta = load_betas(beta_ptr, beta_strides, sequence, batch, t, head)
 
         # stage qk_l2norm
-        q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         mbarrier.wait(full, 0)
-        q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
-        q_norms.store(q_norm.reshape([CHUNK]))
-        k_norms.store(k_norm.reshape([CHUNK]))
-        diagonal.store(q_k.reshape([CHUNK]))
-        beta_norms.store((k_norm * beta).reshape([CHUNK]))
-        betas.store(beta.reshape([CHUNK]))
-        role_barrier()
+        q_norms, k_norms, diagonal, beta_norms, betas = store_norms(q_tiles, k_tiles, beta)
 
         # stage decayed_scores
-        rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
-        columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
-        wide_rows, wide_columns = rows, columns
-        if dtype == gl.float16:
-            wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
-            wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
-        quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
-        at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
-        scores = (
-            gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
-            gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
-            gl.full([2, 2 * BLOCK, BLOCK], 0.0, gl.float32, pairs_layout),
-            gl.full([CHUNK, CHUNK // 2], 0.0, gl.float32, halves_layout),
+        scores, at_end = decayed_scores(
+            tiles, q_norms, k_norms, (keys_desc, queries_desc), ends_ptr + place * DIM, row, scale
         )
-        for half in range(2):
-            q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
-            a = decays_of(g_tiles.index(half).load(own))
-            scores, since_start, to_end, end = products(
-                q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
-            )
-
-            # stage gate_cumsum
-            k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, own))[:, None]
-            q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
-            q_tiles.index(half).store((q_row * since_start).to(dtype))
-            k_tiles.index(half).store((k_row * since_start).to(dtype))
-            at_end.index(half).store((k_row * to_end).to(gl.float16))
-            o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
-            gl.store(ends_ptr + place * DIM + o_e[None, :], end)
-            eights, sixteens, pairs, halves = scores
-            halves = warpgroup_mma_wait(0, deps=[halves])
-            scores = (eights, sixteens, pairs, halves)
-            fence_async_shared()
-            role_barrier()
-            async_store(keys_desc, [row, half * HALF], k_tiles.index(half))
-            async_store(queries_desc, [row, half * HALF], q_tiles.index(half))
+        of_q, of_k = parts_of(scores)
 
         # stage solve_tril
-        of_q, of_k = parts_of(scores)
         scratch = allocate_scratch(1)
-        lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
-        lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_tile)
-        L = scaled(of_k[0], beta_norms, k_norms)
-        scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
-        L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
-        lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-        lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
-        r, c = in_block()
-        q_k = of_blocks(diagonal, BLOCKS).load(of_row)[:, :, None]
-        P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
-        P = gl.where(r >= c, P, 0.0).to(gl.float16)
-        P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
-        own_scores.store(square_of(P, P_pairs))
-        role_barrier()
-        own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
-            scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
-        )
-        role_barrier()
-        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_tile)
+        lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
+        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_square)
+        store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
+        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_square)
         inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
         fence_async_shared()
         role_barrier()
 
-        # stage state_factor
-        zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
-        first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
-        other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
-        # stage out_factor
-        W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-        first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
-        tma.store_wait(0)  # of keys and queries, whose memory receives the rest
-        role_barrier()
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
-        q_tiles.index(0).store(first_X.to(dtype))
-        q_tiles.index(1).store(other_X.to(dtype))
-        k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
-        fence_async_shared()
-        role_barrier()
-        async_store(X_desc, [row, 0], q_tiles.index(0))
-        async_store(X_desc, [row, HALF], q_tiles.index(1))
-        async_store(W_desc, [row, 0], k_tiles.index(0))
-        tma.store_wait(0)
+        # stages state_factor and out_factor
+        store_factors(inverse, at_end, own_scores, (q_tiles, k_tiles), (X_desc, W_desc), row, scale)
         mbarrier.invalidate(full)
