@@ -121,7 +121,8 @@ def call_fused(
     if torch.compiler.is_compiling():
         refuse_gradient("fused", tensors.values())
         operator = getattr(torch.ops.ssdprof, f"{inputs_of.operator}_fused")
-        return GDNOutput(*operator(**tensors, **vars(precision), **options))
+        of_precision = precision.intermediates, precision.state_dtype
+        return GDNOutput(*operator(*tensors.values(), *of_precision, **options))
     initial_state = tensors["initial_state"]
     if state_v_first and isinstance(initial_state, Tensor) and initial_state.ndim == 4:
         tensors["initial_state"] = initial_state.mT

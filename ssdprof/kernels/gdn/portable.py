@@ -73,7 +73,8 @@ STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril",
     "leaf_inverses": "solve_tril", "unit_lower_inverse": "solve_tril",
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
-    "take_state": "setup", "residual": "chunk_state.residual", "next_state": "chunk_state.update",
+    "take_state": "setup", "leave_state": "setup.store",
+    "residual": "chunk_state.residual", "next_state": "chunk_state.update",
     "_gdn_scan_kernel": "setup", "own_segment": "setup",
 }  # fmt: skip
 
@@ -352,6 +353,17 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def leave_state(
+    ptr, state, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Store a slice of V of a state."""
+    for n in tl.static_range(len(state)):
+        o_n = state_k + n * BLOCK_K
+        tile = o_n * strides[2] + state_v * strides[3]
+        tl.store(ptr + tile, state[n], mask=m_v & (o_n < KEY_DIM))
+
+
+@triton.jit
 def state_product(
     state, ptr, strides, o_t, m_t, o_k, ALIGNED: tl.constexpr, KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr, OPERAND: tl.constexpr,
@@ -544,10 +556,9 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage setup.store
     if stop == nchunks:
         final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-        for n in tl.static_range(BLOCKS):
-            o_n = state_k + n * S.BLOCK_K
-            tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
-            tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < S.KEY_DIM))
+        leave_state(
+            final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
+        )
 
 
 def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:

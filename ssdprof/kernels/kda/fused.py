@@ -48,6 +48,7 @@ from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
     first_slot,
+    leave_state,
     load_rows,
     options_of,
     options_of_factors,
@@ -289,7 +290,7 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
 
 
 @triton.jit
-def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constexpr):
+def add_product(acc, rows, state, OPERAND: tl.constexpr, K_FIRST: tl.constexpr):
     """acc + rows state, for rows (position, n) and a state (n, V), or its transpose for a state (V,
     n).
     """
@@ -297,6 +298,15 @@ def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constex
         return tl.dot(rows, state.to(OPERAND), acc, input_precision=DOT_PRECISION)
     else:
         return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
+
+
+@triton.jit
+def add_products(acc, state, row_ptrs, S: tl.constexpr):
+    """acc + keys S or queries S, whose rows (position, K) lie at row_ptrs (position, 1)."""
+    for n in tl.static_range(len(state)):
+        rows = tl.load(row_ptrs + (n * S.BLOCK_K + tl.arange(0, S.BLOCK_K))[None, :])
+        acc = add_product(acc, rows, state[n], S.OPERAND, S.K_FIRST)
+    return acc
 
 
 @triton.jit(do_not_specialize=["seqlen"])
@@ -334,27 +344,16 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
     place = first.to(tl.int64) * S.VALUE_HEADS + i_h
 
-    o_c, o_k, o_v = (
-        tl.arange(0, S.CHUNK),
-        tl.arange(0, S.BLOCK_K),
-        tl.arange(0, S.BLOCK_V).to(S.OFFSET),
-    )
-    state = ()
+    o_c = tl.arange(0, S.CHUNK)
+    o_k, o_v = tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    o_n, o_t = o_k.to(S.OFFSET), o_c.to(S.OFFSET)
     if S.K_FIRST:  # tiles (K, V) and (position, V)
-        state_k, state_t, state_v = (
-            o_k.to(S.OFFSET)[:, None],
-            o_c.to(S.OFFSET)[:, None],
-            o_v[None, :],
-        )
-        state = (tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32),)
+        state_k, state_t, state_v = o_n[:, None], o_t[:, None], o_v[None, :]
     else:
-        state_k, state_t, state_v = (
-            o_k.to(S.OFFSET)[None, :],
-            o_c.to(S.OFFSET)[None, :],
-            o_v[:, None],
-        )
-        for _ in tl.static_range(BLOCKS):
-            state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
+        state_k, state_t, state_v = o_n[None, :], o_t[None, :], o_v[:, None]
+    state = ()
+    for _ in tl.static_range(BLOCKS):
+        state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
     m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
@@ -383,12 +382,8 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         )
         # stage chunk_state.residual
         product, out = tl.zeros_like(v), tl.zeros_like(v)
-        for n in tl.static_range(BLOCKS):
-            keys = tl.load(keys_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            product = decayed_product(keys, state[n], product, S.OPERAND, S.K_FIRST)
-        for n in tl.static_range(BLOCKS):
-            queries = tl.load(queries_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            out = decayed_product(queries, state[n], out, S.OPERAND, S.K_FIRST)
+        product = add_products(product, state, keys_ptr + rows, S)
+        out = add_products(out, state, queries_ptr + rows, S)
         Y = (v - product).to(S.OPERAND)
         # stage chunk_state.update
         after = ()
@@ -403,17 +398,14 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
                 after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = after
         # stage chunk_output
-        out = decayed_product(W, Y, out, S.OPERAND, S.K_FIRST)
+        out = add_product(out, W, Y, S.OPERAND, S.K_FIRST)
         tl.store(
             out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
         )
 
     # stage setup.store
     final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-    for n in tl.static_range(BLOCKS):
-        o_n = state_k + n * S.BLOCK_K
-        tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
-        tl.store(final_ptr + tile, state[n], mask=m_v & (o_n < S.KEY_DIM))
+    leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
 def handed_on(
