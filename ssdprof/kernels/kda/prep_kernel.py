@@ -100,19 +100,33 @@ quadrant_layout = gl.constexpr(
 )
 
 STAGES = {
-    "times": "decayed_scores", "at_least": "decayed_scores", "inverse_decays": "decayed_scores",
+    "times": "decayed_scores", "at_least": "decayed_scores", "of_fp32": "decayed_scores",
     "spread": "decayed_scores", "halved": "decayed_scores", "second_of": "decayed_scores",
     "product_of": "decayed_scores", "products": "decayed_scores",
     "store_anchored": "decayed_scores", "store_between_eights": "decayed_scores",
+    "store_between": "decayed_scores", "allocate_tile": "setup",
     "in_block": "decayed_scores",
     "of_blocks": "decayed_scores", "block_of": "decayed_scores", "parts_of": "decayed_scores",
     "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
     "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
     "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
     "inverse_of": "solve_tril", "load_tiles": "setup", "load_betas": "setup",
-    "store_norms": "qk_l2norm", "decayed_scores": "decayed_scores", "store_system": "solve_tril",
+    "stored": "qk_l2norm", "decayed_scores": "decayed_scores", "store_system": "solve_tril",
     "store_own_scores": "solve_tril", "store_factors": "state_factor", "_kda_hopper_prep": "setup",
 }  # fmt: skip
+
+
+@gluon.jit
+def allocate_tile(dtype: gl.constexpr, shape: gl.constexpr):
+    """Shared memory (..., i, n) that TMA and matrix products read."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape[-2:], dtype)
+    return gl.allocate_shared_memory(dtype, shape, layout)
+
+
+@gluon.jit
+def of_fp32(code: gl.constexpr, v):
+    """A PTX instruction, or several, $0 from $1, of every fp32 number."""
+    return gl.inline_asm_elementwise(code, "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -132,63 +146,30 @@ def times(rows, decays, dtype: gl.constexpr):
     elif dtype == gl.float16:
         return (rows.to(gl.float32) * decays).to(dtype)
     else:
-        return gl.inline_asm_elementwise(
-            "cvt.rna.tf32.f32 $0, $1;",
-            "=f,f",
-            [rows.to(gl.float32) * decays],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=1,
-        )
+        return of_fp32("cvt.rna.tf32.f32 $0, $1;", rows.to(gl.float32) * decays)
 
 
 @gluon.jit
 def decays_of(g):
     """e^g, at most 1; 0 below 2^-126; NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}",
-        "=f,f",
-        [g.to(gl.float32) * LOG2_E],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
+    code: gl.constexpr = (
+        "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}"
     )
+    return of_fp32(code, g.to(gl.float32) * LOG2_E)
 
 
 @gluon.jit
 def at_least(a):
     """Decays of at least 2^-24; NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}",
-        "=f,f",
-        [a],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def inverse_decays(D):
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [D], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return of_fp32("{.reg .b32 t; mov.b32 t, 0x33800000; max.NaN.f32 $0, $1, t;}", a)
 
 
 @gluon.jit
 def spread(T, COPIES: gl.constexpr):
     """(n, K) -> (n * 2^COPIES, K): each row 2^COPIES times, in the layout `own`."""
     for _ in gl.static_range(COPIES):
-        T = gl.join(T, T)
-    if COPIES == 1:
-        T = T.permute((0, 2, 1))
-    elif COPIES == 2:
-        T = T.permute((0, 2, 3, 1))
-    elif COPIES == 3:
-        T = T.permute((0, 2, 3, 4, 1))
-    elif COPIES == 4:
-        T = T.permute((0, 2, 3, 4, 5, 1))
-    return gl.convert_layout(T.reshape([CHUNK, HALF]), own)
+        T = gl.join(T, T).permute((0, 2, 1)).reshape([2 * T.shape[0], HALF])
+    return gl.convert_layout(T, own)
 
 
 @gluon.jit
@@ -277,7 +258,7 @@ def store_anchored(q, k, a, rows, columns):
     both = both.reshape([BLOCKS, 2, EIGHT, HALF, 2]).permute((1, 0, 4, 2, 3))
     rows.store(both.reshape([2 * CHUNK, HALF]))
     tile = (
-        times(k, inverse_decays(D), rows.dtype)
+        times(k, of_fp32("rcp.approx.ftz.f32 $0, $1;", D), rows.dtype)
         .reshape([BLOCKS, 2, EIGHT, HALF])
         .permute((1, 0, 2, 3))
     )
@@ -298,6 +279,21 @@ def store_between_eights(q, k, P, S, rows, columns):
     role_barrier()
     halved(rows).index(0).store(both.reshape([CHUNK, HALF]))
     halved(columns).index(0).store(tile)
+
+
+@gluon.jit
+def store_between(q, k, decays, rows, columns, SIZE: gl.constexpr):
+    """Operands of pairs between blocks of SIZE: all first ones of two blocks, then the second
+    ones.
+    """
+    PAIRS: gl.constexpr = CHUNK // (2 * SIZE)
+    tile = times(k, decays, rows.dtype)
+    both = gl.join(times(q, decays, rows.dtype), tile)
+    both = both.reshape([PAIRS, 2, SIZE // EIGHT, EIGHT, HALF, 2]).permute((1, 0, 2, 5, 3, 4))
+    tile = tile.reshape([PAIRS, 2, SIZE, HALF]).permute((1, 0, 2, 3))
+    role_barrier()
+    rows.store(both.reshape([2 * CHUNK, HALF]))
+    columns.store(tile.reshape([CHUNK, HALF]))
 
 
 @gluon.jit
@@ -333,13 +329,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     )
     between, since_start, to_end, whole = between_blocks(quarters)
     # h = 16
-    decays = gl.where((o_i >> 4 & 1) == 1, P, S)
-    tile = times(k, decays, dtype)
-    both = gl.join(times(q, decays, dtype), tile).reshape([2, 2, 2, EIGHT, HALF, 2])
-    tile = tile.reshape([2, 2, BLOCK, HALF]).permute((1, 0, 2, 3))
-    role_barrier()
-    rows.store(both.permute((1, 0, 2, 5, 3, 4)).reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, BLOCK)
     role_barrier()
     pairs = product_of(
         halved(rows).index(1).reshape([2, 2 * BLOCK, HALF]),
@@ -349,11 +339,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     )
     # h = 32
     decays = gl.where(o_i >= 32, P, S) * spread(between, 4)
-    tile = times(k, decays, dtype)
-    both = gl.join(times(q, decays, dtype), tile).reshape([2, 4, EIGHT, HALF, 2])
-    role_barrier()
-    rows.store(both.permute((0, 1, 4, 2, 3)).reshape([2 * CHUNK, HALF]))
-    columns.store(tile.reshape([CHUNK, HALF]))
+    store_between(q, k, decays, rows, columns, CHUNK // 2)
     fence_async_shared()
     role_barrier()
     halves = warpgroup_mma(
@@ -500,24 +486,12 @@ def load_betas(beta_ptr, strides, sequence, batch, t, head):
 
 
 @gluon.jit
-def store_norms(q_tiles, k_tiles, beta):
-    """Factors of the scores of each position, in shared memory, (CHUNK) each: 1 / |q_i|, 1 / |k_i|,
-    q_i . k_i, beta_i / |k_i| and beta_i.
-    """
+def stored(v):
+    """A number of each position (block, i) in shared memory, (CHUNK)."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-    q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
-    q_norms.store(q_norm.reshape([CHUNK]))
-    k_norms.store(k_norm.reshape([CHUNK]))
-    diagonal.store(q_k.reshape([CHUNK]))
-    beta_norms.store((k_norm * beta).reshape([CHUNK]))
-    betas.store(beta.reshape([CHUNK]))
-    role_barrier()
-    return q_norms, k_norms, diagonal, beta_norms, betas
+    memory = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
+    memory.store(v.reshape([CHUNK]))
+    return memory
 
 
 @gluon.jit
@@ -528,17 +502,13 @@ def decayed_scores(tiles, q_norms, k_norms, descs, ends_ptr, row, scale):
     """
     q_tiles, k_tiles, g_tiles = tiles
     dtype: gl.constexpr = q_tiles.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
-    fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
-    fp32_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float32)
-    rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
-    columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
+    rows, columns = allocate_tile(dtype, [2 * CHUNK, HALF]), allocate_tile(dtype, [CHUNK, HALF])
     wide_rows, wide_columns = rows, columns
     if dtype == gl.float16:
-        wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
-        wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
+        wide_rows = allocate_tile(gl.float32, [2 * CHUNK, HALF])
+        wide_columns = allocate_tile(gl.float32, [CHUNK, HALF])
     quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
-    at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
+    at_end = allocate_tile(gl.float16, [2, CHUNK, HALF])
     scores = (
         gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
         gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
@@ -641,9 +611,6 @@ def _kda_hopper_prep(
     beta_strides, cu_strides = strides
     HEADS: gl.constexpr = S.VALUE_HEADS
     dtype: gl.constexpr = q_desc.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
-    fp16_square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
-    gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], g_desc.dtype)
     head, slot = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS
     if cu_seqlens_ptr is None:
         i = slot // gl.cdiv(seqlen, CHUNK)
@@ -653,9 +620,9 @@ def _kda_hopper_prep(
     t = (slot - sequence.slot) * CHUNK
     if t < sequence.length:
         place, row = gl.program_id(0).to(gl.int64), gl.program_id(0) * CHUNK
-        q_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
-        k_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
-        g_tiles = gl.allocate_shared_memory(g_desc.dtype, [2, CHUNK, HALF], gate_tile)
+        q_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
+        k_tiles = allocate_tile(dtype, [2, CHUNK, HALF])
+        g_tiles = allocate_tile(g_desc.dtype, [2, CHUNK, HALF])
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
         mbarrier.init(full, count=1)
         role_barrier()
@@ -668,7 +635,10 @@ def _kda_hopper_prep(
 
         # stage qk_l2norm
         mbarrier.wait(full, 0)
-        q_norms, k_norms, diagonal, beta_norms, betas = store_norms(q_tiles, k_tiles, beta)
+        q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
+        q_norms, k_norms, diagonal = stored(q_norm), stored(k_norm), stored(q_k)
+        beta_norms, betas = stored(k_norm * beta), stored(beta)
+        role_barrier()
 
         # stage decayed_scores
         scores, at_end = decayed_scores(
@@ -679,9 +649,9 @@ def _kda_hopper_prep(
         # stage solve_tril
         scratch = allocate_scratch(1)
         lower_pairs, lower_halves = store_system(of_k, beta_norms, k_norms, scratch)
-        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_square)
+        own_scores = allocate_tile(gl.float16, [CHUNK, CHUNK])
         store_own_scores(of_q, diagonal, q_norms, k_norms, own_scores)
-        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_square)
+        inverse = allocate_tile(gl.float16, [CHUNK, CHUNK])
         inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
         fence_async_shared()
         role_barrier()
