@@ -107,8 +107,8 @@ STAGES = {
     "store_between": "decayed_scores", "allocate_tile": "setup",
     "in_block": "decayed_scores",
     "of_blocks": "decayed_scores", "block_of": "decayed_scores", "parts_of": "decayed_scores",
-    "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
-    "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
+    "scaled": "decayed_scores", "scaled_pairs": "decayed_scores","scaled_halves": "decayed_scores", "arranged": "decayed_scores",
+    "square_of": "decayed_scores", "norms": "qk_l2norm",
     "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
     "inverse_of": "solve_tril", "load_tiles": "setup", "load_betas": "setup",
     "stored": "qk_l2norm", "decayed_scores": "decayed_scores", "store_system": "solve_tril",
@@ -374,22 +374,26 @@ def parts_of(scores):
     eights, sixteens, pairs, halves = scores
     eights = eights.reshape([2, BLOCKS, 2, EIGHT, EIGHT]).permute((1, 3, 4, 0, 2))
     q_eights, k_eights = gl.split(eights)
-    q_first, q_second = gl.split(q_eights)
-    k_first, k_second = gl.split(k_eights)
-    q_between, k_between = gl.split(
+    q_sixteens, k_sixteens = gl.split(
         sixteens.reshape([BLOCKS, 2, EIGHT, EIGHT]).permute((0, 2, 3, 1))
     )
     q_pairs, k_pairs = gl.split(pairs.reshape([2, 2, 2, EIGHT, BLOCK]).permute((0, 1, 3, 4, 2)))
     q_halves, k_halves = gl.split(halves.reshape([4, 2, EIGHT, CHUNK // 2]).permute((0, 2, 3, 1)))
-    of_q = block_of(q_first, q_second, q_between)
-    of_k = block_of(k_first, k_second, k_between)
-    pair: gl.constexpr = [2, BLOCK, BLOCK]
-    half: gl.constexpr = [CHUNK // 2, CHUNK // 2]
-    q_pairs = gl.convert_layout(q_pairs.reshape(pair), pairs_layout)
-    k_pairs = gl.convert_layout(k_pairs.reshape(pair), pairs_layout)
-    q_halves = gl.convert_layout(q_halves.reshape(half), quadrant_layout)
-    k_halves = gl.convert_layout(k_halves.reshape(half), quadrant_layout)
-    return (of_q, q_pairs, q_halves), (of_k, k_pairs, k_halves)
+    return (
+        arranged(q_eights, q_sixteens, q_pairs, q_halves),
+        arranged(k_eights, k_sixteens, k_pairs, k_halves),
+    )
+
+
+@gluon.jit
+def arranged(eights, sixteens, pairs, halves):
+    """Scores of either, in the layouts in which they are scaled."""
+    first, second = gl.split(eights)
+    return (
+        block_of(first, second, sixteens),
+        gl.convert_layout(pairs.reshape([2, BLOCK, BLOCK]), pairs_layout),
+        gl.convert_layout(halves.reshape([CHUNK // 2, CHUNK // 2]), quadrant_layout),
+    )
 
 
 @gluon.jit
