@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdprof.kernels.choice import Fused, FusedCall, Variant
-from ssdprof.kernels.device import capability, refuse_gradient, sm_count
+from ssdprof.kernels.choice import Fused, FusedCall, Variant, tensor_function
+from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices
@@ -90,7 +90,7 @@ def gdn_fused(
     ones.
     Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
-    tensors: dict[str, object] = dict(
+    arguments = dict(
         q=q,
         k=k,
         v=v,
@@ -101,89 +101,9 @@ def gdn_fused(
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
     )
-    return call_fused(GDNInputs, run, tensors, precision, state_v_first, batch_invariant)
-
-
-def call_fused(
-    inputs_of: type[GDNInputs],
-    run: Callable[..., GDNOutput],
-    tensors: dict[str, object],
-    precision: Precision,
-    state_v_first: bool,
-    batch_invariant: bool,
-) -> GDNOutput:
-    """A call of `gdn_fused`, or of `kda_fused` with a decay for each channel.  While torch.compile
-    traces, it becomes their torch operator.
-
-    tensors: the fields of the inputs by name, an initial state as state_v_first has it
-    """
-    options = dict(state_v_first=state_v_first, batch_invariant=batch_invariant)
-    if torch.compiler.is_compiling():
-        refuse_gradient("fused", tensors.values())
-        operator = getattr(torch.ops.ssdprof, f"{inputs_of.operator}_fused")
-        of_precision = precision.intermediates, precision.state_dtype
-        return GDNOutput(*operator(*tensors.values(), *of_precision, **options))
-    initial_state = tensors["initial_state"]
-    if state_v_first and isinstance(initial_state, Tensor) and initial_state.ndim == 4:
-        tensors["initial_state"] = initial_state.mT
-    output = run(inputs_of.unchecked(**tensors, chunk_size=64), precision, **options)
-    return GDNOutput(output.out, output.final_states.mT) if state_v_first else output
-
-
-def register_operator(function: Callable[..., GDNOutput]) -> None:
-    """`gdn_fused` or `kda_fused` as a torch operator, with a schema that the dispatcher
-    understands.
-    """
-
-    def operator(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        scale: float | None,
-        initial_state: Tensor | None,
-        use_qk_l2norm: bool,
-        cu_seqlens: Tensor | None,
-        intermediates: str,
-        state_dtype: torch.dtype,
-        state_v_first: bool = False,
-        batch_invariant: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        precision = Precision(
-            intermediates=intermediates,  # type: ignore[arg-type]
-            state_dtype=state_dtype,
-        )
-        with torch.no_grad():
-            return function(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                scale=scale,
-                initial_state=initial_state,
-                use_qk_l2norm=use_qk_l2norm,
-                cu_seqlens=cu_seqlens,
-                precision=precision,
-                state_v_first=state_v_first,
-                batch_invariant=batch_invariant,
-            )
-
-    name = f"ssdprof::{function.__name__}"
-    torch.library.custom_op(name, operator, mutates_args=()).register_fake(_fake)
-
-
-def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Shapes and dtypes of the results of an operator."""
-    q, _, v, *_ = arguments
-    cu_seqlens, state_v_first = arguments[8], arguments[11:12] == (True,)  # a default is not passed
-    sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)
-
-
-register_operator(gdn_fused)
+    return _function(
+        arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
+    )
 
 
 # --- the kernels
@@ -315,6 +235,7 @@ FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", 
 # a form that a bench times only when it is named, for calls for which `fused` chooses another
 # kernel
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
+_function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan
 for _fused in (FUSED, FUSED_PORTABLE):
     register(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ssdprof.kernels.gdn.fused import call_fused, register_operator
+from ssdprof.kernels.choice import tensor_function
 from ssdprof.kernels.inputs import Output
 from ssdprof.kernels.kda import fused, unfused
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.precision import Precision
+
+_function = tensor_function(fused.FUSED, KDAInputs)
 
 
 def kda_fused(
@@ -42,7 +44,7 @@ def kda_fused(
 
     Source: Kimi Team 2025 (arXiv:2510.26692).
     """
-    tensors: dict[str, object] = dict(
+    arguments = dict(
         q=q,
         k=k,
         v=v,
@@ -53,10 +55,9 @@ def kda_fused(
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
     )
-    return call_fused(KDAInputs, fused.run, tensors, precision, state_v_first, batch_invariant)
-
-
-register_operator(kda_fused)
+    return _function(
+        arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
+    )
 
 
 def kda_unfused(
