@@ -41,7 +41,7 @@ import triton.language as tl
 from ssdprof.kernels import registry
 from ssdprof.kernels.choice import Fused, Variant
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
-from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
@@ -57,6 +57,7 @@ from ssdprof.kernels.gdn.portable import (
     take_state,
     two_launches,
     unit_lower_inverse,
+    whole_sequence,
 )
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -109,9 +110,7 @@ class KDAPortableConfig:
     reason: str = ""
 
     @classmethod
-    def choose(
-        cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
-    ) -> KDAPortableConfig:
+    def choose(cls, inputs: KDAInputs, *, batch_invariant: bool = False) -> KDAPortableConfig:
         """Slices of V as wide as the number of states allows.
 
         Chunks of 32: on an H200, 8 sequences of 4K with 32 heads take 2.2 and 0.55 ms so, and in
@@ -139,10 +138,9 @@ class KDAPortableConfig:
             scan_stages=3 if block_k <= 128 else 2,
             reason="narrow slices of V, for more programs",
         )
-        slices = triton.cdiv(value_dim, 64)
-        if (
-            1 if batch_invariant else inputs.sequences
-        ) * heads * slices >= sm_count and block_v >= 64 >= block_k // 2:
+        states = (1 if batch_invariant else inputs.sequences) * heads
+        enough = states * triton.cdiv(value_dim, 64) >= sm_count(inputs.q)
+        if enough and block_v >= 64 >= block_k // 2:
             config = replace(
                 config,
                 block_k=min(64, block_k),
@@ -153,7 +151,7 @@ class KDAPortableConfig:
 
     @classmethod
     def choose_hopper(
-        cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
+        cls, inputs: KDAInputs, *, batch_invariant: bool = False
     ) -> KDAPortableConfig:
         """Whole states for more than half as many as multiprocessors, else slices of V.
 
@@ -162,12 +160,12 @@ class KDAPortableConfig:
         32: 0.16).  Slices of 16 take 0.14 ms with 12 heads (of 32: 0.16).
         """
         heads, value_dim = inputs.v.shape[2:]
-        states = (1 if batch_invariant else inputs.sequences) * heads
+        states, sms = (1 if batch_invariant else inputs.sequences) * heads, sm_count(inputs.q)
         widest = max(16, triton.next_power_of_2(value_dim))
-        if 2 * states > sm_count:
+        if 2 * states > sms:
             block_v, warps, stages = min(128, widest), 8, 2
         else:
-            fits = states * triton.cdiv(value_dim, 16) <= sm_count
+            fits = states * triton.cdiv(value_dim, 16) <= sms
             block_v, warps, stages = 16 if fits else min(32, widest), 4, 3
         return cls(
             chunk=CHUNK.value,
@@ -176,7 +174,7 @@ class KDAPortableConfig:
             hopper=True,
             block_v=block_v,
             block_k=DIM.value,
-            k_first=2 * states <= sm_count,
+            k_first=2 * states <= sms,
             num_warps=warps,
             scan_stages=stages,
             reason=f"slices of {block_v} of V for {states} states",
@@ -203,9 +201,8 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
-    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
     _, i_b, i_c, begin, length = piece_of_slot(
-        slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK
+        slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.CHUNK
     )
     t = i_c * S.CHUNK
     if t >= length:
@@ -335,11 +332,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         tl.program_id(0) % (S.VALUE_HEADS * SLICES),
     )
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
-    if cu_seqlens_ptr is None:
-        i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
-    else:
-        begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
-        i_b = 0
+    i_b, begin, length = whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen)
     nchunks = tl.cdiv(length, S.CHUNK)
     first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
     place = first.to(tl.int64) * S.VALUE_HEADS + i_h
@@ -430,17 +423,12 @@ def portable_launch(
     """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
     (sequences, HV, V, K).
     """
-    (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
-    handed, states = (
-        handed_on(inputs, precision, config),
-        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
-    )
-    packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
-    new = torch.empty(inputs.v.shape, device="meta")
-    (*_, padded), operand = handed[0]
-    common = options_of(inputs, operand, chunk, (inputs.q, inputs.k, inputs.g, inputs.v), states)
-    common |= dict(PADDED=padded)
-    cu_strides = strides_of(inputs.cu_seqlens)
+    length, heads, value_dim = inputs.v.shape[1:]
+    handed = handed_on(inputs, precision, config)
+    states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    (slots, *_, padded), operand = handed[0]
+    tiled = inputs.q, inputs.k, inputs.g, inputs.v
+    common = options_of(inputs, operand, config.chunk, tiled, states) | dict(PADDED=padded)
     prep = (
         hopper_prep(inputs, handed)
         if config.hopper
@@ -449,8 +437,8 @@ def portable_launch(
     strides = (
         tile_strides(inputs.v),
         strides_of(inputs.initial_state),
-        cu_strides,
-        tile_strides(new),
+        strides_of(inputs.cu_seqlens),
+        tile_strides(torch.empty(inputs.v.shape, device="meta")),
         states,
     )
     scan = Launcher(
@@ -466,13 +454,9 @@ def portable_launch(
             num_warps=config.num_warps,
         ),
     )
-    programs = (
-        slot_count(*sizes, chunk, packed=packed),
-        inputs.sequences * triton.cdiv(value_dim, config.block_v),
-    )
-    return two_launches(
-        inputs, handed, states, (prep, scan), (programs[0] * heads, programs[1] * heads), ("v",)
-    )
+    slices = inputs.sequences * triton.cdiv(value_dim, config.block_v)
+    programs = slots * heads, slices * heads
+    return two_launches(inputs, handed, states, (prep, scan), programs, ("v",))
 
 
 def portable_prep(
@@ -554,20 +538,6 @@ def hopper_prep(
 
 # --- the choice between kernels
 
-_H200_SMS = 132  # the interpreter divides calls as an H200 does
-
-
-def committed(
-    inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False
-) -> KDAPortableConfig:
-    """The configuration of the Hopper or the portable kernel without tuning."""
-    choose = KDAPortableConfig.choose_hopper if kernel == "hopper" else KDAPortableConfig.choose
-    return choose(
-        inputs,
-        sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS,
-        batch_invariant=batch_invariant,
-    )
-
 
 @registry.first_reason
 def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
@@ -589,7 +559,7 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
 
 PORTABLE: Variant = Variant(
     name="portable",
-    configure=partial(configured, partial(committed, kernel="portable"), "portable"),
+    configure=partial(configured, KDAPortableConfig.choose, "portable"),
     prepare=lambda call, config: portable_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
@@ -599,7 +569,7 @@ HOPPER: Variant = replace(
     PORTABLE,
     name="hopper",
     unsupported=lambda call: hopper_unsupported(call.inputs),
-    configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
+    configure=partial(configured, KDAPortableConfig.choose_hopper, "hopper"),
 )
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
 run, plan = FUSED.run, FUSED.plan

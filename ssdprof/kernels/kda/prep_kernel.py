@@ -99,20 +99,12 @@ quadrant_layout = gl.constexpr(
     )
 )
 
+# other functions belong to the stage that calls them
 STAGES = {
-    "times": "decayed_scores", "at_least": "decayed_scores", "of_fp32": "decayed_scores",
-    "spread": "decayed_scores", "halved": "decayed_scores", "second_of": "decayed_scores",
-    "product_of": "decayed_scores", "products": "decayed_scores",
-    "store_anchored": "decayed_scores", "store_between_eights": "decayed_scores",
-    "store_between": "decayed_scores", "allocate_tile": "setup",
-    "in_block": "decayed_scores",
-    "of_blocks": "decayed_scores", "block_of": "decayed_scores", "parts_of": "decayed_scores",
-    "scaled": "decayed_scores", "scaled_pairs": "decayed_scores","scaled_halves": "decayed_scores", "arranged": "decayed_scores",
-    "square_of": "decayed_scores", "norms": "qk_l2norm",
-    "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
-    "inverse_of": "solve_tril", "load_tiles": "setup", "load_betas": "setup",
-    "stored": "qk_l2norm", "decayed_scores": "decayed_scores", "store_system": "solve_tril",
-    "store_own_scores": "solve_tril", "store_factors": "state_factor", "_kda_hopper_prep": "setup",
+    "_kda_hopper_prep": "setup", "norms": "qk_l2norm", "decayed_scores": "decayed_scores",
+    "products": "decayed_scores", "store_own_scores": "decayed_scores", "decays_of": "gate_cumsum",
+    "grown": "gate_cumsum", "between_blocks": "gate_cumsum", "store_system": "solve_tril",
+    "inverse_of": "solve_tril", "store_factors": "state_factor",
 }  # fmt: skip
 
 
@@ -307,7 +299,6 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     between those of 16; (pair, q and k, j) between blocks of 16; (q and k, j) between the halves
     """
     eights, sixteens, pairs, halves = scores
-    dtype: gl.constexpr = rows.dtype
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
     store_anchored(q, k, a, wide_rows, wide_columns)
     P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, own), a
