@@ -132,10 +132,11 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
 
 def unbroken(cell: str) -> Markup:
     """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
-    two parts; what is between backticks is code.
+    two parts.  A name may be broken after its underscores; what is between backticks is code.
     """
     text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    breakable = re.sub(r"(?<=\w_)(?=\w)", "<wbr>", str(escape(text)))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", breakable))
 
 
 # --- pictures
