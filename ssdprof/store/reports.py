@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -447,9 +447,8 @@ def _wait(path: Path, ranks: Ranks) -> None:
         if rank == ranks.rank:
             continue
         ranks.told(f"{rank}/open", rank)
-        with (path / f"cases.{rank}.jsonl").open("rb") as opened_file:
-            while not _free(opened_file):
-                time.sleep(POLL_S)
+        while not _is_free(path / f"cases.{rank}.jsonl"):
+            time.sleep(POLL_S)
         last = _last(path, rank)
         if not last.complete:
             error = ranks.gone(rank)
@@ -472,11 +471,13 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
     return None
 
 
-def _free(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+def _is_free(file: Path) -> bool:
+    """Whether no process holds its lock."""
+    with file.open("rb") as opened_file:
+        try:
+            fcntl.flock(opened_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 
@@ -505,13 +506,20 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 
 def latest(*kinds: str) -> Path | None:
-    """The report under `runs/` that was started last, of one of the kinds."""
+    """The report under `runs/` that was started last, of one of the kinds, and that no process is
+    still writing.
+    """
     started = [
         (report.created, report.id, path)
         for path, report in _readable(RUNS, _header)
         if isinstance(report, Report) and report.kind in kinds
     ]
-    return max(started)[2] if started else None
+    newest_first = (path for *_, path in sorted(started, reverse=True))
+    return next(filterfalse(_is_written_now, newest_first), None)
+
+
+def _is_written_now(folder: Path) -> bool:
+    return not all(map(_is_free, folder.glob("cases.[0-9]*.jsonl")))
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:

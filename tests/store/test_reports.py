@@ -171,6 +171,10 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
     assert (latest("run"), latest("bench"), latest("prefill")) == (RUNS / "a", RUNS / "bench", None)
     assert load(None)[0] == RUNS / "a"
     assert load(None, "run", "bench")[0] == RUNS / "bench"
+    with opened(RUNS / "in work", Watcher(), **header()) as writer:
+        writer.case(case())
+        assert load(None)[0] == RUNS / "a"
+    assert load(None)[0] == RUNS / "in work"
     with pytest.raises(BadInputError, match=r"a is a report of ssdprof run\.") as caught:
         load("a", "bench")
     assert caught.value.hint == "Name one of ssdprof bench."
