@@ -43,6 +43,7 @@ from ssdprof.files import (
     check_writable,
     locked,
     parse_json,
+    read_stored,
     regular,
     safe_name,
     uninterrupted,
@@ -589,22 +590,7 @@ def _document(file: Path) -> Report:
     """The report in a header or a document.  Raises BadInputError if there is none, if it is
     damaged, or if another version of ssdprof wrote it.
     """
-    text = _text(file)
-    try:
-        document = parse_json(text)
-    except ValueError as error:
-        raise BadInputError(
-            f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged."
-        ) from error
-    version = document.get("version") if isinstance(document, dict) else None
-    if version != VERSION:
-        other = f"of version {version}; this ssdprof reads {VERSION}"
-        what = "no report of ssdprof" if version is None else other
-        raise BadInputError(f"{file} is {what}.", _AGAIN)
-    try:
-        report = Report.model_validate(document)
-    except ValidationError as error:
-        raise BadInputError(f"{file} is damaged at {first_fault(error)}.", _AGAIN) from error
+    report = read_stored(file, Report.model_validate, VERSION, _AGAIN)
     of_tensors = report.kind == "run" and not report.prompts  # of `ssdprof.compare`
     if report.model is None and report.kind in ("run", "prefill", "answers") and not of_tensors:
         raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)
