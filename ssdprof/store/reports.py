@@ -88,7 +88,7 @@ class Writer:
         self._clocks = line.clocks
         cases = tuple(self.earlier.values())
         self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
-        self._file, self._path = file, Path(file.name) if file else None
+        self._file = file
         self._on_disk: ProcessLine | None = None
         self._due_s = 0.0
         self._cases = dict(self.earlier)
@@ -116,8 +116,8 @@ class Writer:
             self.captured(case.layer)
         known = self._cases.get(case.name)
         line = case.changed(accuracy=()) if known and known.accuracy == case.accuracy else case
-        self._cases[case.name] = known.joined(case) if known else case
         self._write({"case": line.model_dump(mode="json", exclude_defaults=True)})
+        self._cases[case.name] = known.joined(case) if known else case
         self.report = self.report.model_copy(update={"cases": tuple(self._cases.values())})
 
     def captured(self, layer: LayerRef) -> None:
@@ -141,15 +141,6 @@ class Writer:
         if line != self._on_disk:
             self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
             self._on_disk, self._due_s = line, time.monotonic() + _LATER
-
-    def kept(self) -> Report:
-        """The report with those cases that can be read back."""
-        readable: set[str] = set()
-        with suppress(SsdprofError):
-            if self._path and (self.folder / HEADER).is_file():
-                readable = {case.name for case in _lines(self._path)[0]}
-        cases = tuple(case for case in self.report.cases if case.name in readable)
-        return self.report.model_copy(update={"cases": cases})
 
     def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
         """What is not measured.  implementations: empty: all of the place."""
@@ -406,8 +397,8 @@ def _note_end(writer: Writer, error: BaseException) -> str:
     with suppress(SsdprofError):  # the disk may be what ended it
         writer.update(ended=why)
         writer.flush()
-    report = writer.kept()
-    if not report.cases:
+    report = writer.report
+    if not (writer.folder / HEADER).is_file():
         return "What was done could not be kept."
     cases, answers = len(report.of_calls) + len(report.of_prefill), len(report.of_answers)
     of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
