@@ -24,7 +24,17 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
-from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
+from ssdprof.store.reports import (
+    DOCUMENT,
+    HEADER,
+    RUNS,
+    check_folder,
+    dump,
+    latest,
+    listed,
+    load,
+    opened,
+)
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
@@ -207,9 +217,16 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 # --- every end
 
 
-def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
+@pytest.mark.parametrize("document", ["", "{}", dump(cases.report())])
+def test_a_folder_that_holds_a_report_is_not_used_again(document: str) -> None:
+    """A document is read before what a run writes, and so it would be shown instead of the run."""
     folder = store("one")
+    if document:
+        (folder / HEADER).unlink()
+        (folder / DOCUMENT).write_text(document)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(BadInputError, match="holds a run already"):
+        check_folder(folder)
     with (
         pytest.raises(BadInputError, match="holds a run already"),
         opened(folder, Watcher(), **header()),
