@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from generated_inputs import generated
 from measure.conftest import random_inputs
 from measure.test_probes import Here, probed
 
@@ -22,22 +23,12 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
-from ssdprof.operators import generate
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.kda_histories import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
 LIMIT = -14.0  # about 2^-20
-
-
-def generated(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
-    operator = operators.get(name)
-    shape = operator.generated.parse(sizes)
-    assert shape
-    tokens = generate.Tokens(sequences=sequences, seqlen=seqlen)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    return replace(operator.generated.draw(cell, torch.device("cpu")), **changes)
 
 
 def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
@@ -101,7 +92,7 @@ def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]
 def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
 ) -> None:
-    like = generated("kda", sizes, seqlen, 2, **changes)
+    like = replace(generated("kda", sizes, seqlen, sequences=2), **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
@@ -228,7 +219,7 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
     """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
     when the decays are below 2^-24 is less than the error of the rounded form.
     """
-    given = generated("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
+    given = replace(generated("gdn", "1/1x16x16", 512), use_qk_l2norm=False)
     key = (torch.full((16,), 0.25) * 2.1**0.5).to(given.k.dtype)
     changes = {
         "k": key.expand_as(given.k).contiguous(),

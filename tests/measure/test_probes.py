@@ -10,26 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from generated_inputs import generated
 from measure.conftest import random_inputs
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import REPEATS, Probe
-from ssdprof.kernels import GDNInputs, UnsupportedError
+from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import CallVerdict, IsolatedFirstCall
 from ssdprof.measure.laws import OF_THE_SAME_FORM
 from ssdprof.measure.probes import Prober
-from ssdprof.operators import generate
-from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Kernel = Callable[[Any], Any]
-TOKENS = [
-    Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700),
-    Tokens(sequences=4, seqlen=900, shortest=20),
+TOKENS: list[dict[str, int]] = [
+    dict(seqlen=3000), dict(sequences=3, seqlen=700), dict(sequences=4, seqlen=900, shortest=20),
 ]  # fmt: skip
 RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one in ("bf16", "fp16"))
 
@@ -60,14 +58,8 @@ def ssd(**changes: Any) -> Any:
     return random_inputs(**{"seqlen": 80, "heads": 2, "headdim": 16, "groups": 1} | changes)
 
 
-def gdn() -> GDNInputs:
-    operator = operators.get("gdn")
-    shape = operator.generated.parse("1/2x16x32")
-    tokens = generate.Tokens(sequences=2, seqlen=90)
-    assert shape
-    generated = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    found: GDNInputs = operator.generated.draw(generated, torch.device("cpu"))
-    return found
+def gdn() -> Any:
+    return generated("gdn", "1/2x16x32", 90, sequences=2)
 
 
 @pytest.mark.parametrize("make", [ssd, gdn, lambda: ssd(batch=2, seqlen=70), lambda: ssd(seqlen=1)])
@@ -404,13 +396,14 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str, sizes: str, implementation: str, tokens: Tokens, dtype: str, precision: Precision
+    operator: str,
+    sizes: str,
+    implementation: str,
+    tokens: dict[str, int],
+    dtype: str,
+    precision: Precision,
 ) -> None:
-    generated = operators.get(operator).generated
-    shape: Any = generated.parse(sizes)
-    kind: Any = dtype
-    cell = generate.Cell(shape=shape, dtype=kind, layout="views", tokens=tokens)
-    given = generated.draw(cell, torch.device("cuda"))
+    given = generated(operator, sizes, device="cuda", dtype=dtype, **tokens)
     found = Prober(IsolatedFirstCall()).probe(
         kernels.get(operator, implementation), given, precision
     )
