@@ -269,7 +269,7 @@ def refuse(_inputs: Any) -> Any:
     raise UnsupportedError("shy: no chunks of 256")
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
     shown = passing(f"run demo {SHORT} --impl unfused,fused,other --full").shown
@@ -348,6 +348,7 @@ def test_a_named_library_makes_its_first_call_in_another_process() -> None:
     assert (status, "There is no folder nowhere" in reason) == ("failed", True)
 
 
+@pytest.mark.usefixtures("judged_once")
 def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     library(monkeypatch, "other", narrow)
     words = "--seq 40 --layers 0 --impl unfused,fused --baseline other --full"

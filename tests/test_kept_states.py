@@ -140,11 +140,11 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    words = f"bench {operator} --shape {SHAPES[operator]} --seq 100 --state-every 64 --batch 2"
+    words = f"bench {operator} --shape {SHAPES[operator]} --seq 70 --state-every 64 --batch 2"
     sizes = "--chunk-size 64" if operator == "ssd" else ""
     passing(words, sizes, "--out kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"2 x 100, state every 64"}
+    assert {case.size for case in report.cases} == {"2 x 70, state every 64"}
     for case in report.cases:
         assert case.result == "passed", (case.name, case.why)
         own = (case.implementation, operator) == ("unfused", "ssd")
@@ -156,9 +156,9 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
 def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
-    """`bench --packed 5x1-64`: what runs is judged by the states that were given."""
+    """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
     reference, tokens = kernels.get(operator, "reference"), dict(sequences=5, shortest=1)
-    inputs = generated(operator, SHAPES[operator], 64, **tokens, ways=("pool",) * pool)
+    inputs = generated(operator, SHAPES[operator], 24, **tokens, ways=("pool",) * pool)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),

@@ -252,8 +252,17 @@ def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
     assert tried(law, good, operator) == ""
 
 
-@pytest.mark.parametrize("name", ["recurrent", "fused"])
-@pytest.mark.parametrize("operator", SHAPES)
+# fused steps of any operator gather their states, and run the recurrent kernel
+OURS = [
+    *((operator, "recurrent") for operator in SHAPES),
+    *(
+        pytest.param(operator, "fused", marks=[pytest.mark.slow] * (operator != "gdn"))
+        for operator in SHAPES
+    ),
+]
+
+
+@pytest.mark.parametrize(("operator", "name"), OURS)
 def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}

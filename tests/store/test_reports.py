@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,15 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 # --- every end
 
 
-def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
+@pytest.mark.parametrize("kept_as", ["lines", "document"])
+def test_a_folder_that_holds_a_report_is_not_used_again(kept_as: str) -> None:
+    """Nor one with the document of a partial run, to which no line can be added."""
     folder = store("one")
+    if kept_as == "document":
+        _, report = load(folder)
+        partial = report.changed(processes=(report.first.changed(complete=False),))
+        (folder / "run.json").write_text(dump(partial))
+        (folder / "cases.0.jsonl").write_text("")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with (
         pytest.raises(BadInputError, match="holds a run already"),
@@ -212,6 +220,22 @@ def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
     ):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_further_process_that_is_started_again_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had sampled before it failed does not count."""
+    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    folder = store("one", samplers=2)
+    for process, names in (("first", ("unfused", "fused")), ("again", ("unfused",))):
+        with suppress(ZeroDivisionError), opened(folder, Watcher(), sampler=1) as writer:
+            for name in names:
+                writer.case(case(name, samples=(samples("device", 50.0, process=process),)))
+            if process == "first":
+                raise ZeroDivisionError
+    unfused, fused = load(folder)[1].cases
+    assert ([one.process for one in unfused.samples], fused.samples) == (["again"], ())
 
 
 SECOND = """
