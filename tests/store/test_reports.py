@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,28 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 # --- every end
 
 
-@pytest.mark.parametrize("document", ["", "{}", dump(cases.report())])
-def test_a_folder_that_holds_a_report_is_not_used_again(document: str) -> None:
-    """A document is read before what a run writes, and so it would be shown instead of the run."""
+_PARTIAL = cases.report().changed(processes=(cases.report().first.changed(complete=False),))
+
+
+@pytest.mark.parametrize(
+    ("file", "document"),
+    [
+        ("", ""),
+        (HEADER, dump(_PARTIAL)),
+        (DOCUMENT, dump(_PARTIAL)),
+        (DOCUMENT, dump(cases.report())),
+        (DOCUMENT, "{}"),
+    ],
+)
+def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str) -> None:
+    """Nor one with a document, to which no line can be added, and which would be read instead of
+    what a run writes.
+    """
     folder = store("one")
     if document:
         (folder / HEADER).unlink()
-        (folder / DOCUMENT).write_text(document)
+        (folder / file).write_text(document)
+        (folder / "cases.0.jsonl").write_text("")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(BadInputError, match="holds a run already"):
         check_folder(folder)
@@ -233,6 +249,22 @@ def test_a_folder_that_holds_a_report_is_not_used_again(document: str) -> None:
     ):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_further_process_that_is_started_again_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had sampled before it failed does not count."""
+    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    folder = store("one", samplers=2)
+    for process, names in (("first", ("unfused", "fused")), ("again", ("unfused",))):
+        with suppress(ZeroDivisionError), opened(folder, Watcher(), sampler=1) as writer:
+            for name in names:
+                writer.case(case(name, samples=(samples("device", 50.0, process=process),)))
+            if process == "first":
+                raise ZeroDivisionError
+    unfused, fused = load(folder)[1].cases
+    assert ([one.process for one in unfused.samples], fused.samples) == (["again"], ())
 
 
 SECOND = """
