@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from ssdprof import kernels, operators
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call
 from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import load
 
 pytestmark = [
@@ -77,13 +80,27 @@ PLANTED = {
 }
 
 
+SLOTS = 7  # of a pool
 POOLED = {
     name: PLANTED[name] for name in ("wrong_column", "values_first_read", "snapshot_never_written")
 } | {
     "row_instead_of_slot": slots(lambda inputs: torch.arange(inputs.sequences)),
-    "next_slot": slots(lambda inputs: (inputs.state_indices.long() + 1) % (2 * inputs.sequences)),
+    "next_slot": slots(lambda inputs: (inputs.state_indices.long() + 1) % SLOTS),
     "slots_of_others": slots(lambda inputs: inputs.state_indices.long().roll(1)),
 }
+
+
+def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Precision) -> Output:
+    written = inputs.write_indices.roll(1, 1)
+    return gathered(reference, replace(inputs, write_indices=written), precision)
+
+
+def nothing_in_place(reference: Implementation, inputs: Any, precision: Precision) -> Output:
+    out, _ = gathered(reference, replace(inputs, write_indices=None), precision)
+    return out, getattr(inputs, inputs.LINEAR[1])
+
+
+IN_PLACE = {kernel.__name__: kernel for kernel in (wrong_column_in_place, nothing_in_place)}
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -105,6 +122,12 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
 
         one = replace(reference, name=name, run=run, pools=pool)
         monkeypatch.setitem(registry._implementations, (operator, name), one)
+    if pool:
+        planted_kernels = planted_kernels | IN_PLACE
+        for name, kernel in IN_PLACE.items():
+            in_place = partial(kernel, reference)
+            one = replace(reference, name=name, in_place=in_place)
+            monkeypatch.setitem(registry._implementations, (operator, name), one)
     for name in ("recurrent",) if operator == "ssd" else ("recurrent", "fused"):
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
@@ -114,13 +137,16 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
         "3",
         "--impl",
         f"fused,{','.join(planted_kernels)}",
-        *("--draw", "pool") * pool,
+        *("--pool", str(SLOTS)) * pool,
     )
     words = ("bench", operator, "--shape", SHAPES[operator], "--verify", "2,4", *compared)
     monkeypatch.setattr("sys.argv", ["ssdprof", *words])
     ending(1, *words, "--out", "kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"3 x 2, every state", "3 x 4, every state"}
+    slots = ", pool of 7" * pool
+    assert {case.size for case in report.cases} == {
+        f"3 x {count}, every state{slots}" for count in (2, 4)
+    }
     for case in report.cases:
         planted = case.implementation in planted_kernels
         assert case.result in (("inaccurate", "nonfinite") if planted else ("passed",)), (
@@ -128,9 +154,8 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
             case.why,
         )
         if case.implementation == "fused":
-            copies = "copies of states out of the pool; " * pool
             each = f"{case.seqlen} calls, one for each state, and copies that join the states; "
-            assert case.plan.startswith(copies + each)
+            assert case.plan.startswith("in place on a pool" if pool else each)
         if planted:
             assert not case.samples
             assert "states" in case.why or "not finite" in case.why, case.why
@@ -177,12 +202,10 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     found, reference = operators.get(operator), kernels.get(operator, "reference")
     shape, tokens = (
         found.generated.parse(SHAPES[operator]),
-        Tokens(sequences=5, seqlen=64, shortest=1),
+        Tokens(sequences=5, seqlen=64, shortest=1, pool=10 * pool),
     )
     assert shape
-    cell = Cell(
-        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, ways=("pool",) * pool
-    )
+    cell = Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens)
     inputs = found.generated.draw(cell, torch.device("cpu"))
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),

@@ -45,9 +45,17 @@ Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -
 
 
 def recorded(
-    folder: Path, plant: Plant, slots: tuple[int, ...], keeps: Callable[[str], bool]
+    folder: Path,
+    plant: Plant,
+    slots: tuple[int, ...],
+    keeps: Callable[[str], bool],
+    *,
+    pool: bool = False,
 ) -> Path:
-    """Four calls, of which the third begins with planted states; each call is right by itself."""
+    """Four calls, of which the third begins with planted states; each call is right by itself.
+
+    pool: each holds the server's whole pool of states.
+    """
     folder.mkdir()
     (folder / MANIFEST).write_text(json.dumps({"operator": "gdn"}))
     left: list[torch.Tensor] = []
@@ -57,7 +65,11 @@ def recorded(
         tensors = gdn(9 + number % 2, None if begin is None else begin.bfloat16().float())
         left.append(tensors["final_states"])
         if slots:
-            tensors["slots"] = torch.tensor(slots)
+            tensors["state_indices" if pool else "slots"] = torch.tensor(slots)
+        if pool:
+            states = torch.zeros(2, 2, 16, 8) if begin is None else tensors["initial_state"]
+            tensors["initial_state"] = torch.randn(7, 2, 16, 8)
+            tensors["initial_state"][list(slots)] = states
         kept = {name: tensor.contiguous() for name, tensor in tensors.items() if keeps(name)}
         save_file(kept, folder / f"7_{number:06}.safetensors")
     return folder
@@ -98,15 +110,19 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize("outputs", [True, False])
-@pytest.mark.parametrize(("plant", "slots", "words"), FAULTS)
+@pytest.mark.parametrize(
+    ("plant", "slots", "words", "pool"),
+    [(*fault, pool) for fault in FAULTS for pool in (False, True) if fault[1] or not pool],
+)
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_recorded_call_with_a_wrong_state_is_told(
-    plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
+    plant: Plant, slots: tuple[int, ...], words: str, pool: bool, outputs: bool
 ) -> None:
+    def keeps(name: str) -> bool:
+        return outputs or name not in ("out", "final_states")
+
     torch.manual_seed(0)
-    folder = recorded(
-        Path("r"), plant, slots, lambda name: outputs or name not in ("out", "final_states")
-    )
+    folder = recorded(Path("r"), plant, slots, keeps, pool=pool)
     provenance = Provenance(rows_are_sequences=False)
     calls = list(open_recording(folder, "safetensors").layers())
     faults = [text for call in calls for text in provenance.faults(call)]

@@ -63,6 +63,10 @@ def reads(inputs: Any) -> list[int]:
     return [int(slot) for slot in slots]
 
 
+def positional(inputs: Any) -> dict[str, torch.Tensor]:
+    return operators.get(inputs.operator).binding.positional(inputs)
+
+
 # --- wrong kernels
 
 
@@ -330,20 +334,33 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     assert between == [["no"], [], []]
 
 
-def test_a_call_without_a_pool_runs_on_copies() -> None:
-    """A kernel that works in place gives the final states, and those after each token."""
+def test_a_call_without_a_pool_runs_on_one_of_its_own() -> None:
+    """A kernel that works in place gives the final states, and those after each token; again, too,
+    and of a pool, whose slots it does not write.
+    """
 
     def kernel(inputs: Any) -> Output:
         return good(inputs)
 
     kernel.in_place = True  # type: ignore[attr-defined]
     one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
-    for inputs in (step(), step(seqlen=3, state_every=1), step(seqlen=9, shortest=2)):
+    row = {name: tensor[:1] for name, tensor in positional(step(seqlen=5)).items()}
+    with_an_empty_sequence = replace(step(), **row, cu_seqlens=torch.tensor([0, 5, 5]))
+    for inputs in (
+        step(),
+        step(seqlen=3, state_every=1),
+        step(seqlen=9, shortest=2),
+        step(pool=5),
+        with_an_empty_sequence,
+    ):
         before = inputs.initial_state.clone()
-        for ours, expected in zip(
-            one.run(inputs, kernels.Precision()),
-            kernels.get("gdn", "reference").run(inputs, kernels.Precision()),
-            strict=True,
-        ):
-            assert torch.equal(ours, expected)
-        assert torch.equal(inputs.initial_state, before)
+        for _ in range(2):
+            for ours, expected in zip(
+                one.run(inputs, kernels.Precision()),
+                kernels.get("gdn", "reference").run(
+                    inputs.after(inputs.initial), kernels.Precision()
+                ),
+                strict=True,
+            ):
+                assert torch.equal(ours, expected)
+        assert torch.equal(inputs.initial_state.nan_to_num(), before.nan_to_num())
