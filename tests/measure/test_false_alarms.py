@@ -12,7 +12,7 @@ from kernel_cases import SSDCase
 from measure.conftest import random_inputs
 
 from ssdprof import operators
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import Span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
@@ -118,7 +118,9 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     generated = operator.generated.draw(cell, torch.device("cpu"))
     inputs = replace(generated, g=-2 * step * torch.rand_like(generated.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    gate = operator.oracle.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
+    gate = operator.oracle.gate(
+        inputs, (span := Span(sequence=0, batch=0, start=0, stop=4096)), chunk
+    )
     out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
     assert_passes((out[None], state[None]), inputs, relaxed)
 

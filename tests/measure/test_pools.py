@@ -223,7 +223,7 @@ def raising(inputs: Any) -> Output:
          "call 1: it changes slot 8, head 0, beside one that is written, which no row writes"),
         ("other slots keep their bits", writing_between_slots, "the memory behind slot 3"),
         ("other slots keep their bits", returning_a_copy, "another tensor than the pool"),
-        ("other slots keep their bits", changing_the_tokens, "call 1: it changes v"),
+        ("other slots keep their bits", changing_the_tokens, "call 1: it changes its inputs: v"),
         ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
         ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
         ("padded rows touch nothing", advancing_the_slot_before_the_first, "behind slot -1"),
