@@ -148,8 +148,8 @@ def test_conditions_on_times_need_a_gpu() -> None:
         (("base", "same", "--fail-if", "tme:base+3%"), "Did you mean time?"),
         (("base", "same", "--smallest-difference", "much"), "not a percentage"),
         (("base", "same", "-o", "no/where.md"), "There is no folder"),
-        (("base", "ssdprof.txt"), "not JSON"),
-        (("base", "picture.json"), "picture.json is not JSON: it is not UTF-8. hint: "),
+        (("base", "ssdprof.txt"), "not valid JSON"),
+        (("base", "picture.json"), "picture.json is not valid JSON: it is not UTF-8. hint: "),
         (("base", "cells.json"), "cells.json"),
     ],
 )
