@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import DEMOS, ending, passing
 from fakes import RAN, noting, pretend_gpu
+from measure.conftest import drawn
 from measure.test_probes import probed
 
 from ssdprof import kernels, operators
@@ -22,7 +23,6 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import load
 
@@ -190,14 +190,9 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
     """`bench --packed 5x1-64`: what runs is judged by the states that were given."""
-    found, reference = operators.get(operator), kernels.get(operator, "reference")
-    shape, tokens = (
-        found.generated.parse(SHAPES[operator]),
-        Tokens(sequences=5, seqlen=64, shortest=1, pool=10 * pool),
-    )
-    assert shape
-    cell = Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens)
-    inputs = found.generated.draw(cell, torch.device("cpu"))
+    reference = kernels.get(operator, "reference")
+    tokens = {"sequences": 5, "seqlen": 64, "shortest": 1, "pool": 10 * pool}
+    inputs = drawn(operator, SHAPES[operator], **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
@@ -283,13 +278,7 @@ def right(inputs: Any) -> Output:
 )
 def test_laws(kernel: Any, broken: set[str]) -> None:
     kernel.keeps_states = True
-    generated = operators.get("gdn").generated
-    shape = generated.parse(SHAPES["gdn"])
-    assert shape
-    tokens = Tokens(sequences=2, seqlen=4, state_every=1)
-    inputs = generated.draw(
-        Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), torch.device("cpu")
-    )
+    inputs = drawn("gdn", SHAPES["gdn"], sequences=2, seqlen=4, state_every=1)
     found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}
     assert set(found) == NAMES
     assert {name for name, probe in found.items() if probe.holds == "no"} == broken

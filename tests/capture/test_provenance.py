@@ -45,17 +45,12 @@ Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -
 
 
 def recorded(
-    folder: Path,
-    plant: Plant,
-    slots: tuple[int, ...],
-    keeps: Callable[[str], bool],
-    *,
-    pool: bool = False,
+    folder: Path, plant: Plant, slots: tuple[int, ...], keeps: Callable[[str], bool]
 ) -> Path:
     """Four calls, of which the third begins with planted states; each call is right by itself.
-
-    pool: each holds the server's whole pool of states.
+    Without outputs, each holds the server's whole pool of states, if it has slots.
     """
+    pool = slots and not keeps("out")
     folder.mkdir()
     (folder / MANIFEST).write_text(json.dumps({"operator": "gdn"}))
     left: list[torch.Tensor] = []
@@ -110,19 +105,16 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize("outputs", [True, False])
-@pytest.mark.parametrize(
-    ("plant", "slots", "words", "pool"),
-    [(*fault, pool) for fault in FAULTS for pool in (False, True) if fault[1] or not pool],
-)
+@pytest.mark.parametrize(("plant", "slots", "words"), FAULTS)
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_recorded_call_with_a_wrong_state_is_told(
-    plant: Plant, slots: tuple[int, ...], words: str, pool: bool, outputs: bool
+    plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
 ) -> None:
-    def keeps(name: str) -> bool:
-        return outputs or name not in ("out", "final_states")
-
+    """Of recordings with outputs and the states of each call, and of pools without outputs."""
     torch.manual_seed(0)
-    folder = recorded(Path("r"), plant, slots, keeps, pool=pool)
+    folder = recorded(
+        Path("r"), plant, slots, lambda name: outputs or name not in ("out", "final_states")
+    )
     provenance = Provenance(rows_are_sequences=False)
     calls = list(open_recording(folder, "safetensors").layers())
     faults = [text for call in calls for text in provenance.faults(call)]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import Answer, ending, passing
+from measure.conftest import drawn
 from tuning_fakes import (
     COMMITTED_SEGMENT,
     GPU,
@@ -25,7 +26,6 @@ from tuning_fakes import (
     ssd_problem,
 )
 
-from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
@@ -53,7 +53,6 @@ from ssdprof.kernels.ssd.hopper.config import (
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import Call
 from ssdprof.operators.gdn_tuning import TUNING as GDN
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
@@ -89,11 +88,8 @@ def gdn_inputs(
     packed: bool = False,
     operator: str = "gdn",
 ) -> Any:
-    generator = operators.get(operator).generated
-    found = generator.parse(shape)
-    assert found is not None
-    tokens = Tokens(sequences=sequences, seqlen=length, shortest=length if packed else None)
-    return generator.draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)
+    shortest = length if packed else None
+    return drawn(operator, shape, sequences=sequences, seqlen=length, shortest=shortest)
 
 
 # --- candidates

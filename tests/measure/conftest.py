@@ -2,7 +2,19 @@ from typing import Any
 
 import torch
 
+from ssdprof import operators
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.generate import Cell, Tokens
+
+
+def drawn(
+    operator: str, sizes: str, *, dtype: Any = "bf16", device: str = "cpu", **tokens: Any
+) -> Any:
+    """The inputs of a bench."""
+    generated = operators.get(operator).generated
+    shape: Any = generated.parse(sizes)
+    cell = Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(**tokens))
+    return generated.draw(cell, torch.device(device))
 
 
 def random_inputs(

@@ -9,14 +9,13 @@ from itertools import product
 import pytest
 import torch
 from kernel_cases import SSDCase
-from measure.conftest import random_inputs
+from measure.conftest import drawn, random_inputs
 
 from ssdprof import operators
-from ssdprof.kernels.oracle import Span
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
-from ssdprof.operators import generate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = {
@@ -112,15 +111,11 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     was, at every position: such errors do not average out, and depend on the kernel's chunks.
     """
     operator = operators.get(name)
-    shape = operator.generated.shape("slow", 1, 1, 128, 128)
-    tokens = generate.Tokens(sequences=1, seqlen=4096)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    generated = operator.generated.draw(cell, torch.device("cpu"))
+    generated = drawn(name, "1/1x128x128", sequences=1, seqlen=4096)
     inputs = replace(generated, g=-2 * step * torch.rand_like(generated.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    gate = operator.oracle.gate(
-        inputs, (span := Span(sequence=0, batch=0, start=0, stop=4096)), chunk
-    )
+    (span,) = spans_of(inputs)
+    gate = operator.oracle.gate(inputs, span, chunk)
     out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
     assert_passes((out[None], state[None]), inputs, relaxed)
 

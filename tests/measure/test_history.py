@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from measure.conftest import random_inputs
+from measure.conftest import drawn, random_inputs
 from measure.test_probes import Here, probed
 
 from ssdprof import kernels, operators
@@ -22,7 +22,6 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
-from ssdprof.operators import generate
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.kda_histories import histories as kda_histories
 
@@ -32,12 +31,7 @@ LIMIT = -14.0  # about 2^-20
 
 
 def generated(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
-    operator = operators.get(name)
-    shape = operator.generated.parse(sizes)
-    assert shape
-    tokens = generate.Tokens(sequences=sequences, seqlen=seqlen)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    return replace(operator.generated.draw(cell, torch.device("cpu")), **changes)
+    return replace(drawn(name, sizes, sequences=sequences, seqlen=seqlen), **changes)
 
 
 def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:

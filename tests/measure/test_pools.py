@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from measure.conftest import drawn
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import BETWEEN_CALLS
@@ -17,7 +18,6 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.operator import Output
 from ssdprof.operators.serving import gathered
@@ -29,12 +29,7 @@ ON_A_GPU = {"a replayed CUDA graph", "beside another stream"}
 
 def step(operator: str = "gdn", **tokens: Any) -> Any:
     """One token of two sequences."""
-    record = operators.get(operator)
-    shape = record.generated.parse(SHAPES[operator])
-    assert shape is not None
-    given = Tokens(**({"sequences": 2, "seqlen": 1} | tokens))
-    cell = Cell(shape=shape, dtype="bf16", layout="views", tokens=given)
-    return record.generated.draw(cell, torch.device("cpu"))
+    return drawn(operator, SHAPES[operator], **({"sequences": 2, "seqlen": 1} | tokens))
 
 
 def good(inputs: Any) -> Output:
@@ -43,12 +38,16 @@ def good(inputs: Any) -> Output:
     return gathered(reference, inputs, kernels.Precision())
 
 
-def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
-    """Where the law does not hold; empty if it does."""
+def working_in_place(kernel: Kernel, operator: str = "gdn") -> Any:
+    """A user's implementation."""
     kernel = partial(kernel)
     kernel.in_place = True  # type: ignore[attr-defined]
-    one = replace(own_implementation(operators.get(operator), "mine:kernel", kernel), **more)
-    assert one.in_place is not None
+    return own_implementation(operators.get(operator), "mine:kernel", kernel)
+
+
+def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
+    """Where the law does not hold; empty if it does."""
+    one = replace(working_in_place(kernel, operator), **more)
     try:
         pools.LAWS[law](pools.Room(one, one.in_place, step(operator), Precision()))
     except pools.Broken as error:
@@ -232,7 +231,7 @@ def raising(inputs: Any) -> Output:
          "call 1: it changes slot 0, head 0, the first slot"),
         ("new sequences begin with zeros", beginning_with_what_the_slot_holds, "call 1, row 0"),
         ("a shared prefix", updating_its_source, "call 1: it changes slot 3"),
-        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 0"),
+        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 1"),
         ("drafted tokens", keeping_the_last_state_alone, "call 2, row 0, token 0"),
         ("drafted tokens", a_step_reads_the_first_column, "call 3, row 0, token 0"),
         ("order and number of rows", one_row_is_special, "call 3, row 0, token 0"),
@@ -290,8 +289,7 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
             raise UnsupportedError("one token")
         return good(inputs)
 
-    steps_alone.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", steps_alone)
+    one = working_in_place(steps_alone)
     probes = {
         probe.name.removeprefix(BETWEEN_CALLS): (probe.holds, probe.detail)
         for probe in pools.try_laws(one, step(), Precision(), quick=True)
@@ -324,8 +322,7 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     def kernel(inputs: Any) -> Output:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
-    kernel.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
+    one = working_in_place(kernel)
     prober, several = Prober(IsolatedFirstCall()), (step(), step(), step(sequences=3))
     found = [prober.probe(one, inputs, Precision()) for inputs in several]
     between = [
@@ -338,12 +335,7 @@ def test_a_call_without_a_pool_runs_on_one_of_its_own() -> None:
     """A kernel that works in place gives the final states, and those after each token; again, too,
     and of a pool, whose slots it does not write.
     """
-
-    def kernel(inputs: Any) -> Output:
-        return good(inputs)
-
-    kernel.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
+    one = working_in_place(good)
     row = {name: tensor[:1] for name, tensor in positional(step(seqlen=5)).items()}
     with_an_empty_sequence = replace(step(), **row, cu_seqlens=torch.tensor([0, 5, 5]))
     for inputs in (

@@ -10,27 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from measure.conftest import random_inputs
+from measure.conftest import drawn, random_inputs
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import REPEATS, Probe
-from ssdprof.kernels import GDNInputs, UnsupportedError
+from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import CallVerdict, IsolatedFirstCall
 from ssdprof.measure.laws import OF_THE_SAME_FORM
 from ssdprof.measure.probes import Prober
-from ssdprof.operators import generate
-from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Kernel = Callable[[Any], Any]
 TOKENS = [
-    Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700),
-    Tokens(sequences=4, seqlen=900, shortest=20),
-]  # fmt: skip
+    {"sequences": 1, "seqlen": 3000},
+    {"sequences": 3, "seqlen": 700},
+    {"sequences": 4, "seqlen": 900, "shortest": 20},
+]
 RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one in ("bf16", "fp16"))
 
 
@@ -44,12 +43,19 @@ class Here(IsolatedFirstCall):
 
 
 def probed(
-    kernel: Kernel, inputs: Any, prober: Prober | None = None, neglects: float = 0.0
+    kernel: Kernel,
+    inputs: Any,
+    prober: Prober | None = None,
+    *,
+    interpreted: bool = False,
+    **changes: Any,
 ) -> dict[str, Probe]:
-    prober = prober or Prober(Here())
+    """changes: of a user's implementation."""
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
-    implementation = replace(implementation, neglects=neglects)
-    return {one.name: one for one in prober.probe(implementation, inputs, Precision())}
+    results = (prober or Prober(Here())).probe(
+        replace(implementation, **changes), inputs, Precision(), interpreted=interpreted
+    )
+    return {probe.name: probe for probe in results}
 
 
 def broken(kernel: Kernel, inputs: Any) -> set[str]:
@@ -60,14 +66,8 @@ def ssd(**changes: Any) -> Any:
     return random_inputs(**{"seqlen": 80, "heads": 2, "headdim": 16, "groups": 1} | changes)
 
 
-def gdn() -> GDNInputs:
-    operator = operators.get("gdn")
-    shape = operator.generated.parse("1/2x16x32")
-    tokens = generate.Tokens(sequences=2, seqlen=90)
-    assert shape
-    generated = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    found: GDNInputs = operator.generated.draw(generated, torch.device("cpu"))
-    return found
+def gdn() -> Any:
+    return drawn("gdn", "1/2x16x32", sequences=2, seqlen=90)
 
 
 @pytest.mark.parametrize("make", [ssd, gdn, lambda: ssd(batch=2, seqlen=70), lambda: ssd(seqlen=1)])
@@ -383,17 +383,13 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
 
 
 def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
-    implementation, given = (
-        own_implementation(operators.get("ssd"), "mine:slow", oracle_output),
-        ssd(seqlen=20),
-    )
-    found = Prober(Here()).probe(implementation, given, Precision(), interpreted=True)
-    assert {one.detail for one in found} == {"Triton's interpreter runs it; --laws all tests it"}
-    assert {one.holds for one in found} == {"not applicable"}
-    thorough = Prober(Here(), laws="all").probe(
-        implementation, given, Precision(), interpreted=True
-    )
-    assert "yes" in {one.holds for one in thorough}
+    given = ssd(seqlen=20)
+    skipped = probed(oracle_output, given, interpreted=True).values()
+    assert {(probe.holds, probe.detail) for probe in skipped} == {
+        ("not applicable", "Triton's interpreter runs it; --laws all tests it")
+    }
+    thorough = probed(oracle_output, given, Prober(Here(), laws="all"), interpreted=True)
+    assert "yes" in {probe.holds for probe in thorough.values()}
 
 
 @pytest.mark.gpu
@@ -404,13 +400,14 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str, sizes: str, implementation: str, tokens: Tokens, dtype: str, precision: Precision
+    operator: str,
+    sizes: str,
+    implementation: str,
+    tokens: dict[str, int],
+    dtype: str,
+    precision: Precision,
 ) -> None:
-    generated = operators.get(operator).generated
-    shape: Any = generated.parse(sizes)
-    kind: Any = dtype
-    cell = generate.Cell(shape=shape, dtype=kind, layout="views", tokens=tokens)
-    given = generated.draw(cell, torch.device("cuda"))
+    given = drawn(operator, sizes, dtype=dtype, device="cuda", **tokens)
     found = Prober(IsolatedFirstCall()).probe(
         kernels.get(operator, implementation), given, precision
     )
@@ -427,32 +424,24 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
         return kernel(inputs)
 
     for kernel, holds in ((oracle_output, "yes"), (forgetting_the_start, "no")):
-        bundled = own_implementation(operators.get("ssd"), "fused", partial(noted, kernel))
-        found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), Precision())
-        assert {one.name: one.holds for one in found}["amplified history"] == holds
+        results = probed(partial(noted, kernel), ssd(seqlen=600), kind="bundled")
+        assert results["amplified history"].holds == holds
     assert lengths == {600}
 
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
 def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -> None:
-    one = replace(
-        own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind
-    )
-    found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), Precision())}
-    assert found["edge inputs"] == holds
+    assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 
 def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probes, "INTERPRETED", True)
-    bundled = replace(
-        own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled"
-    )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
-    every = Prober(Here(), laws="all").probe(bundled, given, Precision())
+    every = probed(oracle_output, given, Prober(Here(), laws="all"), kind="bundled")
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
-    some = Prober(Here()).probe(bundled, given, Precision())
-    assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]
+    some = probed(oracle_output, given, kind="bundled")
+    assert list(some) == [name for name in every if name in OF_THE_SAME_FORM]
     assert 0 < len(some) < len(every)
