@@ -301,8 +301,8 @@ def models(*, as_json: bool) -> None:
         rows = [_checkpoint(known, outline.words) for known in family.checkpoints]
         title = f"{family.title}: {outline.title}, model type {family.model_type}"
         note = f"{' or '.join(family.typed)} takes {family.flagship}." if family.typed else ""
-        if shown := table(title, rows, ("checkpoint", "operator's sizes"), note=note):
-            terminal.out().print(SplitTable(shown), "")
+        shown = table(title, rows, ("checkpoint", "operator's sizes"), note=note)
+        terminal.out().print(SplitTable(shown), "")
 
 
 def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:

@@ -101,7 +101,7 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
 # --- its two tables: one row for each series of a compared implementation
 
 
-def _speed(prompts: Sequence[Group]) -> Table | None:
+def _speed(prompts: Sequence[Group]) -> Table:
     timed = [series for series in _compared(prompts) if series.timed]
     rows = list(map(calls.speed, timed))
     for row in rows:
@@ -109,7 +109,7 @@ def _speed(prompts: Sequence[Group]) -> Table | None:
     return _table("Speed", timed, rows)
 
 
-def _accuracy(prompts: Sequence[Group]) -> Table | None:
+def _accuracy(prompts: Sequence[Group]) -> Table:
     pooled = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
     return _table("Accuracy of the output", pooled, list(map(_errors, pooled)))
 
@@ -136,13 +136,13 @@ def _errors(series: Series) -> TableRow:
     }
 
 
-def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table | None:
+def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
     """A row of numbers for each series; equal precisions share a row.
 
     Names that are equal in all rows are in the title, and equal numbers in the note.
     """
     if not every:
-        return None
+        return table(title, (), ())
     named = [{"tokens": series.group.size} | calls.names(series) for series in every]
     names, in_title = split_columns(named, keep=(PRECISION,))
     layers, *others = {len(series.group.layers) for series in every}
@@ -256,7 +256,7 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
 # --- ssdprof runs
 
 
-def runs(listed: Sequence[ListedRun]) -> Table | None:
+def runs(listed: Sequence[ListedRun]) -> Table:
     """A row for each report, readable or not."""
     note = "  ".join(f"{run.name}: {run.reason}" for run in listed if run.reason)
     words = ("run", "kind", "started", "model", "GPU", "verdict")
@@ -304,8 +304,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                 }
             )
         title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}"
-        if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
-            yield shown
+        yield table(title, rows, ("commit", "newest run", "started", "verdict"))
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:

@@ -166,7 +166,7 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table | None]:
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table]:
     """A table of the stages of each implementation that was profiled in both."""
     if base is None or new is None:
         return
@@ -261,7 +261,7 @@ def _caveats(report: StallReport) -> Iterator[str]:
 # --- tables
 
 
-def _resources(report: StallReport) -> Table | None:
+def _resources(report: StallReport) -> Table:
     """What Triton says of the kernels, where ncu measured nothing."""
     rows = []
     for launched in report.launched if report.missing else ():
@@ -282,7 +282,7 @@ def _resources(report: StallReport) -> Table | None:
     return table(title, rows, ("implementation", "variant", "kernel"), keys=3, note=note)
 
 
-def _kernels(report: StallReport) -> Table | None:
+def _kernels(report: StallReport) -> Table:
     note = (
         "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler "
         "issued.  Registers: at launch, per thread; spills: loads and stores of spilled registers, "
@@ -326,7 +326,7 @@ def _grid(kernel: KernelStalls) -> str:
     return "x".join(map(fmt.count, sizes)) or fmt.MISSING
 
 
-def by_stage(group: KernelGroup) -> Table | None:
+def by_stage(group: KernelGroup) -> Table:
     """Stage x reason for one group, with the parts of a stage under their sum."""
     shown = [reason for reason, _ in most(group.all)[:_MOST_REASONS]]
 
@@ -353,11 +353,11 @@ def by_stage(group: KernelGroup) -> Table | None:
     return strings(f"{group.name}: stages and stall reasons", headers, rows, note=note)
 
 
-def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
+def side_by_side(profiled: Sequence[KernelGroup]) -> Table:
     """The time of each stage in each group."""
     sampled = [group for group in profiled if group.is_sampled and group.duration_us is not None]
     if len(sampled) < 2:
-        return None
+        return table("", (), ())
     order: dict[str, int] = {}  # of the stages in any group: the last place
     for group in sampled:
         for place, stage in enumerate((*group.whole, "all")):
@@ -374,7 +374,7 @@ def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
     return table(title, rows, ("stage",))
 
 
-def _averages(report: StallReport) -> Table | None:
+def _averages(report: StallReport) -> Table:
     """Reason x kernel, where ncu counted warps and took no samples."""
     kernels = [kernel for kernel in report.kernels if kernel.average]
     averages = [kernel.average for kernel in kernels]
@@ -394,7 +394,7 @@ def _averages(report: StallReport) -> Table | None:
     return strings(title, headers, rows, (0, last), wraps=last, note=note)
 
 
-def _hottest_lines(group: KernelGroup) -> Table | None:
+def _hottest_lines(group: KernelGroup) -> Table:
     """The lines with the most samples, and what their warps wait for."""
     rows = [
         {
@@ -446,7 +446,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     )
 
 
-def _self_checks(report: StallReport) -> Table | None:
+def _self_checks(report: StallReport) -> Table:
     """Those of the report, then of each kernel; the checks with the same result share a row."""
     rows = _checks("report", report.checks)
     for kernel in report.kernels:

@@ -283,7 +283,7 @@ def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
 
 
 def test_each_run_has_its_verdict() -> None:
-    def runs(*found: Report | BadInputError) -> Table | None:
+    def runs(*found: Report | BadInputError) -> Table:
         return brief.runs([ListedRun.of(str(number), one) for number, one in enumerate(found)])
 
     random = report(complete=False, model=checkpoint(random_weights=True))
@@ -295,7 +295,6 @@ def test_each_run_has_its_verdict() -> None:
         report(conditions=(parse_gate("speedup:100"),)),
         BadInputError("It is damaged."),
     )
-    assert table is not None
     assert table.rows[0] == (
         "0",
         "run",
@@ -310,12 +309,10 @@ def test_each_run_has_its_verdict() -> None:
     assert (row(table, "1")["GPU"], row(table, "5")["model"]) == ("none", "-")
     assert row(table, "3")["model"].endswith(", random weights")
     assert table.note == "5: It is damaged."
-    assert runs() is None
+    assert not runs()
     without, limited = (
         runs(answers(conditions=conditions)) for conditions in ((), cases.gates("kl:1"))
     )
-    assert without is not None
-    assert limited is not None
     assert (row(without, "0")["kind"], row(without, "0")["verdict"]) == ("answers", "compared")
     assert row(limited, "0")["verdict"] == "passed"
 
