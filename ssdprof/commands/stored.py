@@ -113,11 +113,9 @@ def accuracy(options: options.AccuracyOptions) -> None:
         report = report.restricted(implementations=names)
     kept = (*gates, *settings.besides(report.conditions, gates))
     report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
-    states = parse_states(options.states)
-    table = brief.accuracy_table(
-        report, options.intermediates, states, every_state=options.states != "all"
-    )
-    shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
+    wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
+    table = brief.accuracy_table(report, wanted, every_state=options.states != "all")
+    shown = report.restricted(precisions=wanted)
     output.show(shown, table, as_json=options.json, note=f"From {folder}.")
     output.end(shown)
 

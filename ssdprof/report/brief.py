@@ -7,23 +7,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Group as Renderables
 from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import (
-    PRECISIONS,
-    DType,
-    Intermediates,
-    PrecisionName,
-    grouped,
-    intermediates_of,
-    precisions_for,
-    states_of,
-)
+from ssdprof.core.base import PRECISIONS, PrecisionName, grouped, intermediates_of, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.outcome import ListedRun, Outcome
 from ssdprof.core.pairs import compared
@@ -191,21 +181,16 @@ def split_columns(
 
 
 def accuracy_table(
-    report: Report,
-    intermediates: Intermediates | Literal["all"] = "all",
-    state_dtypes: Sequence[DType] = ("fp32", "fp16", "bf16"),
-    *,
-    every_state: bool = False,
+    report: Report, wanted: Sequence[PrecisionName] = PRECISIONS, *, every_state: bool = False
 ) -> RenderableType:
-    """A recommendation, and the match table of the chosen precisions, under a verdict.
+    """A recommendation, and the match table of the wanted precisions, under a verdict.
 
     Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also
-    if it compared nothing at one of the state dtypes.
+    if it compared nothing at one of their state dtypes.
     """
-    wanted = precisions_for("fp32", intermediates, state_dtypes)
     chosen = _compared_at(report, wanted)
     present = {states_of(series.precision) for series in _compared(chosen)}
-    absent = [state for state in state_dtypes if state not in present]
+    absent = [state for state in dict.fromkeys(map(states_of, wanted)) if state not in present]
     if not chosen or (every_state and absent):
         kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")

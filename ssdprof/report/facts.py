@@ -225,10 +225,8 @@ def _settings(report: Report) -> Iterator[Fact]:
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
-    tuned: Counter[str] = Counter()
-    for case in cases:
-        parts = (part for part in case.plan.split("; ") if part.startswith("tuned "))
-        tuned.update(f"{case.implementation}: {part}" for part in parts)
+    parts = [(case.implementation, part) for case in cases for part in case.plan.split("; ")]
+    tuned = Counter(f"{name}: {part}" for name, part in parts if part.startswith("tuned "))
     every = fmt.plural(len(cases), "case")
     yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
 

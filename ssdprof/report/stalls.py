@@ -172,14 +172,9 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table
         return
     before = {group.name: group for group in kernel_groups(base)}
     for group in kernel_groups(new):
-        if group.name in before:
-            sides = {"BASE": before[group.name], "NEW": group}
-            yield side_by_side(
-                [
-                    KernelGroup(f"{group.name} in {side}", each.kernels, each.words)
-                    for side, each in sides.items()
-                ]
-            )
+        name = group.name
+        if name in before:
+            yield side_by_side({f"{name} in BASE": before[name], f"{name} in NEW": group})
 
 
 # --- the document
@@ -216,7 +211,7 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     """Kernels, their stages and hints, then what a page folds."""
     yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
-    stages = (side_by_side(profiled), *map(by_stage, profiled))
+    stages = (side_by_side({group.name: group for group in profiled}), *map(by_stage, profiled))
     yield section(STAGES, *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
@@ -353,24 +348,28 @@ def by_stage(group: KernelGroup) -> Table:
     return strings(f"{group.name}: stages and stall reasons", headers, rows, note=note)
 
 
-def side_by_side(profiled: Sequence[KernelGroup]) -> Table:
-    """The time of each stage in each group."""
-    sampled = [group for group in profiled if group.is_sampled and group.duration_us is not None]
+def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
+    """The time of each stage in each group, by the names of the groups."""
+    sampled = {
+        name: group
+        for name, group in profiled.items()
+        if group.is_sampled and group.duration_us is not None
+    }
     if len(sampled) < 2:
         return table("", (), ())
     order: dict[str, int] = {}  # of the stages in any group: the last place
-    for group in sampled:
+    for group in sampled.values():
         for place, stage in enumerate((*group.whole, "all")):
             order[stage] = max(place, order.get(stage, 0))
     rows = []
     for stage in sorted(order, key=order.__getitem__):
         row = {"stage": stage}
-        for group in sampled:
+        for name, group in sampled.items():
             pct = group.pct(stage)
-            row[f"{group.name},\ntime"] = fmt.duration(group.us(pct))
-            row[f"{group.name},\nshare"] = fmt.share(pct, 1)
+            row[f"{name},\ntime"] = fmt.duration(group.us(pct))
+            row[f"{name},\nshare"] = fmt.share(pct, 1)
         rows.append(row)
-    title = f"Stage by stage: {fmt.words(group.name for group in sampled)}"
+    title = f"Stage by stage: {fmt.words(sampled)}"
     return table(title, rows, ("stage",))
 
 

@@ -72,7 +72,7 @@ def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> Non
     assert (unfused.name, unfused.duration_us, unfused.us(75.0)) == ("unfused", 40.0, 30.0)
     assert unfused.stages == {"chunk_scan.current": {"wait": 75.0}, "loads": {"barrier": 25.0}}
     assert fused.stages == {"loads": {"barrier": 75.0}, "chunk_scan.current": {"wait": 25.0}}
-    table = side_by_side((unfused, fused))
+    table = side_by_side({"unfused": unfused, "fused": fused})
     assert {row[0]: row[1:] for row in table.rows} == {
         "loads": ("10.0 µs", "25.0%", "3.75 µs", "75.0%"),
         "chunk_scan": ("30.0 µs", "75.0%", "1.25 µs", "25.0%"),
