@@ -140,7 +140,7 @@ def profile(
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         names = [launch.kernel for launch in launched.launches]
         inner = target(job, Path(folder) / "launched.json")
-        words = command(program, report, names, launched.launch_count, inner)
+        words = command(program, report, names, launched.launch_count, inner, sections)
         output = run(words, timeout_s=timeout_s, environ=_environment(job))
     if not report.is_file():
         raise explain(output, 0)
@@ -183,7 +183,7 @@ def command(
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     options: list[str] = []
-    for section in SECTIONS:
+    for section in sections:
         options += ["--section", section]
     return (
         ncu,
