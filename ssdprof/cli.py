@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -128,57 +127,15 @@ app = typer.Typer(
 )
 
 
-def runs(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="DIR", help="A folder of runs.", show_default="runs", parser=options.path
-        ),
-    ] = None,
-    history: Annotated[
-        bool, typer.Option("--history", help="A line for each commit, with its times.")
-    ] = False,
-    json: options.Json = False,
-) -> None:
-    """List the runs, newest first: time, model, tokens, GPU and verdict."""
-    _module("commands.stored").runs(folder, as_json=json, history=history)
-
-
-def models(json: options.Json = False) -> None:
-    """List the supported model families and their published checkpoints.
-
-    Other checkpoints of a listed model type work too.
-    """
-    _module("commands.stored").models(as_json=json)
-
-
-def doctor(json: options.Json = False) -> None:
-    """Check what this machine can do, and name what is missing.
-
-    Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
-    timed.
-    """
-    _module("commands.machine").doctor(as_json=json)
-
-
-def schemas(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Which schema; without it, list them.")
-    ] = None,
-) -> None:
-    """Print the JSON schema of what a command prints with --json."""
-    _module("commands.stored").schemas(name)
-
-
 def _module(name: str) -> ModuleType:
     return import_module(f"ssdprof.{name}")
 
 
-# A command, or its options -> functions: the first is called with the options, the next with what
+# The options of a command -> functions: the first is called with the options, the next with what
 # that one returned.
-_COMMANDS: dict[Any, tuple[str, ...]] = {
+_COMMANDS: dict[type, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.model:run"),
-    runs: (),
+    options.RunsOptions: ("commands.stored:runs",),
     options.CaptureOptions: ("jobs.target:capture", "commands.model:capture"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
     options.AnswersOptions: ("jobs.target:answers", "commands.model:answers"),
@@ -189,9 +146,9 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.StallsOptions: ("jobs.target:stalls", "commands.kernels:stalls"),
     options.BenchOptions: ("jobs.target:bench", "commands.kernels:bench"),
     options.TuneOptions: ("jobs.target:tune", "commands.kernels:tune"),
-    models: (),
-    doctor: (),
-    schemas: (),
+    options.ModelsOptions: ("commands.stored:models",),
+    options.DoctorOptions: ("commands.machine:doctor",),
+    options.SchemasOptions: ("commands.stored:schemas",),
 }
 
 
@@ -223,11 +180,9 @@ for _kind, _functions in _COMMANDS.items():
     _help = "\n\n".join(
         " ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n")
     )
-    _name = _kind.__name__.removesuffix("Options").lower()
+    _name = options.command_name(_kind)
     _first = _help.partition("\n\n")[0]  # a summary that is not cut
-    app.command(_name, help=_help, short_help=_first)(
-        _command(_kind, _functions) if _functions else _kind
-    )
+    app.command(_name, help=_help, short_help=_first)(_command(_kind, _functions))
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,8 +4,6 @@ before.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import typer
 
 from ssdprof import files, operators
@@ -20,7 +18,6 @@ from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.progress import Watcher
 from ssdprof.report import html
 from ssdprof.report import stalls as stall_report
 from ssdprof.report.document import of_tuning
@@ -28,23 +25,23 @@ from ssdprof.report.terminal import render
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 from ssdprof.store import tuned
-from ssdprof.store.ranks import join
+from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
 
-def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
+def bench(
+    options: BenchOptions,
+    names: tuple[str, ...],
+    too_large: tuple[Tokens, ...],
+    ranks: Ranks | None,
+) -> None:
     """names: implementations.  too_large: sizes that do not fit this GPU."""
-    ranks = join()
-    reports = ranks is None or ranks.first  # the first rank reports for all
-    watcher: Watcher = output.TerminalWatcher() if reports else Watcher()
-    request = bench_job.resolved(options, names, too_large, watcher)
-    if not options.no_tuned:
-        tuned.use_saved(watcher.say)
-    operator = operators.get(options.operator)
-    with terminal.only_data_on_stdout():
-        folder, report = bench_job.bench(request, operator, watcher, ranks)
-    if reports:
-        output.finish(report, folder, as_json=options.json)
+    watcher = output.watcher_of(ranks)
+    folder, report = output.stored(
+        bench_job.find_and_bench, options, names, too_large, ranks, watcher
+    )
+    if output.reports(ranks):
+        output.finish(folder, report, as_json=options.json)
 
 
 def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
@@ -94,9 +91,7 @@ def stalls(options: StallsOptions) -> None:
     if options.files:
         report = analyse([read(path) for path in options.files])
     else:
-        watcher = output.TerminalWatcher()
-        configs = None if options.no_tuned else tuned.use_saved(watcher.say)
-        folder, report = stalls_job.profile(replace(options, tuned=configs), watcher)
+        folder, report = stalls_job.profile(options, output.TerminalWatcher())
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:

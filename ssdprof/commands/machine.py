@@ -5,11 +5,12 @@ from __future__ import annotations
 from ssdprof import operators
 from ssdprof.commands import terminal
 from ssdprof.environment import doctor as machine
+from ssdprof.jobs.options import DoctorOptions
 from ssdprof.report.table import table
 from ssdprof.report.terminal import SplitTable
 
 
-def doctor(*, as_json: bool) -> None:
+def doctor(options: DoctorOptions) -> None:
     """A line for each requirement; absent libraries say which implementations need them."""
     names: dict[str, list[str]] = {}
     for operator in operators.records():
@@ -18,7 +19,7 @@ def doctor(*, as_json: bool) -> None:
                 names.setdefault(library.package, []).append(name)
     choices = {operator.title: operator.served for operator in operators.records()}
     checks = (*machine.doctor(), machine.libraries(names), *machine.served(choices))
-    if as_json:
+    if options.json:
         terminal.print_json([check.model_dump() for check in checks])
         return
     rows = [

@@ -29,17 +29,16 @@ from ssdprof.jobs.options import (
     ModelOptions,
     PrefillOptions,
     RunOptions,
+    StallsOptions,
 )
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
+from ssdprof.jobs.stalls import profile, require_gpu_for_stalls
 from ssdprof.jobs.target import Stored, Target
-from ssdprof.progress import Watcher
 from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
 from ssdprof.report.document import compose
 from ssdprof.report.statements import verdict_lines
 from ssdprof.store.ranks import Ranks
-from ssdprof.store.tuned import use_saved
 
 
 class StoredCapture(Record):
@@ -51,24 +50,21 @@ class StoredCapture(Record):
 
 def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> None:
     """Run, or plan with --dry-run, then time prefills and profile stalls as the options say."""
-    reports = ranks is None or ranks.first  # the first rank reports for all
 
     def check() -> None:
-        run_job.check(found, options, ranks)
+        run_job.check(options, found, ranks)
         if options.prefill:
             require_gpu(*prefill_job.NEEDS_GPU)
         if options.stalls:
             require_gpu_for_stalls()
 
     if options.dry_run:
-        if reports:
+        if output.reports(ranks):
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
-    watcher = TerminalWatcher() if reports else Watcher()
-    tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
-    with terminal.only_data_on_stdout():
-        folder, report = run_job.run(found, options, watcher, ranks)
-    if not reports:
+    watcher = output.watcher_of(ranks)
+    folder, report = output.stored(run_job.run, options, found, ranks, watcher)
+    if not output.reports(ranks):
         return
     shown = tables.render(compose(report)) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
@@ -76,7 +72,7 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
     if options.prefill:
         codes.append(_prefill(options, folder))
     if options.stalls:
-        codes.append(_stalls(options, folder, report, tuned))
+        codes.append(_stalls(options, folder, report))
     output.end(report)
     if code := max(codes, default=ExitCode.OK):
         raise typer.Exit(code)
@@ -97,7 +93,6 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
     `ssdprof prefill`.
     """
     try:
-        require_gpu(*prefill_job.NEEDS_GPU)
         wanted = PrefillOptions(
             **{
                 field.name: getattr(options, field.name)
@@ -105,11 +100,10 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
                 if field.name != "conditions"
             },
             smallest_difference=options.smallest_difference,
+            no_tuned=True,  # the run has said which are in use
             out=folder / "prefill",
         )
-        target = prefill_job.find(wanted)
-        with terminal.only_data_on_stdout():
-            folder, report = prefill_job.time_prefills(wanted, target, TerminalWatcher())
+        folder, report = output.stored(prefill_job.prefill, wanted, TerminalWatcher())
     except SsdprofError as error:
         terminal.say(f"No prefill times: {error.message}  {error.hint}")
         return error.exit_code
@@ -119,12 +113,15 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
     return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
 
 
-def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | None) -> ExitCode:
+def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
     """Profile, show and store stalls, or print why not.  Returns the exit code of `ssdprof
     stalls`.
     """
     try:
-        profiled = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
+        wanted = StallsOptions(
+            where=str(folder), no_tuned=options.no_tuned, command=options.command
+        )
+        _, profiled = profile(wanted, TerminalWatcher())
     except SsdprofError as error:
         terminal.say(f"No stalls: {error.message}  {error.hint}")
         return error.exit_code
@@ -155,22 +152,13 @@ def capture(options: CaptureOptions, target: Target | None) -> None:
 
 
 def answers(options: AnswersOptions, target: Target) -> None:
-    target = answers_job.loaded_as(target, options)
     if options.dry_run:
-        _plan(target, partial(answers_job.check, target, options), as_json=options.json)
+        _plan(target, partial(answers_job.check, options, target), as_json=options.json)
         return
-    if not options.no_tuned:
-        use_saved(TerminalWatcher().say)
-    with terminal.only_data_on_stdout():
-        folder, report = answers_job.answers(target, options, TerminalWatcher())
-    output.finish(report, folder, as_json=options.json)
+    folder, report = output.stored(answers_job.answers, options, target, TerminalWatcher())
+    output.finish(folder, report, as_json=options.json)
 
 
 def prefill(options: PrefillOptions) -> None:
-    require_gpu(*prefill_job.NEEDS_GPU)
-    target = prefill_job.find(options)
-    if not options.no_tuned:
-        use_saved(TerminalWatcher().say)
-    with terminal.only_data_on_stdout():
-        folder, report = prefill_job.time_prefills(options, target, TerminalWatcher())
-    output.finish(report, folder, as_json=options.json)
+    folder, report = output.stored(prefill_job.prefill, options, TerminalWatcher())
+    output.finish(folder, report, as_json=options.json)

@@ -48,8 +48,9 @@ SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 # --- runs
 
 
-def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
-    """history: tables of runs that compared the same, instead of one of all."""
+def runs(options: options.RunsOptions) -> None:
+    """With --history, tables of runs that compared the same, instead of one of all."""
+    folder = options.folder
     if folder is not None and not folder.is_dir():
         raise BadInputError(
             f"{folder} is not a folder.",
@@ -57,8 +58,8 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
-    tables = list(brief.history(stored) if history else filter(None, [brief.runs(listed)]))
-    if as_json:
+    tables = list(brief.history(stored) if options.history else filter(None, [brief.runs(listed)]))
+    if options.json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif tables:
         for table in tables:
@@ -92,7 +93,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    output.finish(report, Path(folder), as_json=as_json)
+    output.finish(Path(folder), report, as_json=as_json)
 
 
 # --- accuracy
@@ -291,9 +292,9 @@ def compare(options: options.CompareOptions) -> None:
 # --- models
 
 
-def models(*, as_json: bool) -> None:
+def models(options: options.ModelsOptions) -> None:
     """A table of checkpoints for each family."""
-    if as_json:
+    if options.json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
     for family in FAMILIES:
@@ -356,9 +357,9 @@ def schema(name: str) -> dict[str, Any]:
     }
 
 
-def schemas(name: str | None) -> None:
-    if name is not None:
-        print(json.dumps(schema(name), indent=1, sort_keys=True))
+def schemas(options: options.SchemasOptions) -> None:
+    if options.name is not None:
+        print(json.dumps(schema(options.name), indent=1, sort_keys=True))
         return
     for listed_name, (printed_by, _) in SCHEMAS.items():
         print(f"{listed_name:15} {printed_by}".rstrip())

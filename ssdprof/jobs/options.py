@@ -155,6 +155,11 @@ def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
             yield word.removeprefix("--").replace("-", "_"), word, parameter
 
 
+def command_name(kind: type) -> str:
+    """ "run" of `RunOptions`."""
+    return kind.__name__.removesuffix("Options").lower()
+
+
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -184,15 +189,6 @@ _WAYS = (
 )
 
 Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
-FirstCallOption = Annotated[
-    float,
-    info(
-        "SECONDS",
-        "Longest first call of your own kernel, compilation included.",
-        "--first-call",
-        min=1,
-    ),
-]
 SomeIntermediates = Annotated[
     Literal["exact", "relaxed", "all"],
     info(
@@ -202,29 +198,11 @@ SomeIntermediates = Annotated[
         "--dtypes",
     ),
 ]
-OneIntermediates = Annotated[
-    Literal["exact", "relaxed"], info("", "Precision of intermediates.", "--dtypes")
-]
-OneState = Annotated[
-    Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.", "--states")
-]
 _GATES = (
     "Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, "
     "launches:2, kl:0.001, top1:99%.  Repeatable."
 )
-GateOption = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
-Config = Annotated[
-    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
-]
-NoTuned = Annotated[
-    bool,
-    info(
-        "",
-        "Use the built-in configurations, not those that 'ssdprof tune' has stored.",
-        "--no-tuned",
-    ),
-]
 _DRY_RUN = (
     "Show the download, the memory needed, and what would keep the model from running; then stop."
 )
@@ -234,6 +212,9 @@ RunFolder = Annotated[
 ]
 OutputOption = Annotated[
     Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)
+]
+Config = Annotated[
+    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
 ]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
@@ -252,27 +233,12 @@ PlacementOption = Annotated[
 ]
 
 
-def _implementations() -> Any:
-    how = f"Implementations: {_WAYS}: MODULE:FUNCTION."
-    return words(
-        "I[,I...]", how, "--impl", "--implementations", default=COMPARED, typed="unfused,fused"
-    )
-
-
-def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
-    return words("D[,D...]", _STATES, shown=shown)
-
-
 def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
     how = (
         "Take samples in N fresh processes, one after another, on a GPU; call times of several "
         "have intervals."
     )
     return option(default, "N", how, min=1, max=9, shown=shown)
-
-
-def _smallest_difference() -> Any:
-    return words("P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%")
 
 
 @options
@@ -309,7 +275,6 @@ class ModelOptions:
     chunk: int | None = derived(None)
     decode: int = derived(0)
     command: tuple[str, ...] = derived(())  # as typed
-    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -336,11 +301,87 @@ class ServedModelOptions(ModelOptions):
     )
 
 
+@options
+class KernelOptions:
+    """Whose kernels run."""
+
+    implementations: tuple[str, ...] = words(
+        "I[,I...]",
+        f"Implementations: {_WAYS}: MODULE:FUNCTION.",
+        "--impl",
+        "--implementations",
+        default=COMPARED,
+        typed="unfused,fused",
+    )
+    no_tuned: bool = flag(
+        "--no-tuned", "Use the built-in configurations, not those that 'ssdprof tune' has stored."
+    )
+    json: Json = False
+    command: tuple[str, ...] = derived(())  # as typed
+
+
+@options
+class PrecisionOptions(KernelOptions):
+    """At which precisions."""
+
+    intermediates: SomeIntermediates = "all"
+    states: tuple[DType, ...] | None = words(
+        "D[,D...]", _STATES, shown="fp32 with exact, 16 bit with relaxed"
+    )
+
+
+@options
+class OnePrecisionOptions(KernelOptions):
+    intermediates: Literal["exact", "relaxed"] = option(
+        "exact", "", "Precision of intermediates.", "--dtypes"
+    )
+    state_dtype: Literal["fp32", "fp16", "bf16"] = option(
+        "fp32", "", "Dtype of inter-chunk states.", "--states"
+    )
+
+    @property
+    def states(self) -> tuple[DType, ...]:
+        """As of `PrecisionOptions`."""
+        return (self.state_dtype,)
+
+
+@options
+class GateOptions:
+    """What must hold."""
+
+    gate: list[str] | None = option(None, "METRIC[@WHERE]:LIMIT", _GATES, "--gate")
+    json: Json = False
+    conditions: tuple[Condition, ...] = derived(())
+
+
+@options
+class SettingsOptions(GateOptions):
+    """And where the project's own gates are."""
+
+    config: Config = None
+
+
+@options
+class TimingOptions(SettingsOptions):
+    """And how times are compared."""
+
+    smallest_difference: float = words(
+        "P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%"
+    )
+    first_call_s: float = option(
+        180,
+        "SECONDS",
+        "Longest first call of your own kernel, in a bench of any, compilation included.",
+        "--first-call",
+        min=1,
+    )
+
+
 # --- the commands
 
 
 @options
-class RunOptions(ServedModelOptions):
+class RunOptions(TimingOptions, PrecisionOptions, ServedModelOptions):
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
     layers.
 
@@ -360,14 +401,10 @@ class RunOptions(ServedModelOptions):
         min=0,
         max=32,
     )
-    intermediates: SomeIntermediates = "all"
-    states: tuple[DType, ...] | None = _states()
     dtype: Literal["fp16", "bf16", "fp32"] | None = option(
         None, "", "Replay the captured inputs in this dtype.", shown="the model's"
     )
-    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCallOption = 180
     laws: Literal["quick", "default", "all"] = option(
         "default", "", "Laws that are tested: quick: causality and cut in two; all: in every case."
     )
@@ -381,14 +418,9 @@ class RunOptions(ServedModelOptions):
     )
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
-    smallest_difference: float = _smallest_difference()
     processes: int = _processes()
-    gate: GateOption = None
-    config: Config = None
-    no_tuned: NoTuned = False
     dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    json: Json = False
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 
@@ -420,7 +452,7 @@ class CaptureOptions(ServedModelOptions):
 
 
 @options
-class AccuracyOptions:
+class AccuracyOptions(SettingsOptions):
     """Show the accuracy of each implementation in a run.
 
     Exit code 0 says that all requested cases at the precisions shown were compared and passed.
@@ -436,13 +468,10 @@ class AccuracyOptions:
     )
     intermediates: SomeIntermediates = "all"
     states: str = option("all", "D[,D...]", _STATES)
-    gate: GateOption = None
-    config: Config = None
-    json: Json = False
 
 
 @options
-class AnswersOptions(ModelOptions):
+class AnswersOptions(GateOptions, PrecisionOptions, ModelOptions):
     """Compare a model's next-token predictions between implementations of its operators.
 
     A prompt of your own (--prompt-file) is the best test.
@@ -452,9 +481,6 @@ class AnswersOptions(ModelOptions):
     """
 
     placement: PlacementOption = None
-    intermediates: SomeIntermediates = "all"
-    states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
-    implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
         "",
@@ -475,11 +501,8 @@ class AnswersOptions(ModelOptions):
     generate: int = option(
         0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0
     )
-    gate: GateOption = None
     out: RunFolder = None
-    no_tuned: NoTuned = False
     dry_run: DryRunOption = False
-    json: Json = False
 
 
 @options
@@ -556,7 +579,7 @@ class CompareOptions:
 
 
 @options
-class PrefillOptions(ModelOptions):
+class PrefillOptions(TimingOptions, OnePrecisionOptions, ModelOptions):
     """Time a whole model up to its first token, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's
@@ -565,11 +588,7 @@ class PrefillOptions(ModelOptions):
     """
 
     copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
-    intermediates: OneIntermediates = "exact"
-    state_dtype: OneState = "fp32"
-    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCallOption = 180
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
@@ -583,15 +602,10 @@ class PrefillOptions(ModelOptions):
         None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1
     )
     out: RunFolder = None
-    gate: GateOption = None
-    config: Config = None
-    smallest_difference: float = _smallest_difference()
-    no_tuned: NoTuned = False
-    json: Json = False
 
 
 @options
-class StallsOptions:
+class StallsOptions(OnePrecisionOptions):
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
     Profiles one layer with NVIDIA Nsight Compute (ncu), which needs an NVIDIA GPU, or reads
@@ -605,12 +619,9 @@ class StallsOptions:
     layer: int | None = option(
         None, "N", "The layer to profile.", shown="the middle one of the run"
     )
-    implementations: tuple[str, ...] = _implementations()
     seqlen: int | None = words(
         "N", "Tokens of the prompt.", "--seq", shown="the longest of the run"
     )
-    intermediates: OneIntermediates = "exact"
-    state_dtype: OneState = "fp32"
     files: list[Path] | None = option(
         None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
     )
@@ -625,14 +636,11 @@ class StallsOptions:
         None, "DIR", "Folder for the results.", shown="the run's", parser=path
     )
     force: bool = flag("--force", "Replace existing results.")
-    no_tuned: NoTuned = False
-    json: Json = False
     tuned: Path | None = derived(None)  # a file with configurations for the kernels
-    command: tuple[str, ...] = derived(())
 
 
 @options
-class BenchOptions:
+class BenchOptions(TimingOptions, PrecisionOptions):
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
@@ -666,8 +674,6 @@ class BenchOptions:
         "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.",
     )
     intermediates: SomeIntermediates = "exact"
-    states: tuple[DType, ...] | None = _states()
-    implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
     baseline: str | None = option(
         None,
@@ -687,7 +693,6 @@ class BenchOptions:
         "Chunk sizes from which implementations that do not choose their own take the fastest.",
         shown="128,256 for SSD",
     )
-    smallest_difference: float = _smallest_difference()
     processes: int | None = _processes(None, "3, with torchrun 1")
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
@@ -695,22 +700,13 @@ class BenchOptions:
     budget: float | None = option(
         None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1
     )
-    first_call: float = option(
-        180.0, "SECONDS", "Longest first call of an implementation, compilation included.", min=1
-    )
-    gate: GateOption = None
-    config: Config = None
     out: Path | None = option(
         None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path
     )
-    no_tuned: NoTuned = False
-    json: Json = False
-    conditions: tuple[Condition, ...] = derived(())
     measured: tuple[Cell, ...] = derived(())
     # those that are unavailable are left out, and the report says so
     compared: tuple[Implementation, ...] = derived(())
     sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
-    command: tuple[str, ...] = derived(())
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 
@@ -735,3 +731,40 @@ class TuneOptions:
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
     json: Json = False
     command: tuple[str, ...] = derived(())
+
+
+@options
+class RunsOptions:
+    """List the runs, newest first: time, model, tokens, GPU and verdict."""
+
+    folder: Path | None = argument(None, "DIR", "A folder of runs.", shown="runs", parser=path)
+    history: bool = flag("--history", "A line for each commit, with its times.")
+    json: Json = False
+
+
+@options
+class ModelsOptions:
+    """List the supported model families and their published checkpoints.
+
+    Other checkpoints of a listed model type work too.
+    """
+
+    json: Json = False
+
+
+@options
+class DoctorOptions:
+    """Check what this machine can do, and name what is missing.
+
+    Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
+    timed.
+    """
+
+    json: Json = False
+
+
+@options
+class SchemasOptions:
+    """Print the JSON schema of what a command prints with --json."""
+
+    name: str | None = argument(None, "NAME", "Which schema; without it, list them.")

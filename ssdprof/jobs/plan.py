@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,25 +27,19 @@ from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_lay
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint import devices, transformers
-from ssdprof.checkpoint.load import (
-    DType,
-    LocalCheckpoint,
-    check_fetch,
-    fetch,
-    fetch_tokenizer,
-    load_model,
-)
+from ssdprof.checkpoint.load import LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import quiet_transformers
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import PlacementKind
+from ssdprof.core.base import DType, PlacementKind
 from ssdprof.core.target import (
     DECODED_ON_LOAD,
     Allocation,
     Dims,
     DryRun,
     LayerCapture,
+    LayerRef,
     Placement,
     PlannedFile,
     Prompt,
@@ -60,7 +54,7 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.target import Stored, Target
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import source_files
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_name, dtype_named
 from ssdprof.progress import Watcher
 
 if TYPE_CHECKING:
@@ -515,14 +509,31 @@ class Loaded:
     files: LocalCheckpoint
     whole: Any = None
 
-    def run(self, on_layer: OnLayer) -> None:
+    @property
+    def dtype(self) -> DType:
+        return dtype_name(self.model.dtype)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on it."""
+        located = self.target.located
+        return {
+            "target": located.ref.repo_id,
+            "model": located.ref,
+            "prompts": self.prompts,
+            "segment_length": max(self.segment_lengths),
+            "placement": self.placement,
+            "notes": tuple(located.caveats),
+        }
+
+    def run(self, layers: Sequence[LayerRef], on_layer: OnLayer) -> None:
         """Run the model on every prompt; `on_layer` sees each call of each layer."""
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             capture_layers(
                 self.model,
                 ids,
-                target.layers,
+                layers,
                 ref=target.ref,
                 segment_length=segment_length,
                 on_layer=on_layer,
@@ -538,6 +549,40 @@ class Loaded:
             segment_length=max(self.segment_lengths),
             overwrite=overwrite,
         )
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """Stored captures, to be replayed as those of a `Loaded` model."""
+
+    stored: Stored
+
+    @property
+    def dtype(self) -> DType:
+        return stored_dims(self.stored.chosen[0]).dtype
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return self.stored.manifest.prompts
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on them."""
+        manifest = self.stored.manifest
+        return {
+            "target": manifest.checkpoint.repo_id,
+            "model": manifest.checkpoint,
+            "prompts": manifest.prompts,
+            "segment_length": manifest.segment_length,
+            "capture_complete": manifest.complete,
+        }
+
+    def run(self, layers: Sequence[LayerRef], on_layer: OnLayer) -> None:
+        """Read every stored call of the layers; `on_layer` sees each."""
+        _, read = store.load(self.stored.folder)
+        for capture in self.stored.chosen:
+            if capture.layer in layers:
+                on_layer(read(capture, limits.device()))
 
 
 def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
@@ -567,9 +612,11 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.step(f"Loading {target.ref.repo_id}"),
         quiet_transformers(),
     ):
-        dtype: DType = "auto" if target.dtype is None else getattr(torch, target.dtype)
         loaded = load_model(
-            local, device=limits.device(), dtype=dtype, device_map=chosen.device_map
+            local,
+            device=limits.device(),
+            dtype="auto" if target.dtype is None else getattr(torch, target.dtype),
+            device_map=chosen.device_map,
         )
     return Loaded(
         target=target,

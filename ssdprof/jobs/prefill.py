@@ -19,20 +19,20 @@ from typing import Any
 import torch
 
 from ssdprof.capture.conv_and_norm import ConvAndNorm
-from ssdprof.capture.forward import prefill
+from ssdprof.capture.forward import prefill as model_prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import LayerRef, Prompt, split_prompt
-from ssdprof.environment.machine import collect, installed_version, watch_clocks
+from ssdprof.environment.machine import collect, installed_version, read_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.jobs.options import ModelOptions, PrefillOptions
 from ssdprof.jobs.plan import Loaded, load, sources
-from ssdprof.jobs.run import Resolved, resolve_implementations
+from ssdprof.jobs.replay import Resolved, resolve_implementations
 from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
 from ssdprof.jobs.target import Target, refuse_large
 from ssdprof.jobs.target import find as find_layers
@@ -44,10 +44,11 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.measure.trace import Trace, traced, work
 from ssdprof.operators.implementations import own_precisions
-from ssdprof.operators.tensors import dtype_name, requested_precisions
+from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import StepClock, Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
+from ssdprof.store.tuned import use_saved
 
 NEEDS_GPU = (
     "Prefill times need",
@@ -67,6 +68,15 @@ def find(request: ModelOptions) -> Target:
     return target
 
 
+def prefill(request: PrefillOptions, watcher: Watcher) -> tuple[Path, Report]:
+    """Find the model, and time its prefills: see `time_prefills`."""
+    require_gpu(*NEEDS_GPU)
+    target = find(request)
+    if not request.no_tuned:
+        use_saved(watcher.say)
+    return time_prefills(request, target, watcher)
+
+
 def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
     """Time every length with the first origin of convolution and norm, the shortest first, then
     with the next.
@@ -74,7 +84,7 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
-    resolved = resolve_implementations(request.implementations, request.baseline, target.layers)
+    resolved = resolve_implementations(request, target.layers)
     # Otherwise moving weights or activations would be part of the time.
     on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
     steps: dict[str, float] = {}
@@ -99,22 +109,18 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
             None,
             files,
             kind="prefill",
-            target=target.ref.repo_id,
             command=request.command,
-            model=target.ref,
             environment=collect(),
-            prompts=loaded.prompts,
-            notes=tuple(target.located.caveats),
             requested=tuple(requested),
             conditions=request.conditions,
             baseline=resolved.baseline,
             smallest_difference=request.smallest_difference,
             absent=resolved.absent,
+            **loaded.header,
         ) as writer,
         limits.memory_errors(),
     ):
-        clocks = watch_clocks()
-        writer.update(steps=dict(steps))
+        writer.update(clocks=read_clocks(), steps=dict(steps))
         for length in lengths:
             if length.is_done(writer.earlier):
                 continue
@@ -124,7 +130,7 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
                     length.run(writer, clock.within(length.what))
             length.leave_out_unseen(writer, begun)
             if begun:
-                writer.update(clocks=clocks(), steps=dict(steps))
+                writer.update(clocks=read_clocks(), steps=dict(steps))
     return load_report(writer.folder)
 
 
@@ -168,10 +174,10 @@ def _cases(
 
     With the implementation, by operator.
     """
-    request, model, config = length.request, length.model, length.model.config.get_text_config()
+    model, config = length.model, length.model.config.get_text_config()
     dtype = dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
-    wanted = requested_precisions(dtype, request.intermediates, (request.state_dtype,))
+    wanted = resolved.precisions(dtype)
     convolution = installed_version("causal-conv1d")
     prefill = Prefill(
         kind="prefill",
@@ -287,7 +293,7 @@ class _Length:
 
     def first_token_logits(self) -> torch.Tensor:
         """(b, vocabulary)"""
-        return prefill(self.model, self.ids, self.segment_length)[:, -1]
+        return model_prefill(self.model, self.ids, self.segment_length)[:, -1]
 
     def first_token(self) -> torch.Tensor:
         """The timed work: the first token of each row, (b)."""

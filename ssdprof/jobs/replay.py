@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,16 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.capture.provenance import Provenance
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import MEMORIES, DType
 from ssdprof.core.case import LayerCall
 from ssdprof.core.target import CallRef, LayerRef, drafted_call
-from ssdprof.environment.machine import watch_clocks
+from ssdprof.environment.machine import read_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry, OnFault
 from ssdprof.jobs.failures import keeping
-from ssdprof.jobs.options import RunOptions
+from ssdprof.jobs.options import PrefillOptions, RunOptions
+from ssdprof.jobs.reading import STEPS
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import sequences
@@ -42,16 +44,152 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.domain import doubts
+from ssdprof.operators.implementations import Resolve, own_precisions, required, resolver
 from ssdprof.operators.operator import Operator, drafted
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_named, requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
 # an implementation at a precision; the precision of the baseline that it is compared with
-# an implementation at a precision; the precision of the baseline that it is compared with
 Planned = tuple[Implementation, Precision, Precision]
+Precisions = Callable[[DType], tuple[Precision, ...]]
 # what is compared on a call of an operator; baselines first
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
+
+
+# --- what is compared on a call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The implementations of a job, by name.
+
+    names, baseline_name: as they were typed.
+    requested: of each operator, in the requested order.  baselines: of each operator.
+    precisions: of those that have none of their own, by the dtype of the inputs.
+    decode: whether there are decode steps, for which alone kernels that work in place are then.
+    """
+
+    resolve: Resolve
+    names: tuple[str, ...]
+    baseline_name: str
+    precisions: Precisions
+    requested: tuple[Implementation, ...]
+    baselines: tuple[Implementation, ...]
+    decode: bool = False
+
+    @property
+    def all(self) -> tuple[Implementation, ...]:
+        return (*self.requested, *self.baselines)
+
+    @property
+    def baseline(self) -> str:
+        """Its name in reports."""
+        return self.baselines[0].name
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """A sentence for each unavailable implementation."""
+        return tuple(dict.fromkeys(filter(None, (known.absent for known in self.all))))
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of the available implementations; the baseline only if it was named among them."""
+        return tuple(dict.fromkeys(known.name for known in self.requested if not known.absent))
+
+    def plan(self, operator: Operator, dtype: DType, call: CallRef | None) -> list[Planned]:
+        """`planned` for a call of an operator: decode steps have implementations of their own."""
+        names, baseline, wanted = self.names, self.baseline_name, self.precisions(dtype)
+        resolve = partial(self.resolve, operator.name)
+        by_name = {name: resolve(name) for name in names}
+        in_place = [
+            name for name, kernel in by_name.items() if kernel.kind != "bundled" and kernel.in_place
+        ]
+        # computed in fp32, whatever the precision of the prompt
+        if call is not None and call.kind == "decode":
+            names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)
+        elif self.decode:
+            names = tuple(name for name in names if name not in in_place)
+        compared = [
+            replace(kernel, named=kernel.kind == "library")
+            for kernel in map(resolve, names)
+            if not kernel.absent
+        ]
+        return planned(compared, resolve(baseline), wanted, dtype)
+
+
+def planned(
+    compared: Sequence[Implementation],
+    baseline: Implementation,
+    wanted: Sequence[Precision],
+    dtype: DType,
+) -> list[Planned]:
+    """Every case of a call; baselines come first, compared or not.
+
+    wanted: precisions of those that have none of their own.  dtype: of the inputs.
+    baseline: runs at exact intermediates and equal states; if its own precisions lack these, at
+        the first of them.
+    """
+    flexible = [known for known in compared if known.precisions is None]
+    cases: list[tuple[Implementation, Precision]] = []
+    for precision in wanted:
+        cases += [(known, precision) for known in flexible]
+    for known in compared:
+        if known.precisions is not None:
+            cases += [(known, precision) for precision in own_precisions(known, dtype, ())]
+    # by the precision of the baseline
+    groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
+
+    def group(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
+        exact = replace(precision, intermediates="exact")
+        available = own_precisions(baseline, dtype, (exact,))
+        base = exact if exact in available else next(iter(available), exact)
+        return groups.setdefault(base, {(baseline.name, base): baseline})
+
+    for precision in wanted:
+        group(precision)
+    for known, precision in cases:
+        group(precision)[known.name, precision] = known
+    plans: list[Planned] = []
+    for base, members in groups.items():
+        plans += [(known, precision, base) for (_, precision), known in members.items()]
+    return plans
+
+
+def resolve_implementations(
+    options: RunOptions | PrefillOptions, layers: Sequence[LayerRef], *, decode: bool = False
+) -> Resolved:
+    """Resolve the names of the options for the operators of the layers.  decode: see `Resolved`.
+
+    Raises BadInputError for an unknown name and an own kernel that cannot be imported,
+    MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
+    """
+    resolve = resolver(limits.device())
+    names_of_operators = dict.fromkeys(layer.operator for layer in layers)
+    requested: list[Implementation] = []
+    for operator in names_of_operators:
+        requested += [resolve(operator, name) for name in options.implementations]
+    baselines = [resolve(operator, options.baseline) for operator in names_of_operators]
+    others = [known for known in requested if known.name != baselines[0].name]
+    for known in baselines:
+        required(known)
+    if all(known.absent for known in others):
+        for known in others:
+            required(known)
+    return Resolved(
+        resolve=resolve,
+        names=options.implementations,
+        baseline_name=options.baseline,
+        precisions=partial(
+            requested_precisions, intermediates=options.intermediates, states=options.states
+        ),
+        requested=tuple(requested),
+        baselines=tuple(baselines),
+        decode=decode,
+    )
+
+
+# --- the replay
 
 
 @contextmanager
@@ -62,10 +200,11 @@ def replaying(
     cast_to: DType | None,
     watcher: Watcher,
     calls: int,
+    store: CaptureWriter | None = None,
 ) -> Iterator[OnLayer]:
     """The context's value compares implementations on a captured call.
 
-    cast_to: see `cast_inputs`.  calls: expected number.
+    cast_to: see `cast_inputs`.  calls: expected number.  store: where captures are stored too.
     """
     gpu = limits.device() if limits.device().type == "cuda" else None
     with (
@@ -76,11 +215,14 @@ def replaying(
         watcher.step("Replaying", calls, unit="calls") as advance,
     ):
         if gpu:
-            writer.update(ceilings=writer.report.ceilings or measure_ceilings(gpu))
+            ceilings = writer.report.ceilings or measure_ceilings(gpu)
+            writer.update(ceilings=ceilings, clocks=read_clocks())
             forget_peak(gpu)
         replay = _Replay(writer, options, planner, cast_to, watcher, gpu)
 
         def on_layer(captured: CapturedLayer) -> None:
+            if store is not None:
+                store.add(captured)
             replay.compare(captured)
             advance(1)
 
@@ -106,7 +248,6 @@ class _Replay:
         self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
         # that of a run that goes on exists
         self._untraced = options.trace if options.trace and not options.trace.is_file() else None
-        self._clocks = watch_clocks()
         prompts = writer.report.prompts
         several = any(p.serving.chunk or p.serving.decode or p.kind == "recorded" for p in prompts)
         named = all(prompt.kind != "recorded" for prompt in prompts)
@@ -202,7 +343,7 @@ class _Replay:
         for case in self._comparer.compare(entries, layer.name):
             self._writer.case(case)
             if case.samples:
-                self._writer.update(clocks=self._clocks())
+                self._writer.update(clocks=read_clocks())
         if self._untraced:
             self._trace(entries, self._untraced)
             self._untraced = None

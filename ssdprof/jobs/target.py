@@ -6,7 +6,7 @@ function raises BadInputError; those that find a model, ModelUnavailableError if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -84,10 +84,9 @@ class Target:
         """Bytes of the needed weights, once loaded."""
         return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
 
-    @property
-    def calls(self) -> int:
-        """Expected number of captures: all layers on all prompts."""
-        return len(self.layers) * sum(
+    def calls(self, layers: Sequence[LayerRef]) -> int:
+        """Expected number of captures: these layers on all prompts."""
+        return len(layers) * sum(
             len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
         )
 
@@ -126,6 +125,10 @@ class Stored:
     def serving(self) -> Serving:
         """How each prompt is served; it is the same for all."""
         return self.manifest.prompts[0].serving
+
+    def calls(self, layers: Sequence[LayerRef]) -> int:
+        """Number of captures of these layers."""
+        return sum(capture.layer in layers for capture in self.chosen)
 
 
 def captures_of(request: declared.ModelOptions) -> Path | None:
@@ -391,7 +394,13 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
     check_folder(asked.out)
     target = find(asked, whole=True)
     refuse_large(target)
-    return asked, target
+    from ssdprof.jobs import limits  # imports torch, as in `find`
+
+    if asked.weights == "auto":
+        # no model is served in 16 bit without a GPU: only the operators' error remains
+        on_gpu = limits.device().type == "cuda"
+        asked = replace(asked, weights="own" if on_gpu else "fp32")
+    return asked, replace(target, dtype="float32") if asked.weights == "fp32" else target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
@@ -405,9 +414,9 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
 
 def bench(
     options: declared.BenchOptions,
-) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
-    """The request, the names of all implementations, other libraries first, and cells that
-    --max-tokens leaves out.
+) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...], Ranks | None]:
+    """The request, the names of all implementations, other libraries first, cells that --max-tokens
+    leaves out, and the processes that share the others.
     """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
     asked, operator = read(options), operators.get(options.operator)
@@ -446,7 +455,7 @@ def bench(
         or next(iter(libraries), "fused" if options.verify else operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *asked.implementations), too_large
+    return request, (*libraries, *asked.implementations), too_large, join()
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:
