@@ -29,7 +29,7 @@ from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
-from ssdprof.core.target import LayerRef
+from ssdprof.core.target import Dims, LayerRef
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
 from ssdprof.jobs import answers as answers_job
@@ -39,7 +39,7 @@ from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.failures import load_call as load_call
-from ssdprof.jobs.replay import planned, replaying
+from ssdprof.jobs.replay import Planned, planned, replaying
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
@@ -287,20 +287,13 @@ def compare(
     first = required(resolve(operator.name, baseline))
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, first, precisions, dims.dtype)
-    difference = parse_percent("smallest_difference", smallest_difference)
-    wanted = options.RunOptions(model="", smallest_difference=difference, laws=laws)
-    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
-    header = draft(
-        kind="run",
-        target="given tensors",
-        environment=collect(),
+    wanted = options.RunOptions(
+        model="",
         baseline=first.name,
-        matched_with=first.name,
-        smallest_difference=difference,
+        smallest_difference=parse_percent("smallest_difference", smallest_difference),
         laws=laws,
-        requested=tuple((place, known.name, str(precision)) for known, precision, _ in plans),
     )
-    writer = reports.Writer(Path(), header.changed(id="in memory"), None)
+    writer = _in_memory(wanted, dims, plans)
     watcher = watcher or LineWatcher(levels=2)
     with replaying(writer, wanted, lambda *_: plans, None, watcher, 1) as replay:
         replay(
@@ -312,6 +305,22 @@ def compare(
         )
     writer.update(complete=True)
     return Results(writer.report)
+
+
+def _in_memory(asked: options.RunOptions, dims: Dims, plans: Sequence[Planned]) -> reports.Writer:
+    """The report of a call of these sizes on given tensors, which is stored nowhere."""
+    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
+    header = draft(
+        kind="run",
+        target="given tensors",
+        environment=collect(),
+        baseline=asked.baseline,
+        matched_with=asked.baseline,
+        smallest_difference=asked.smallest_difference,
+        laws=asked.laws,
+        requested=tuple((place, known.name, str(precision)) for known, precision, _ in plans),
+    )
+    return reports.Writer(Path(), header.changed(id="in memory"), None)
 
 
 def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
@@ -127,15 +128,57 @@ app = typer.Typer(
 )
 
 
+def runs(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DIR", help="A folder of runs.", show_default="runs", parser=options.path
+        ),
+    ] = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="A line for each commit, with its times.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """List the runs, newest first: time, model, tokens, GPU and verdict."""
+    _module("commands.stored").runs(folder, as_json=json, history=history)
+
+
+def models(json: options.Json = False) -> None:
+    """List the supported model families and their published checkpoints.
+
+    Other checkpoints of a listed model type work too.
+    """
+    _module("commands.stored").models(as_json=json)
+
+
+def doctor(json: options.Json = False) -> None:
+    """Check what this machine can do, and name what is missing.
+
+    Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
+    timed.
+    """
+    _module("commands.machine").doctor(as_json=json)
+
+
+def schemas(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Which schema; without it, list them.")
+    ] = None,
+) -> None:
+    """Print the JSON schema of what a command prints with --json."""
+    _module("commands.stored").schemas(name)
+
+
 def _module(name: str) -> ModuleType:
     return import_module(f"ssdprof.{name}")
 
 
-# The options of a command -> functions: the first is called with the options, the next with what
+# A command, or its options -> functions: the first is called with the options, the next with what
 # that one returned.
-_COMMANDS: dict[type, tuple[str, ...]] = {
+_COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.model:run"),
-    options.RunsOptions: ("commands.stored:runs",),
+    runs: (),
     options.CaptureOptions: ("jobs.target:capture", "commands.model:capture"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
     options.AnswersOptions: ("jobs.target:answers", "commands.model:answers"),
@@ -146,9 +189,9 @@ _COMMANDS: dict[type, tuple[str, ...]] = {
     options.StallsOptions: ("jobs.target:stalls", "commands.kernels:stalls"),
     options.BenchOptions: ("jobs.target:bench", "commands.kernels:bench"),
     options.TuneOptions: ("jobs.target:tune", "commands.kernels:tune"),
-    options.ModelsOptions: ("commands.stored:models",),
-    options.DoctorOptions: ("commands.machine:doctor",),
-    options.SchemasOptions: ("commands.stored:schemas",),
+    models: (),
+    doctor: (),
+    schemas: (),
 }
 
 
@@ -182,7 +225,9 @@ for _kind, _functions in _COMMANDS.items():
     )
     _name = options.command_name(_kind)
     _first = _help.partition("\n\n")[0]  # a summary that is not cut
-    app.command(_name, help=_help, short_help=_first)(_command(_kind, _functions))
+    app.command(_name, help=_help, short_help=_first)(
+        _command(_kind, _functions) if _functions else _kind
+    )
 
 
 def _print_version(wanted: bool) -> None:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import typer
 
-from ssdprof import files, operators
+from ssdprof import files
 from ssdprof.commands import output, terminal
-from ssdprof.core.base import Intermediates
 from ssdprof.core.report import Report
 from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.errors import ExitCode
@@ -52,13 +51,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         gone = [f"Removed {file}." for file in tuned.clear()]
         terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")
         return
-    device = tune_job.gpu_to_tune()
-    operator = operators.get(options.operator)
-    wanted: tuple[Intermediates, ...] = (
-        ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
-    )
-    watcher = output.TerminalWatcher()
-
+    device, watcher = tune_job.gpu_to_tune(), output.TerminalWatcher()
     improved: list[bool] = []
 
     def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
@@ -66,16 +59,7 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         tuned.keep(report.environment, calls, config)
         improved.append(config is not None)
 
-    report = tune_job.tune(
-        operator,
-        cells,
-        wanted,
-        device,
-        watcher,
-        keep,
-        budget=options.budget,
-        command=options.command,
-    )
+    report = tune_job.tune(options, cells, device, watcher, keep)
     if any(improved) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
         watcher.say(f"What was found is kept in {file}.")

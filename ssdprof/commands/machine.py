@@ -5,12 +5,11 @@ from __future__ import annotations
 from ssdprof import operators
 from ssdprof.commands import terminal
 from ssdprof.environment import doctor as machine
-from ssdprof.jobs.options import DoctorOptions
 from ssdprof.report.table import table
 from ssdprof.report.terminal import SplitTable
 
 
-def doctor(options: DoctorOptions) -> None:
+def doctor(*, as_json: bool) -> None:
     """A line for each requirement; absent libraries say which implementations need them."""
     names: dict[str, list[str]] = {}
     for operator in operators.records():
@@ -19,7 +18,7 @@ def doctor(options: DoctorOptions) -> None:
                 names.setdefault(library.package, []).append(name)
     choices = {operator.title: operator.served for operator in operators.records()}
     checks = (*machine.doctor(), machine.libraries(names), *machine.served(choices))
-    if options.json:
+    if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return
     rows = [

@@ -4,7 +4,8 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -68,14 +69,26 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
         return
     shown = tables.render(compose(report)) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
-    codes = []
+    codes = [ExitCode.OK]
     if options.prefill:
-        codes.append(_prefill(options, folder))
+        with _reported("prefill times", codes):
+            codes.append(_prefill(options, folder))
     if options.stalls:
-        codes.append(_stalls(options, folder, report))
+        with _reported("stalls", codes):
+            codes.append(_stalls(options, folder, report))
     output.end(report)
-    if code := max(codes, default=ExitCode.OK):
+    if code := max(codes):
         raise typer.Exit(code)
+
+
+@contextmanager
+def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
+    """An error of what follows a run is printed, and adds its exit code: the run's report stays."""
+    try:
+        yield
+    except SsdprofError as error:
+        terminal.say(f"No {what}: {error.message}  {error.hint}")
+        codes.append(error.exit_code)
 
 
 def _plan(
@@ -89,24 +102,14 @@ def _plan(
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
-    """Time and show prefills in the run's folder, or print why not.  Returns the exit code of
-    `ssdprof prefill`.
-    """
-    try:
-        wanted = PrefillOptions(
-            **{
-                field.name: getattr(options, field.name)
-                for field in fields(ModelOptions)
-                if field.name != "conditions"
-            },
-            smallest_difference=options.smallest_difference,
-            no_tuned=True,  # the run has said which are in use
-            out=folder / "prefill",
-        )
-        folder, report = output.stored(prefill_job.prefill, wanted, TerminalWatcher())
-    except SsdprofError as error:
-        terminal.say(f"No prefill times: {error.message}  {error.hint}")
-        return error.exit_code
+    """Time and show prefills in the run's folder.  Returns the exit code of `ssdprof prefill`."""
+    wanted = PrefillOptions(
+        **{field.name: getattr(options, field.name) for field in fields(ModelOptions)},
+        smallest_difference=options.smallest_difference,
+        no_tuned=True,  # the run has said which are in use
+        out=folder / "prefill",
+    )
+    folder, report = output.stored(prefill_job.prefill, wanted, TerminalWatcher())
     if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
     terminal.say(f"Prefill times are in {folder}.")
@@ -114,17 +117,9 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
 
 
 def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
-    """Profile, show and store stalls, or print why not.  Returns the exit code of `ssdprof
-    stalls`.
-    """
-    try:
-        wanted = StallsOptions(
-            where=str(folder), no_tuned=options.no_tuned, command=options.command
-        )
-        _, profiled = profile(wanted, TerminalWatcher())
-    except SsdprofError as error:
-        terminal.say(f"No stalls: {error.message}  {error.hint}")
-        return error.exit_code
+    """Profile, show and store stalls.  Returns the exit code of `ssdprof stalls`."""
+    wanted = StallsOptions(where=str(folder), no_tuned=options.no_tuned, command=options.command)
+    _, profiled = profile(wanted, TerminalWatcher())
     if not options.json:
         lines = map(tables.verdict, verdict_lines(report))
         terminal.out().print(tables.render(stalls.compose(profiled)), *lines, sep="\n")

@@ -48,9 +48,8 @@ SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 # --- runs
 
 
-def runs(options: options.RunsOptions) -> None:
-    """With --history, tables of runs that compared the same, instead of one of all."""
-    folder = options.folder
+def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
+    """history: tables of runs that compared the same, instead of one of all."""
     if folder is not None and not folder.is_dir():
         raise BadInputError(
             f"{folder} is not a folder.",
@@ -58,8 +57,8 @@ def runs(options: options.RunsOptions) -> None:
         )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
-    tables = list(brief.history(stored) if options.history else filter(None, [brief.runs(listed)]))
-    if options.json:
+    tables = list(brief.history(stored) if history else filter(None, [brief.runs(listed)]))
+    if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif tables:
         for table in tables:
@@ -292,9 +291,9 @@ def compare(options: options.CompareOptions) -> None:
 # --- models
 
 
-def models(options: options.ModelsOptions) -> None:
+def models(*, as_json: bool) -> None:
     """A table of checkpoints for each family."""
-    if options.json:
+    if as_json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
     for family in FAMILIES:
@@ -357,9 +356,9 @@ def schema(name: str) -> dict[str, Any]:
     }
 
 
-def schemas(options: options.SchemasOptions) -> None:
-    if options.name is not None:
-        print(json.dumps(schema(options.name), indent=1, sort_keys=True))
+def schemas(name: str | None) -> None:
+    if name is not None:
+        print(json.dumps(schema(name), indent=1, sort_keys=True))
         return
     for listed_name, (printed_by, _) in SCHEMAS.items():
         print(f"{listed_name:15} {printed_by}".rstrip())

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from ssdprof import operators
@@ -91,10 +90,7 @@ def compare_answers(
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
     mixers, ref = find_mixers(loaded.model), loaded.target.ref
-    with (
-        limits.memory_errors(),
-        np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
-    ):
+    with limits.memory_errors():
         for ids, segment_length, prompt in zip(
             loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True
         ):
@@ -189,8 +185,7 @@ class _Comparison:
         """Runs the reference.  BadInputError if its logits are not finite."""
         self._prompt, self._whole, self._request = prompt, whole, request
         self._watcher, self._began = watcher, time.monotonic()
-        if prompt.ids.device.type == "cuda":
-            forget_peak(prompt.ids.device)
+        forget_peak(prompt.ids.device)
         # with the reference: its own runs, and for each case the share of the layers that are left
         # to it
         count = len({mixer.layer_index for mixer in prompt.mixers})
@@ -205,7 +200,6 @@ class _Comparison:
 
     def run(self, variants: Sequence[Variant], writer: Writer) -> None:
         """Write every case that an interrupted comparison has not written."""
-        device = self._prompt.ids.device
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
                 if variant[0].name not in writer.earlier:
@@ -213,8 +207,7 @@ class _Comparison:
                     now = time.monotonic()
                     writer.update(seconds=writer.report.first.seconds + now - self._began)
                     self._began = now
-                    if device.type == "cuda":
-                        writer.peaked(peak_bytes(device))
+                    writer.peaked(peak_bytes(self._prompt.ids.device))
                 advance(1)
 
     def _compared(self, variant: Variant) -> Case:

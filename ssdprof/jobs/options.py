@@ -26,7 +26,6 @@ from typing import (
 )
 
 import typer
-from typer.models import ArgumentInfo
 
 from ssdprof.errors import BadInputError, unreadable
 from ssdprof.files import regular
@@ -142,17 +141,12 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
     """The options of a class: as a Python name, as it is typed, and as a parameter."""
-    for parameter in parameters(kind):
-        declared = getattr(parameter.annotation, "__metadata__", (None,))[0]
-        if isinstance(declared, ArgumentInfo):
-            continue
-        words = (
-            getattr(declared, "default", None),
-            *(getattr(declared, "param_decls", None) or ()),
-        )
-        typed = [word for word in words if isinstance(word, str) and word.startswith("--")]
-        for word in typed or [f"--{parameter.name.replace('_', '-')}"]:
-            yield word.removeprefix("--").replace("-", "_"), word, parameter
+    declared = {parameter.name: parameter for parameter in parameters(kind)}
+    for option in _alone(kind, lambda **_: None).params:
+        for word in option.opts:
+            if word.startswith("--") and option.name in declared:
+                name = word.removeprefix("--").replace("-", "_")
+                yield name, word, declared[option.name]
 
 
 def command_name(kind: type) -> str:
@@ -162,17 +156,20 @@ def command_name(kind: type) -> str:
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-    def create(**settings: object) -> Kind:
-        return kind(**settings)
-
-    app.command()(as_command(kind, create))
     try:
-        options: Kind = typer.main.get_command(app).main(line, standalone_mode=False)
+        options: Kind = _alone(kind, lambda **values: kind(**values)).main(
+            line, standalone_mode=False
+        )
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # of click
         raise BadInputError(error.format_message().replace("Value error, ", "")) from None
     return options
+
+
+def _alone(kind: type, function: Callable[..., Any]) -> Any:
+    """A command with the options of a class, for itself."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(as_command(kind, function))
+    return typer.main.get_command(app)
 
 
 # --- shared by several commands
@@ -198,11 +195,26 @@ SomeIntermediates = Annotated[
         "--dtypes",
     ),
 ]
+OneIntermediates = Annotated[
+    Literal["exact", "relaxed"], info("", "Precision of intermediates.", "--dtypes")
+]
+OneState = Annotated[
+    Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.", "--states")
+]
 _GATES = (
     "Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, "
     "launches:2, kl:0.001, top1:99%.  Repeatable."
 )
+GateOption = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
+NoTuned = Annotated[
+    bool,
+    info(
+        "",
+        "Use the built-in configurations, not those that 'ssdprof tune' has stored.",
+        "--no-tuned",
+    ),
+]
 _DRY_RUN = (
     "Show the download, the memory needed, and what would keep the model from running; then stop."
 )
@@ -231,6 +243,17 @@ PlacementOption = Annotated[
     Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
     info("", _PLACES, shown="the fastest that fits"),
 ]
+
+
+def _implementations() -> Any:
+    how = f"Implementations: {_WAYS}: MODULE:FUNCTION."
+    return words(
+        "I[,I...]", how, "--impl", "--implementations", default=COMPARED, typed="unfused,fused"
+    )
+
+
+def _states() -> Any:
+    return words("D[,D...]", _STATES, shown="fp32 with exact, the inputs' or 16 bit with relaxed")
 
 
 def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
@@ -302,69 +325,10 @@ class ServedModelOptions(ModelOptions):
 
 
 @options
-class KernelOptions:
-    """Whose kernels run."""
+class TimingOptions:
+    """What is compared, at which speed, and what must hold."""
 
-    implementations: tuple[str, ...] = words(
-        "I[,I...]",
-        f"Implementations: {_WAYS}: MODULE:FUNCTION.",
-        "--impl",
-        "--implementations",
-        default=COMPARED,
-        typed="unfused,fused",
-    )
-    no_tuned: bool = flag(
-        "--no-tuned", "Use the built-in configurations, not those that 'ssdprof tune' has stored."
-    )
-    json: Json = False
-    command: tuple[str, ...] = derived(())  # as typed
-
-
-@options
-class PrecisionOptions(KernelOptions):
-    """At which precisions."""
-
-    intermediates: SomeIntermediates = "all"
-    states: tuple[DType, ...] | None = words(
-        "D[,D...]", _STATES, shown="fp32 with exact, 16 bit with relaxed"
-    )
-
-
-@options
-class OnePrecisionOptions(KernelOptions):
-    intermediates: Literal["exact", "relaxed"] = option(
-        "exact", "", "Precision of intermediates.", "--dtypes"
-    )
-    state_dtype: Literal["fp32", "fp16", "bf16"] = option(
-        "fp32", "", "Dtype of inter-chunk states.", "--states"
-    )
-
-    @property
-    def states(self) -> tuple[DType, ...]:
-        """As of `PrecisionOptions`."""
-        return (self.state_dtype,)
-
-
-@options
-class GateOptions:
-    """What must hold."""
-
-    gate: list[str] | None = option(None, "METRIC[@WHERE]:LIMIT", _GATES, "--gate")
-    json: Json = False
-    conditions: tuple[Condition, ...] = derived(())
-
-
-@options
-class SettingsOptions(GateOptions):
-    """And where the project's own gates are."""
-
-    config: Config = None
-
-
-@options
-class TimingOptions(SettingsOptions):
-    """And how times are compared."""
-
+    implementations: tuple[str, ...] = _implementations()
     smallest_difference: float = words(
         "P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%"
     )
@@ -375,13 +339,19 @@ class TimingOptions(SettingsOptions):
         "--first-call",
         min=1,
     )
+    gate: GateOption = None
+    config: Config = None
+    no_tuned: NoTuned = False
+    json: Json = False
+    command: tuple[str, ...] = derived(())  # as typed
+    conditions: tuple[Condition, ...] = derived(())
 
 
 # --- the commands
 
 
 @options
-class RunOptions(TimingOptions, PrecisionOptions, ServedModelOptions):
+class RunOptions(TimingOptions, ServedModelOptions):
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
     layers.
 
@@ -401,6 +371,8 @@ class RunOptions(TimingOptions, PrecisionOptions, ServedModelOptions):
         min=0,
         max=32,
     )
+    intermediates: SomeIntermediates = "all"
+    states: tuple[DType, ...] | None = _states()
     dtype: Literal["fp16", "bf16", "fp32"] | None = option(
         None, "", "Replay the captured inputs in this dtype.", shown="the model's"
     )
@@ -452,7 +424,7 @@ class CaptureOptions(ServedModelOptions):
 
 
 @options
-class AccuracyOptions(SettingsOptions):
+class AccuracyOptions:
     """Show the accuracy of each implementation in a run.
 
     Exit code 0 says that all requested cases at the precisions shown were compared and passed.
@@ -468,10 +440,13 @@ class AccuracyOptions(SettingsOptions):
     )
     intermediates: SomeIntermediates = "all"
     states: str = option("all", "D[,D...]", _STATES)
+    gate: GateOption = None
+    config: Config = None
+    json: Json = False
 
 
 @options
-class AnswersOptions(GateOptions, PrecisionOptions, ModelOptions):
+class AnswersOptions(ModelOptions):
     """Compare a model's next-token predictions between implementations of its operators.
 
     A prompt of your own (--prompt-file) is the best test.
@@ -481,6 +456,9 @@ class AnswersOptions(GateOptions, PrecisionOptions, ModelOptions):
     """
 
     placement: PlacementOption = None
+    intermediates: SomeIntermediates = "all"
+    states: tuple[DType, ...] | None = _states()
+    implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
         "",
@@ -501,8 +479,12 @@ class AnswersOptions(GateOptions, PrecisionOptions, ModelOptions):
     generate: int = option(
         0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0
     )
+    gate: GateOption = None
     out: RunFolder = None
+    no_tuned: NoTuned = False
     dry_run: DryRunOption = False
+    json: Json = False
+    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -579,7 +561,7 @@ class CompareOptions:
 
 
 @options
-class PrefillOptions(TimingOptions, OnePrecisionOptions, ModelOptions):
+class PrefillOptions(TimingOptions, ModelOptions):
     """Time a whole model up to its first token, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's
@@ -588,6 +570,8 @@ class PrefillOptions(TimingOptions, OnePrecisionOptions, ModelOptions):
     """
 
     copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
+    intermediates: OneIntermediates = "exact"
+    state_dtype: OneState = "fp32"
     baseline: Baseline = "unfused"
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
@@ -603,9 +587,14 @@ class PrefillOptions(TimingOptions, OnePrecisionOptions, ModelOptions):
     )
     out: RunFolder = None
 
+    @property
+    def states(self) -> tuple[DType, ...]:
+        """As of `RunOptions`."""
+        return (self.state_dtype,)
+
 
 @options
-class StallsOptions(OnePrecisionOptions):
+class StallsOptions:
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
     Profiles one layer with NVIDIA Nsight Compute (ncu), which needs an NVIDIA GPU, or reads
@@ -619,9 +608,12 @@ class StallsOptions(OnePrecisionOptions):
     layer: int | None = option(
         None, "N", "The layer to profile.", shown="the middle one of the run"
     )
+    implementations: tuple[str, ...] = _implementations()
     seqlen: int | None = words(
         "N", "Tokens of the prompt.", "--seq", shown="the longest of the run"
     )
+    intermediates: OneIntermediates = "exact"
+    state_dtype: OneState = "fp32"
     files: list[Path] | None = option(
         None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
     )
@@ -636,11 +628,14 @@ class StallsOptions(OnePrecisionOptions):
         None, "DIR", "Folder for the results.", shown="the run's", parser=path
     )
     force: bool = flag("--force", "Replace existing results.")
+    no_tuned: NoTuned = False
+    json: Json = False
     tuned: Path | None = derived(None)  # a file with configurations for the kernels
+    command: tuple[str, ...] = derived(())
 
 
 @options
-class BenchOptions(TimingOptions, PrecisionOptions):
+class BenchOptions(TimingOptions):
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
@@ -674,6 +669,7 @@ class BenchOptions(TimingOptions, PrecisionOptions):
         "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.",
     )
     intermediates: SomeIntermediates = "exact"
+    states: tuple[DType, ...] | None = _states()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
     baseline: str | None = option(
         None,
@@ -731,40 +727,3 @@ class TuneOptions:
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
     json: Json = False
     command: tuple[str, ...] = derived(())
-
-
-@options
-class RunsOptions:
-    """List the runs, newest first: time, model, tokens, GPU and verdict."""
-
-    folder: Path | None = argument(None, "DIR", "A folder of runs.", shown="runs", parser=path)
-    history: bool = flag("--history", "A line for each commit, with its times.")
-    json: Json = False
-
-
-@options
-class ModelsOptions:
-    """List the supported model families and their published checkpoints.
-
-    Other checkpoints of a listed model type work too.
-    """
-
-    json: Json = False
-
-
-@options
-class DoctorOptions:
-    """Check what this machine can do, and name what is missing.
-
-    Without an NVIDIA GPU, run and answers compare outputs in Triton's interpreter, and nothing is
-    timed.
-    """
-
-    json: Json = False
-
-
-@options
-class SchemasOptions:
-    """Print the JSON schema of what a command prints with --json."""
-
-    name: str | None = argument(None, "NAME", "Which schema; without it, list them.")

@@ -551,38 +551,12 @@ class Loaded:
         )
 
 
-@dataclass(frozen=True)
-class Reopened:
-    """Stored captures, to be replayed as those of a `Loaded` model."""
-
-    stored: Stored
-
-    @property
-    def dtype(self) -> DType:
-        return stored_dims(self.stored.chosen[0]).dtype
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        return self.stored.manifest.prompts
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """Fields of a report on them."""
-        manifest = self.stored.manifest
-        return {
-            "target": manifest.checkpoint.repo_id,
-            "model": manifest.checkpoint,
-            "prompts": manifest.prompts,
-            "segment_length": manifest.segment_length,
-            "capture_complete": manifest.complete,
-        }
-
-    def run(self, layers: Sequence[LayerRef], on_layer: OnLayer) -> None:
-        """Read every stored call of the layers; `on_layer` sees each."""
-        _, read = store.load(self.stored.folder)
-        for capture in self.stored.chosen:
-            if capture.layer in layers:
-                on_layer(read(capture, limits.device()))
+def replay_stored(stored: Stored, layers: Sequence[LayerRef], on_layer: OnLayer) -> None:
+    """Read every stored call of the layers; `on_layer` sees each."""
+    _, read = store.load(stored.folder)
+    for capture in stored.chosen:
+        if capture.layer in layers:
+            on_layer(read(capture, limits.device()))
 
 
 def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:

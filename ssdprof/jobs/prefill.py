@@ -64,7 +64,7 @@ def find(request: ModelOptions) -> Target:
     chosen.
     """
     target = find_layers(request, whole=request.layers == "all", head=True)
-    refuse_large(target)
+    refuse_large(target.ref, target.sizes)
     return target
 
 
@@ -127,7 +127,7 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
             begun = clock.left() > 0
             if begun:
                 with watcher.step(f"Prefill of {length.what}"):
-                    length.run(writer, clock.within(length.what))
+                    length.run(writer, clock)
             length.leave_out_unseen(writer, begun)
             if begun:
                 writer.update(clocks=read_clocks(), steps=dict(steps))
@@ -278,17 +278,17 @@ class _Length:
         """A step begins only if the budget is not spent.  BadInputError if the model bypasses its
         operator.
         """
-        with clock.step("one layer's operator alone"):
+        with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()
         for name in self.cases:
             if clock.left() == 0:
                 return
             self.seen.append(name)
             if self.cases[name].result == "passed":
-                with clock.step(f"{name}: a profiled prefill"):
+                with clock.step(f"{self.what}, {name}: a profiled prefill"):
                     self._whole_prefill(name)
             writer.case(self.cases[name])
-        with clock.step("prefills in turns"):
+        with clock.step(f"{self.what}, prefills in turns"):
             self._sample(writer, clock)
 
     def first_token_logits(self) -> torch.Tensor:
@@ -398,13 +398,12 @@ class _Length:
                 with self.running(self._compute(name)) as count:
                     run()
                 self._check(count)
-            if device.type == "cuda":
-                forget_peak(device)
+            forget_peak(device)
             with self.running(self._compute(name), marks=True) as count:
                 trace = self.profile(run)
             self._check(count)
             logits = latest[0].float().cpu()
-            peak = peak_bytes(device) if device.type == "cuda" else None
+            peak = peak_bytes(device) or None
             self._change_task(name, parts=part_times(work(trace)), peak_bytes=peak)
             if not torch.isfinite(logits).all():
                 reason = "the first token's logits have NaN or Inf"

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ssdprof import kernels, operators
@@ -206,19 +205,8 @@ def replaying(
 
     cast_to: see `cast_inputs`.  calls: expected number.  store: where captures are stored too.
     """
-    gpu = limits.device() if limits.device().type == "cuda" else None
-    with (
-        limits.memory_errors(),
-        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in
-        # any case.
-        np.errstate(invalid="ignore", over="ignore"),
-        watcher.step("Replaying", calls, unit="calls") as advance,
-    ):
-        if gpu:
-            ceilings = writer.report.ceilings or measure_ceilings(gpu)
-            writer.update(ceilings=ceilings, clocks=read_clocks())
-            forget_peak(gpu)
-        replay = _Replay(writer, options, planner, cast_to, watcher, gpu)
+    with limits.memory_errors(), watcher.step("Replaying", calls, unit="calls") as advance:
+        replay = _Replay(writer, options, planner, cast_to, watcher)
 
         def on_layer(captured: CapturedLayer) -> None:
             if store is not None:
@@ -239,13 +227,17 @@ class _Replay:
         planner: Planner,
         cast_to: DType | None,
         watcher: Watcher,
-        gpu: torch.device | None,
     ) -> None:
         """planner: which precisions and laws a call gets.  cast_to: the dtype that inputs are cast
-        to; None: as captured.  gpu: None: outputs are compared, and nothing is timed.
+        to; None: as captured.  Without a GPU outputs are compared, and nothing is timed.
         """
         self._writer, self._options, self._planner = writer, options, planner
-        self._cast_to, self._watcher, self._gpu = cast_to, watcher, gpu
+        self._cast_to, self._watcher, self._device = cast_to, watcher, limits.device()
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            ceilings = writer.report.ceilings or measure_ceilings(self._device)
+            writer.update(ceilings=ceilings, clocks=read_clocks())
+            forget_peak(self._device)
         # that of a run that goes on exists
         self._untraced = options.trace if options.trace and not options.trace.is_file() else None
         prompts = writer.report.prompts
@@ -259,7 +251,7 @@ class _Replay:
         self._keep = keeping(writer.folder) if options.model else None
         self._prober = Prober(isolated, laws=options.laws)
         self._comparer = Comparer(
-            timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
+            timer=CudaTimer(self._device) if on_gpu and not INTERPRETED else None,
             ceilings=writer.report.ceilings,
             sampling=SamplingPlan(smallest_difference=options.smallest_difference),
             process=writer.process,
@@ -347,15 +339,14 @@ class _Replay:
         if self._untraced:
             self._trace(entries, self._untraced)
             self._untraced = None
-        if self._gpu:
-            self._writer.peaked(peak_bytes(self._gpu))
+        self._writer.peaked(peak_bytes(self._device))
 
     def _trace(self, entries: Sequence[Entry], file: Path) -> None:
         """Write a trace of one call of each entry that ran."""
         calls = {
             entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
         }
-        trace.write(file, calls, limits.device())
+        trace.write(file, calls, self._device)
         case_key = entries[0].case.case_key
         self._watcher.say(f"Wrote {file}: {len(calls)} cases of {case_key}, one call of each.")
 

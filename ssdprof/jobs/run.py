@@ -6,7 +6,7 @@ if requested
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,6 @@ from ssdprof.core.target import (
     CallRef,
     CaptureManifest,
     CheckpointRef,
-    LayerRef,
     Prompt,
     Serving,
     drafted_call,
@@ -39,10 +38,10 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
-from ssdprof.jobs.plan import Loaded, Reopened, load, sources, stored_dims
+from ssdprof.jobs.plan import Loaded, load, replay_stored, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.replay import Resolved, replaying, resolve_implementations
-from ssdprof.jobs.target import Stored, Target, refuse_larger
+from ssdprof.jobs.target import Sizes, Stored, Target, refuse_large
 from ssdprof.operators.domain import doubts
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -78,45 +77,37 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
         )
     resolved = resolve_implementations(options, target.layers, decode=bool(target.serving.decode))
     limits.check_replay(target.seqlens, target.batch)
-    _check_sizes(target, options.tensor_parallel)
+    if isinstance(target, Stored):
+        sizes_of_layers: Sizes = [
+            (capture.layer, stored_dims(capture).sizes) for capture in target.chosen
+        ]
+        refuse_large(target.ref, sizes_of_layers)
+    else:
+        sizes_of_layers = target.sizes
+    if options.tensor_parallel > 1:
+        refuse_sharding(target.ref, sizes_of_layers, options.tensor_parallel)
     return resolved
 
 
-def _check_sizes(target: Target | Stored, ranks: int) -> None:
-    """BadInputError for layers that are too large, or that `ranks` cannot share."""
-    if isinstance(target, Stored):
-        of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in target.chosen]
-        for layer, sizes in of_layers:
-            refuse_larger(target.ref, layer, sizes)
-    elif ranks > 1:
-        of_layers = [(layer, target.located.sizes(layer)) for layer in target.layers]
-    if ranks > 1:
-        for layer, sizes in of_layers:
-            refuse_sharding(target.ref, layer, sizes, ranks)
-
-
-def refuse_sharding(
-    ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int
-) -> None:
-    """BadInputError for a layer of these sizes whose heads a server could not divide among
-    `ranks`.
-    """
-    operator = operators.get(layer.operator)
-    refusal = operator.refusal
-    fitting: list[int] = []
-    if refusal is None:
-        why = f"{operator.layers} layers cannot be divided here"
-    elif why := refusal(sizes, ranks):
-        fitting = [
-            number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)
-        ]
-    if why:
-        raise BadInputError(
-            f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
-            f"Give {words(map(str, fitting), 'or')}."
-            if fitting
-            else "Leave out --tensor-parallel.",
-        )
+def refuse_sharding(ref: CheckpointRef, sizes_of_layers: Sizes, ranks: int) -> None:
+    """BadInputError for a layer whose heads a server could not divide among `ranks`."""
+    for layer, sizes in sizes_of_layers:
+        operator = operators.get(layer.operator)
+        refusal = operator.refusal
+        fitting: list[int] = []
+        if refusal is None:
+            why = f"{operator.layers} layers cannot be divided here"
+        elif why := refusal(sizes, ranks):
+            fitting = [
+                number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)
+            ]
+        if why:
+            raise BadInputError(
+                f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
+                f"Give {words(map(str, fitting), 'or')}."
+                if fitting
+                else "Leave out --tensor-parallel.",
+            )
 
 
 def run(
@@ -128,20 +119,15 @@ def run(
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
-    if not torch.cuda.is_available():
-        conditions = settings.without_speed(
-            options.conditions, options.gate or (), "--gate", "this machine", watcher.say
-        )
-        options = replace(options, conditions=conditions)
-    if why := unusable_gpu():
-        watcher.say(f"This run uses the CPU.  {why}")
+    options = _for_this_machine(options, watcher)
     resolved = check(options, target, ranks)
     if not options.no_tuned:
         use_saved(watcher.say)
     layers = ranks.share(target.layers) if ranks else target.layers
-    source = Reopened(target) if isinstance(target, Stored) else load(target, watcher)
-    cast = None if options.dtype == source.dtype else options.dtype
-    requested = _requested(target, source.prompts, resolved, cast or source.dtype, options.verify)
+    source = target if isinstance(target, Stored) else load(target, watcher)
+    dtype = source.dtype if isinstance(source, Loaded) else stored_dims(source.chosen[0]).dtype
+    cast = None if options.dtype == dtype else options.dtype
+    requested = _requested(target, source.prompts, resolved, cast or dtype, options.verify)
     with opened(
         options.out,
         watcher,
@@ -156,7 +142,7 @@ def run(
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
         smallest_difference=options.smallest_difference,
-        cast=(source.dtype, cast) if cast else None,
+        cast=(dtype, cast) if cast else None,
         laws=options.laws,
         tensor_parallel=options.tensor_parallel,
         absent=resolved.absent,
@@ -171,7 +157,10 @@ def run(
             storing as store,
             replaying(writer, options, resolved.plan, cast, watcher, calls, store) as on_layer,
         ):
-            source.run(layers, on_layer)
+            if isinstance(source, Stored):
+                replay_stored(source, layers, on_layer)
+            else:
+                source.run(layers, on_layer)
         if options.answers and isinstance(source, Loaded):
             compared = (known.name for known in resolved.requested if known.kind != "library")
             asked = AnswersOptions(
@@ -183,6 +172,18 @@ def run(
             )
             compare_answers(source, asked, watcher, writer)
     return load_report(writer.folder)
+
+
+def _for_this_machine(options: RunOptions, watcher: Watcher) -> RunOptions:
+    """The options without gates on speed where there is no GPU.  Says what is missing."""
+    if why := unusable_gpu():
+        watcher.say(f"This run uses the CPU.  {why}")
+    if torch.cuda.is_available():
+        return options
+    conditions = settings.without_speed(
+        options.conditions, options.gate or (), "--gate", "this machine", watcher.say
+    )
+    return replace(options, conditions=conditions)
 
 
 def _requested(

@@ -19,7 +19,14 @@ from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.conditions import Condition, parse_gate, parse_percent
-from ssdprof.core.target import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
+from ssdprof.core.target import (
+    CaptureManifest,
+    CheckpointRef,
+    LayerCapture,
+    LayerRef,
+    Prompt,
+    Serving,
+)
 from ssdprof.core.words import words
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
@@ -32,6 +39,8 @@ from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, check_folder
 
 Options = TypeVar("Options")
+# of the operators of layers, by the operators' names for them
+Sizes = Sequence[tuple[LayerRef, Mapping[str, int]]]
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
     "seqlens": reading.parse_seqs,
     "seqlen": reading.parse_seq,
@@ -74,6 +83,10 @@ class Target:
     @property
     def batch(self) -> int:
         return self.request.batch
+
+    @property
+    def sizes(self) -> Sizes:
+        return [(layer, self.located.sizes(layer)) for layer in self.layers]
 
     @property
     def deepest_layer(self) -> int | None:
@@ -125,6 +138,21 @@ class Stored:
     def serving(self) -> Serving:
         """How each prompt is served; it is the same for all."""
         return self.manifest.prompts[0].serving
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return self.manifest.prompts
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on them."""
+        return {
+            "target": self.ref.repo_id,
+            "model": self.ref,
+            "prompts": self.prompts,
+            "segment_length": self.manifest.segment_length,
+            "capture_complete": self.manifest.complete,
+        }
 
     def calls(self, layers: Sequence[LayerRef]) -> int:
         """Number of captures of these layers."""
@@ -190,7 +218,7 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     folder = captures_of(request)
     if folder is None:
         target = find(request, whole=request.answers)
-        refuse_large(target)
+        refuse_large(target.ref, target.sizes)
         return target
     if request.answers:
         raise BadInputError(
@@ -224,24 +252,18 @@ def _model_options(request: declared.ServedModelOptions) -> set[str]:
     }
 
 
-def refuse_large(target: Target) -> None:
-    """BadInputError for layers that are too large for bundled implementations (`largest` of the
-    operator's outline).
+def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
+    """BadInputError for a layer with a size above the maximum of the bundled implementations
+    (`largest` of the operator's outline).
     """
-    for layer, mixer in zip(target.located.layers, target.located.mixers, strict=True):
-        if layer in target.layers:
-            refuse_larger(target.ref, layer, mixer.sizes)
-
-
-def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
-    """BadInputError for a layer with a size above the maximum of the bundled implementations."""
-    for name, most in operators.get(layer.operator).generated.largest.items():
-        if sizes[name] > most:
-            raise BadInputError(
-                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
-                f"take at most {most}.",
-                "Choose a model with smaller layers.",
-            )
+    for layer, sizes in sizes_of_layers:
+        for name, most in operators.get(layer.operator).generated.largest.items():
+            if sizes[name] > most:
+                raise BadInputError(
+                    f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
+                    f"take at most {most}.",
+                    "Choose a model with smaller layers.",
+                )
 
 
 # --- options
@@ -393,7 +415,7 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
     asked = read(options)
     check_folder(asked.out)
     target = find(asked, whole=True)
-    refuse_large(target)
+    refuse_large(target.ref, target.sizes)
     from ssdprof.jobs import limits  # imports torch, as in `find`
 
     if asked.weights == "auto":

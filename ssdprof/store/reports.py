@@ -168,8 +168,9 @@ class Writer:
             self.update(doubts=doubts)
 
     def peaked(self, size: int) -> None:
-        """The peak of this process's GPU memory so far is `size` bytes."""
-        self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
+        """The peak of this process's GPU memory so far is `size` bytes; 0: no GPU is used."""
+        if size:
+            self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
     def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
         """Heads of a layer by how long they remember, unless they are known."""
