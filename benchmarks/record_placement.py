@@ -132,7 +132,7 @@ def measure(target: Target, captures: Captures) -> Row:
     loaded_at = seconds()
     for device in gpus():
         torch.cuda.reset_peak_memory_stats(device)
-    loaded.run(loaded.target.layers, on_layer)
+    loaded.run(on_layer)
     ended = seconds()
     differing.extend("a layer that is missing" for _ in expected)
     record = loaded.placement

@@ -295,7 +295,7 @@ def compare(
     )
     writer = _in_memory(wanted, dims, plans)
     watcher = watcher or LineWatcher(levels=2)
-    with replaying(writer, wanted, lambda *_: plans, None, watcher, 1) as replay:
+    with replaying(writer, wanted, lambda *_: plans, None, watcher, None, 1) as replay:
         replay(
             CapturedLayer(
                 layer=LayerRef(index=0, name="given tensors", operator=operator.name),

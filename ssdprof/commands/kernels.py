@@ -36,9 +36,8 @@ def bench(
 ) -> None:
     """names: implementations.  too_large: sizes that do not fit this GPU."""
     watcher = output.watcher_of(ranks)
-    folder, report = output.stored(
-        bench_job.find_and_bench, options, names, too_large, ranks, watcher
-    )
+    with terminal.only_data_on_stdout():
+        folder, report = bench_job.find_and_bench(options, names, too_large, ranks, watcher)
     if output.reports(ranks):
         output.finish(folder, report, as_json=options.json)
 

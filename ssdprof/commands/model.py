@@ -64,7 +64,8 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     watcher = output.watcher_of(ranks)
-    folder, report = output.stored(run_job.run, options, found, ranks, watcher)
+    with terminal.only_data_on_stdout():
+        folder, report = run_job.run(options, found, ranks, watcher)
     if not output.reports(ranks):
         return
     shown = tables.render(compose(report)) if options.full else brief.render(report)
@@ -109,7 +110,8 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
         no_tuned=True,  # the run has said which are in use
         out=folder / "prefill",
     )
-    folder, report = output.stored(prefill_job.prefill, wanted, TerminalWatcher())
+    with terminal.only_data_on_stdout():
+        folder, report = prefill_job.prefill(wanted, TerminalWatcher())
     if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
     terminal.say(f"Prefill times are in {folder}.")
@@ -150,10 +152,12 @@ def answers(options: AnswersOptions, target: Target) -> None:
     if options.dry_run:
         _plan(target, partial(answers_job.check, options, target), as_json=options.json)
         return
-    folder, report = output.stored(answers_job.answers, options, target, TerminalWatcher())
+    with terminal.only_data_on_stdout():
+        folder, report = answers_job.answers(options, target, TerminalWatcher())
     output.finish(folder, report, as_json=options.json)
 
 
 def prefill(options: PrefillOptions) -> None:
-    folder, report = output.stored(prefill_job.prefill, options, TerminalWatcher())
+    with terminal.only_data_on_stdout():
+        folder, report = prefill_job.prefill(options, TerminalWatcher())
     output.finish(folder, report, as_json=options.json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
@@ -95,12 +95,6 @@ def reports(ranks: Ranks | None) -> bool:
 
 def watcher_of(ranks: Ranks | None) -> Watcher:
     return TerminalWatcher() if reports(ranks) else Watcher()
-
-
-def stored(job: Callable[..., tuple[Path, Report]], *request: object) -> tuple[Path, Report]:
-    """The folder and the report of a job, which cannot write to stdout."""
-    with terminal.only_data_on_stdout():
-        return job(*request)
 
 
 def finish(folder: Path, report: Report, *, as_json: bool) -> None:

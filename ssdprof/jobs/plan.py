@@ -10,9 +10,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -39,7 +39,6 @@ from ssdprof.core.target import (
     Dims,
     DryRun,
     LayerCapture,
-    LayerRef,
     Placement,
     PlannedFile,
     Prompt,
@@ -56,6 +55,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import source_files
 from ssdprof.operators.tensors import dtype_name, dtype_named
 from ssdprof.progress import Watcher
+from ssdprof.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -526,14 +526,19 @@ class Loaded:
             "notes": tuple(located.caveats),
         }
 
-    def run(self, layers: Sequence[LayerRef], on_layer: OnLayer) -> None:
+    def shared(self, ranks: Ranks) -> Loaded:
+        """With the layers of this rank."""
+        layers = ranks.share(self.target.layers)
+        return replace(self, target=replace(self.target, layers=layers))
+
+    def run(self, on_layer: OnLayer) -> None:
         """Run the model on every prompt; `on_layer` sees each call of each layer."""
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             capture_layers(
                 self.model,
                 ids,
-                layers,
+                target.layers,
                 ref=target.ref,
                 segment_length=segment_length,
                 on_layer=on_layer,
@@ -549,14 +554,6 @@ class Loaded:
             segment_length=max(self.segment_lengths),
             overwrite=overwrite,
         )
-
-
-def replay_stored(stored: Stored, layers: Sequence[LayerRef], on_layer: OnLayer) -> None:
-    """Read every stored call of the layers; `on_layer` sees each."""
-    _, read = store.load(stored.folder)
-    for capture in stored.chosen:
-        if capture.layer in layers:
-            on_layer(read(capture, limits.device()))
 
 
 def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:

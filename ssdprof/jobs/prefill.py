@@ -84,7 +84,8 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
-    resolved = resolve_implementations(request, target.layers)
+    names = dict.fromkeys(layer.operator for layer in target.layers)
+    resolved = resolve_implementations(request, tuple(names))
     # Otherwise moving weights or activations would be part of the time.
     on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
     steps: dict[str, float] = {}

@@ -156,19 +156,18 @@ def planned(
 
 
 def resolve_implementations(
-    options: RunOptions | PrefillOptions, layers: Sequence[LayerRef], *, decode: bool = False
+    options: RunOptions | PrefillOptions, names: Sequence[str], *, decode: bool = False
 ) -> Resolved:
-    """Resolve the names of the options for the operators of the layers.  decode: see `Resolved`.
+    """Resolve the names of the options for the operators of these names.  decode: see `Resolved`.
 
     Raises BadInputError for an unknown name and an own kernel that cannot be imported,
     MissingCapabilityError if the baseline is unavailable, or all that would be compared with it.
     """
     resolve = resolver(limits.device())
-    names_of_operators = dict.fromkeys(layer.operator for layer in layers)
     requested: list[Implementation] = []
-    for operator in names_of_operators:
+    for operator in names:
         requested += [resolve(operator, name) for name in options.implementations]
-    baselines = [resolve(operator, options.baseline) for operator in names_of_operators]
+    baselines = [resolve(operator, options.baseline) for operator in names]
     others = [known for known in requested if known.name != baselines[0].name]
     for known in baselines:
         required(known)
@@ -198,8 +197,8 @@ def replaying(
     planner: Planner,
     cast_to: DType | None,
     watcher: Watcher,
+    store: CaptureWriter | None,
     calls: int,
-    store: CaptureWriter | None = None,
 ) -> Iterator[OnLayer]:
     """The context's value compares implementations on a captured call.
 

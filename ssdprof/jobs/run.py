@@ -6,7 +6,7 @@ if requested
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 
 from ssdprof import kernels, operators, settings
 from ssdprof.capture import store as captures
-from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.layers import CapturedLayer, OnLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
@@ -38,7 +38,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
-from ssdprof.jobs.plan import Loaded, load, replay_stored, sources, stored_dims
+from ssdprof.jobs.plan import Loaded, load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.replay import Resolved, replaying, resolve_implementations
 from ssdprof.jobs.target import Sizes, Stored, Target, refuse_large
@@ -62,7 +62,8 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
             f"{ranks.count} ranks cannot share {plural(len(target.layers), 'layer')}.",
             f"Start torchrun --nproc-per-node {len(target.layers)}, or take more layers.",
         )
-    for name in dict.fromkeys(layer.operator for layer in target.layers):
+    names = tuple(dict.fromkeys(layer.operator for layer in target.layers))
+    for name in names:
         if target.serving.decode and not set(STEPS) <= set(kernels.names(name)):
             raise BadInputError(
                 f"Decode steps of {name} cannot be replayed.", "Leave out --decode."
@@ -75,7 +76,7 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
             f"--verify {options.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
         )
-    resolved = resolve_implementations(options, target.layers, decode=bool(target.serving.decode))
+    resolved = resolve_implementations(options, names, decode=bool(target.serving.decode))
     limits.check_replay(target.seqlens, target.batch)
     if isinstance(target, Stored):
         sizes_of_layers: Sizes = [
@@ -123,7 +124,6 @@ def run(
     resolved = check(options, target, ranks)
     if not options.no_tuned:
         use_saved(watcher.say)
-    layers = ranks.share(target.layers) if ranks else target.layers
     source = target if isinstance(target, Stored) else load(target, watcher)
     dtype = source.dtype if isinstance(source, Loaded) else stored_dims(source.chosen[0]).dtype
     cast = None if options.dtype == dtype else options.dtype
@@ -152,15 +152,15 @@ def run(
         storing: AbstractContextManager[captures.CaptureWriter | None] = nullcontext()
         if options.save_captures and isinstance(source, Loaded):
             storing = source.stored_in(writer.captures, overwrite=True)
-        calls = target.calls(layers)
-        with (
-            storing as store,
-            replaying(writer, options, resolved.plan, cast, watcher, calls, store) as on_layer,
-        ):
+        if ranks:
+            source = source.shared(ranks)
+        with storing as store:
+            replay = partial(replaying, writer, options, resolved.plan, cast, watcher, store)
             if isinstance(source, Stored):
-                replay_stored(source, layers, on_layer)
+                _replay_stored(source, replay)
             else:
-                source.run(layers, on_layer)
+                with replay(source.target.calls) as on_layer:
+                    source.run(on_layer)
         if options.answers and isinstance(source, Loaded):
             compared = (known.name for known in resolved.requested if known.kind != "library")
             asked = AnswersOptions(
@@ -172,6 +172,15 @@ def run(
             )
             compare_answers(source, asked, watcher, writer)
     return load_report(writer.folder)
+
+
+def _replay_stored(
+    source: Stored, replay: Callable[[int], AbstractContextManager[OnLayer]]
+) -> None:
+    _, read = captures.load(source.folder)
+    with replay(len(source.chosen)) as on_layer:
+        for capture in source.chosen:
+            on_layer(read(capture, limits.device()))
 
 
 def _for_this_machine(options: RunOptions, watcher: Watcher) -> RunOptions:
@@ -281,19 +290,23 @@ def capture(
         watcher.say(f"This capture uses the CPU.  {why}")
     loaded = load(target, watcher)
     folder = out or captures.default_folder(target.ref, loaded.prompts, target.layers)
-    writer, calls = loaded.stored_in(folder, overwrite=overwrite), target.calls(target.layers)
+    writer = loaded.stored_in(folder, overwrite=overwrite)
     try:
-        with limits.memory_errors(), writer, watcher.step("Capturing layers", calls) as advance:
+        with (
+            limits.memory_errors(),
+            writer,
+            watcher.step("Capturing layers", target.calls) as advance,
+        ):
 
             def add(captured: CapturedLayer) -> None:
                 writer.add(captured)
                 advance(1)
 
-            loaded.run(target.layers, add)
+            loaded.run(add)
     except KeyboardInterrupt:
         if writer.kept or not writer.manifest.layers:
             raise
         where = f"What was captured is kept in {folder}, marked as incomplete"
-        done = f"{len(writer.manifest.layers):,} of {plural(calls, 'call')}"
+        done = f"{len(writer.manifest.layers):,} of {plural(target.calls, 'call')}"
         raise KeyboardInterrupt(f"{where}: {done}.") from None
     return folder, writer.manifest

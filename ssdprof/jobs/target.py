@@ -86,7 +86,8 @@ class Target:
 
     @property
     def sizes(self) -> Sizes:
-        return [(layer, self.located.sizes(layer)) for layer in self.layers]
+        every = zip(self.located.layers, self.located.mixers, strict=True)
+        return [(layer, mixer.sizes) for layer, mixer in every if layer in self.layers]
 
     @property
     def deepest_layer(self) -> int | None:
@@ -97,9 +98,10 @@ class Target:
         """Bytes of the needed weights, once loaded."""
         return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
 
-    def calls(self, layers: Sequence[LayerRef]) -> int:
-        """Expected number of captures: these layers on all prompts."""
-        return len(layers) * sum(
+    @property
+    def calls(self) -> int:
+        """Expected number of captures: all layers on all prompts."""
+        return len(self.layers) * sum(
             len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
         )
 
@@ -154,9 +156,12 @@ class Stored:
             "capture_complete": self.manifest.complete,
         }
 
-    def calls(self, layers: Sequence[LayerRef]) -> int:
-        """Number of captures of these layers."""
-        return sum(capture.layer in layers for capture in self.chosen)
+    def shared(self, ranks: Ranks) -> Stored:
+        """With the layers of this rank."""
+        layers = ranks.share(self.layers)
+        return replace(
+            self, chosen=tuple(capture for capture in self.chosen if capture.layer in layers)
+        )
 
 
 def captures_of(request: declared.ModelOptions) -> Path | None:

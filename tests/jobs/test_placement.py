@@ -365,7 +365,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
         memory(monkeypatch, [], int(share * target.weight_bytes) + beside(granite))
         loaded = load(target, Watcher())
         found.append([])
-        loaded.run(loaded.target.layers, lambda layer: found[-1].append(layer.inputs.tensors))
+        loaded.run(lambda layer: found[-1].append(layer.inputs.tensors))
         assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
     assert len(found[0]) == len(found[1]) == 5
     for whole, streamed in zip(*found, strict=True):
@@ -374,7 +374,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
         parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta
     )
     with LiveBytes("cpu") as counted:
-        loaded.run(loaded.target.layers, lambda _: None)
+        loaded.run(lambda _: None)
     assert resident == loaded.placement.allocated["cpu"].bytes
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
@@ -508,7 +508,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
     target = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
     loaded = load(target, Watcher())
     with LiveBytes("cpu") as counted:
-        loaded.run(loaded.target.layers, lambda _: None)
+        loaded.run(lambda _: None)
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     assert loaded.placement.predicted_peak_bytes == pytest.approx(weights + counted.peak, rel=0.05)
 
@@ -680,7 +680,7 @@ def test_the_predicted_peak_of_a_gpu(
         before = torch.cuda.memory_allocated()
         loaded = load(target, Watcher())
         torch.cuda.reset_peak_memory_stats()
-        loaded.run(loaded.target.layers, lambda _: None)
+        loaded.run(lambda _: None)
         peak = torch.cuda.max_memory_allocated() - before
     assert loaded.placement.kind == kind
     assert (loaded.placement.streamed_layer_bytes > 0) == (kind != "one-gpu")
@@ -700,9 +700,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
         kept: list[dict[str, torch.Tensor]] = []
         with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
             loaded = load(target, Watcher())
-            loaded.run(
-                loaded.target.layers, lambda layer, kept=kept: kept.append(on_host(layer.inputs))
-            )
+            loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
         assert loaded.placement.kind == kind
         found.append(kept)
     assert len(loaded.placement.allocated) == 2

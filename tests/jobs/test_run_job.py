@@ -155,7 +155,9 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     writer: Any = SimpleNamespace(
         report=report, process="one", folder=Path(), update=lambda **_: None
     )
-    with replay.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
+    with replay.replaying(
+        writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), None, 1
+    ):
         assert timers == [None]
 
 
@@ -207,7 +209,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     asked = RunOptions(
         model="", implementations=("fused",), intermediates="exact", states=("fp32", "bf16")
     )
-    resolved = replay.resolve_implementations(asked, LAYERS[:1])
+    resolved = replay.resolve_implementations(asked, ("ssd",))
     of = prompt(50, serving=Serving(chunk=40, decode=1))
     found: Any = SimpleNamespace(layers=LAYERS[:1])
     requested = [", ".join(one) for one in job._requested(found, [of], resolved, "bf16", 0)]
