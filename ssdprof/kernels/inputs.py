@@ -75,7 +75,7 @@ class Inputs:
 
     @classmethod
     def unchecked(cls, **values: object) -> Self:
-        """All fields by name, without a check.  The caller knows the signature, or calls `check`
+        """Fields by name, without a check.  The caller knows the signature, or calls `check`
         later.
         """
         inputs = object.__new__(cls)
@@ -213,7 +213,7 @@ class Inputs:
     @property
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
-        return self._first.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        return self._first.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
     def final_shape(self) -> tuple[int, ...]:
