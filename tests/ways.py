@@ -37,7 +37,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMITS = {"call to row": 12, "name to kernel": 36}
+LIMITS = {"call to row": 10, "name to kernel": 35}
 
 Numbers = dict[str, float]
 Details = dict[str, list[str]]
