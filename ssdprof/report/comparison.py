@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import short_precision
+from ssdprof.core.base import distinct, short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
@@ -111,8 +111,8 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     """The changes that fail, those that hold, and how many cases differ."""
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
-            offenders = [": ".join(filter(None, (each.case, each.actual))) for each in verdicts]
-            yield VerdictLine(f"FAILED: {change}: {shortened(offenders, _MOST_OFFENDERS)}.", False)
+            offenders = shortened([verdict.what for verdict in verdicts], _MOST_OFFENDERS)
+            yield VerdictLine(f"FAILED: {change}: {offenders}.", False)
     if kept := [change for change, verdicts in comparison.verdicts.items() if not verdicts]:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(kept, 'or')}.")
     counted = fmt.plural(len(comparison.pairs), "case")
@@ -163,15 +163,12 @@ def _counts(words: Iterable[str]) -> str:
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
     """Why times or errors cannot be compared, and what is not complete."""
-    reasons = list(comparison.machine)
-    for pair in comparison.pairs:
-        if pair.over_baseline:
-            reasons += pair.incomparable
+    still_compared = (pair for pair in comparison.pairs if pair.over_baseline)
+    reasons = distinct([comparison.machine, *(pair.incomparable for pair in still_compared)])
     if reasons:
-        conditions = "; ".join(dict.fromkeys(reasons))
         yield (
-            f"The conditions differ ({conditions}), so absolute times are not compared.  Speedups "
-            "over the baseline, each measured under the same conditions, are."
+            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  "
+            "Speedups over the baseline, each measured under the same conditions, are."
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if why := unfinished(report):
@@ -292,7 +289,7 @@ def _facts(comparison: Comparison) -> Table | None:
     columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     headers = ("", f"BASE: {comparison.base[0]}", f"NEW: {comparison.new[0]}")
-    return strings("What ran", headers, rows, "lll")
+    return strings("What ran", headers, rows, (0, 1, 2))
 
 
 def _facts_of(report: Report) -> TableRow:

@@ -265,8 +265,7 @@ def junit(report: Report) -> str:
     strictest in use.
     """
     outcome = Outcome(report)
-    failures = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
-    counted = {case.name for case in failures}
+    counted = {case.name for case in outcome.faulty}
     cases = [_of_case(report, case, counts=case.name in counted) for case in compared(report)]
     # with the time of everything but the calls above; without a GPU these have none
     whole = _test(report.kind, "all requested cases are present", report.seconds)
@@ -383,9 +382,8 @@ def workflow_commands(report: Report) -> Iterator[str]:
     caveats.
     """
     title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
-    outcome = Outcome(report)
-    failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
-    reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]
+    faulty = (case for case in Outcome(report).faulty if case.why)
+    reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
     yield from _annotations("error", title, [*errors(report), *reasons])
     yield from _annotations("warning", title, list(caveats(report)))
 

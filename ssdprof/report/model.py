@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped, short_precision
+from ssdprof.core.base import distinct, grouped, short_precision
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import NAMES, untimed
@@ -243,18 +243,16 @@ def _parts(prefills: Sequence[_Timed]) -> Table | None:
         cells.append([_time_and_share(part_us, whole) for part_us in (*us.values(), whole)])
     rows = zip((*us, "call"), *cells, strict=True)
     title = f"Where the time goes at {_size(prefills[0][0])}, {_layers(prefills[0][1])}"
-    return strings(title, headers, rows, "l".ljust(len(headers), "r"))
+    return strings(title, headers, rows)
 
 
 def parts_of_prefills(prefills: Sequence[_Timed]) -> dict[str, dict[str, float]]:
     """The name and the us of each part of every timed prefill, which add up to its call."""
-    names: dict[str, float] = {}
-    for _, task in prefills:
-        names |= dict.fromkeys(task.parts, 0.0)
+    names = distinct(task.parts for _, task in prefills)
     columns = {}
     for case, task in prefills:
         if task.parts and case.call_us:
-            us = names | task.part_us
+            us = dict.fromkeys(map(str, names), 0.0) | task.part_us
             us["GPU idle"] = case.call_us.value - math.fsum(us.values())
             columns[f"{_name(case)}, {task.conv_and_norm}"] = us
     return columns

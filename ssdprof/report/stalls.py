@@ -93,7 +93,7 @@ class KernelGroup:
     ) -> None:
         """kernels: in the order of their launches.  words: stage.part -> its name."""
         self.name, self.kernels, self.words = name, kernels, words
-        stages: dict[str, list[Share]] = defaultdict(list)
+        self.stages: dict[str, Share] = {}
         self.idle: dict[str, float] = defaultdict(float)
         lines: list[tuple[float, Line]] = []
         weights = _weights(kernels)
@@ -105,13 +105,12 @@ class KernelGroup:
                     self.idle[stage] += 100 * weight * sum(samples.values()) / every
                 else:
                     share = {reason: per_sample * count for reason, count in samples.items()}
-                    stages[stage].append(share)
+                    self.stages[stage] = summed([self.stages.get(stage, {}), share])
             lines += [
                 (per_sample * line.total, line)
                 for line in kernel.lines
                 if line.stage not in kernel.idle
             ]
-        self.stages = {stage: summed(shares) for stage, shares in stages.items()}
         names = dict.fromkeys(name.split(".")[0] for name in self.stages)
         self.whole = {name: summed(self.parts(name).values()) for name in names}
         self.all = summed(self.stages.values())
@@ -351,8 +350,7 @@ def by_stage(group: KernelGroup) -> Table | None:
     idle = [f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()]
     note = f"Not a cost and not in the table, of all samples: {fmt.words(idle)}." if idle else ""
     headers = ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other")
-    title, align = f"{group.name}: stages and stall reasons", "l".ljust(len(headers), "r")
-    return strings(title, headers, rows, align, note=note)
+    return strings(f"{group.name}: stages and stall reasons", headers, rows, note=note)
 
 
 def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
@@ -392,8 +390,8 @@ def _averages(report: StallReport) -> Table | None:
     )
     headers = ("reason", *(kernel.kernel for kernel in kernels), "what the warp does")
     last = len(headers) - 1
-    align = f"{'l'.ljust(last, 'r')}l"
-    return strings("Stall reasons, without samples", headers, rows, align, wraps=last, note=note)
+    title = "Stall reasons, without samples"
+    return strings(title, headers, rows, (0, last), wraps=last, note=note)
 
 
 def _hottest_lines(group: KernelGroup) -> Table | None:

@@ -32,7 +32,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.report import brief, terminal
 from ssdprof.report.brief import accuracy_table
 from ssdprof.report.document import compose
-from ssdprof.report.table import Table, aligned
+from ssdprof.report.table import Table
 
 HOT = {"clocks": clocks(throttle_reasons=("SwPowerCap",))}
 NOTES = tuple(f"{number} note. " * 9 for number in ("A first", "Another", "A third", "A fourth"))
@@ -81,9 +81,7 @@ def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
 def rendered(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> list[list[str]]:
     """The words of the lines of a table whose headers are numbers."""
     headers = tuple(f"h{number}" for number in range(len(rows[0])))
-    table = Table(
-        title="t", headers=headers, rows=rows, align=aligned("l" * len(headers)), keys=keys
-    )
+    table = Table(title="t", headers=headers, rows=rows, align=("left",) * len(headers), keys=keys)
     lines = printed(terminal.SplitTable(table), width).splitlines()
     assert max(map(len, lines)) <= width
     return [line.split() for line in lines[1:] if line.strip("─ ")]
