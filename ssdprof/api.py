@@ -298,9 +298,7 @@ def compare(
     with replaying(writer, wanted, lambda *_: plans, None, watcher, None, 1) as replay:
         replay(
             CapturedLayer(
-                layer=LayerRef(index=0, name="given tensors", operator=operator.name),
-                inputs=inputs,
-                model_strides={},
+                layer=LayerRef(index=0, name="given tensors", operator=operator.name), inputs=inputs
             )
         )
     writer.update(complete=True)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
+from ssdprof.capture.forward import PromptRun, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.core.base import DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
@@ -89,14 +88,8 @@ def compare_answers(
 
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
-    mixers, ref = find_mixers(loaded.model), loaded.target.ref
     with limits.memory_errors():
-        for ids, segment_length, prompt in zip(
-            loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True
-        ):
-            check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
-            ids, layers = ids.to(loaded.model.device), loaded.target.layers
-            run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
+        for run, prompt in zip(loaded.prompt_runs(), loaded.prompts, strict=True):
             variants = list(_variants(run, loaded.dtype, request, prompt.token_sha256))
             if all(case.name in writer.earlier for case, *_ in variants):
                 continue

@@ -22,7 +22,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture import memory, store
-from ssdprof.capture.forward import check_ids, logits
+from ssdprof.capture.forward import PromptRun, check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
@@ -531,20 +531,24 @@ class Loaded:
         layers = ranks.share(self.target.layers)
         return replace(self, target=replace(self.target, layers=layers))
 
-    def run(self, on_layer: OnLayer) -> None:
-        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+    def prompt_runs(self) -> Iterator[PromptRun]:
+        """The prompts, in the order of `prompts`, for the model."""
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
-            capture_layers(
+            yield PromptRun(
                 self.model,
-                ids,
+                ids.to(self.model.device),
+                target.serving.chunk or segment_length,
+                target.ref.model_type,
                 target.layers,
-                ref=target.ref,
-                segment_length=segment_length,
-                on_layer=on_layer,
-                serving=target.serving,
-                head=partial(logits, self.whole) if target.serving.decode else None,
+                target.serving,
+                partial(logits, self.whole) if target.serving.decode else None,
             )
+
+    def run(self, on_layer: OnLayer) -> None:
+        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+        for prompt in self.prompt_runs():
+            capture_layers(prompt, on_layer)
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
         return store.CaptureWriter(

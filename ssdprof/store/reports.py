@@ -189,14 +189,17 @@ def check_folder(out: Path | None) -> None:
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with locked(file, *_TAKEN):
             pass
-    if out and (out / HEADER).exists():
+    if out and header_of(out).exists():
         _refuse_complete(out)
 
 
 def _refuse_complete(folder: Path) -> Report:
-    """The interrupted report.  Raises BadInputError for one that is complete."""
-    report = _folder(folder)
-    if report.complete or _document(folder / HEADER).cases:
+    """The interrupted report.  Raises BadInputError for one that is complete, and for a document,
+    which would be read instead of what is written.
+    """
+    header = header_of(folder)
+    is_document = header.name == DOCUMENT or _document(header).cases
+    if is_document or (report := _folder(folder)).complete:
         raise BadInputError(f"{folder} holds a run already.", "Name another folder with --out.")
     return report
 
@@ -298,7 +301,7 @@ def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
     """Write the header.  Raises BadInputError if there is one of another request."""
-    if (path / HEADER).exists():
+    if header_of(path).exists():
         _refuse_another(path, header, sources())
         return
     for stale in path.glob("cases.[0-9]*.jsonl"):

@@ -25,7 +25,17 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
-from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
+from ssdprof.store.reports import (
+    DOCUMENT,
+    HEADER,
+    RUNS,
+    check_folder,
+    dump,
+    latest,
+    listed,
+    load,
+    opened,
+)
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
@@ -208,16 +218,31 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 # --- every end
 
 
-@pytest.mark.parametrize("kept_as", ["lines", "document"])
-def test_a_folder_that_holds_a_report_is_not_used_again(kept_as: str) -> None:
-    """Nor one with the document of a partial run, to which no line can be added."""
+_PARTIAL = cases.report().changed(processes=(cases.report().first.changed(complete=False),))
+
+
+@pytest.mark.parametrize(
+    ("file", "document"),
+    [
+        ("", ""),
+        (HEADER, dump(_PARTIAL)),
+        (DOCUMENT, dump(_PARTIAL)),
+        (DOCUMENT, dump(cases.report())),
+        (DOCUMENT, "{}"),
+    ],
+)
+def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str) -> None:
+    """Nor one with a document, to which no line can be added, and which would be read instead of
+    what a run writes.
+    """
     folder = store("one")
-    if kept_as == "document":
-        _, report = load(folder)
-        partial = report.changed(processes=(report.first.changed(complete=False),))
-        (folder / "run.json").write_text(dump(partial))
+    if document:
+        (folder / HEADER).unlink()
+        (folder / file).write_text(document)
         (folder / "cases.0.jsonl").write_text("")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(BadInputError, match="holds a run already"):
+        check_folder(folder)
     with (
         pytest.raises(BadInputError, match="holds a run already"),
         opened(folder, Watcher(), **header()),
