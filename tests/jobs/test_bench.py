@@ -291,7 +291,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
 ) -> None:
     slow = replace(kernels.get("ssd", "fused"), run=compiling)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
-    report = benched(*cells(40), first_call=4)
+    report = benched(*cells(40), first_call_s=4)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
     assert report.cases[1].why == "its first call was stopped after 4 s"
     (one,) = benched(
