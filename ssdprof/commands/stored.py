@@ -92,7 +92,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    output.finish(report, Path(folder), as_json=as_json)
+    output.finish(Path(folder), report, as_json=as_json)
 
 
 # --- accuracy

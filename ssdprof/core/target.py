@@ -300,14 +300,7 @@ class Prompt(Record):
 class TensorRecord(Record):
     shape: tuple[Count, ...]
     dtype: StoredDType
-    model_strides: tuple[Count, ...]  # as the model passed it; the stored values are token-major
     sha256: Text  # of the stored bytes
-
-    @model_validator(mode="after")
-    def _one_stride_for_each_axis(self) -> TensorRecord:
-        if len(self.model_strides) != len(self.shape):
-            raise ValueError("model_strides and shape differ in length")
-        return self
 
 
 # an infinite one is the string "Infinity" in JSON
