@@ -131,7 +131,13 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
 
 
 def profile(
-    job: Job, launched: Launched, program: str, report: Path, *, timeout_s: float = TIMEOUT_S
+    job: Job,
+    launched: Launched,
+    program: str,
+    report: Path,
+    *,
+    sections: Sequence[str] = SECTIONS,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Let ncu profile the job's launches into `report`.
 
@@ -173,7 +179,12 @@ def find() -> tuple[str, str]:
 
 
 def command(
-    ncu: str, report: Path, kernels: Sequence[str], launches: int, target: Sequence[str]
+    ncu: str,
+    report: Path,
+    kernels: Sequence[str],
+    launches: int,
+    target: Sequence[str],
+    sections: Sequence[str] = SECTIONS,
 ) -> tuple[str, ...]:
     """Profile `launches` launches of `kernels` in the range RANGE of the process `target`, into
     `report`.

@@ -579,7 +579,7 @@ def test_facts_of_special_runs() -> None:
 
 def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed() -> None:
     several = (groups(report(layers=layers))[0] for layers in ((0,), (0, 9)))
-    assert [there(calls.total_speed(group)).title for group in several] == [
+    assert [calls.total_speed(group).title for group in several] == [
         "Speed at 131,072 tokens, layer 0",
         "Speed at 131,072 tokens, sum over 2 layers",
     ]
