@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import DEMOS, ending, passing
 from fakes import RAN, noting, pretend_gpu
-from measure.conftest import drawn
+from generated_inputs import generated
 from measure.test_probes import probed
 
 from ssdprof import kernels, operators
@@ -123,20 +123,14 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    compared = (
-        "--batch",
-        "3",
-        "--impl",
-        f"fused,{','.join(planted_kernels)}",
-        *("--pool", str(SLOTS)) * pool,
-    )
-    words = ("bench", operator, "--shape", SHAPES[operator], "--verify", "2,4", *compared)
-    monkeypatch.setattr("sys.argv", ["ssdprof", *words])
-    ending(1, *words, "--out", "kept")
+    compared = f"--batch 3 --impl fused,{','.join(planted_kernels)}"
+    slots = f"--pool {SLOTS}" if pool else ""
+    shape = SHAPES[operator]
+    ending(1, f"bench {operator} --shape {shape} --verify 2,4 {compared} {slots} --out kept")
     report = load("kept")[1]
-    slots = ", pool of 7" * pool
+    of_slots = ", pool of 7" * pool
     assert {case.size for case in report.cases} == {
-        f"3 x {count}, every state{slots}" for count in (2, 4)
+        f"3 x {count}, every state{of_slots}" for count in (2, 4)
     }
     for case in report.cases:
         planted = case.implementation in planted_kernels
@@ -162,22 +156,11 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    words = (
-        "bench",
-        operator,
-        "--shape",
-        SHAPES[operator],
-        "--seq",
-        "100",
-        "--state-every",
-        "64",
-        "--batch",
-        "2",
-    )
-    sizes = ("--chunk-size", "64") if operator == "ssd" else ()
-    passing(*words, *sizes, "--out", "kept")
+    words = f"bench {operator} --shape {SHAPES[operator]} --seq 70 --state-every 64 --batch 2"
+    sizes = "--chunk-size 64" if operator == "ssd" else ""
+    passing(words, sizes, "--out kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"2 x 100, state every 64"}
+    assert {case.size for case in report.cases} == {"2 x 70, state every 64"}
     for case in report.cases:
         assert case.result == "passed", (case.name, case.why)
         own = (case.implementation, operator) == ("unfused", "ssd")
@@ -189,10 +172,12 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
 def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
-    """`bench --packed 5x1-64`: what runs is judged by the states that were given."""
-    reference = kernels.get(operator, "reference")
-    tokens = {"sequences": 5, "seqlen": 64, "shortest": 1, "pool": 10 * pool}
-    inputs = drawn(operator, SHAPES[operator], **tokens)
+    """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
+    reference, tokens = (
+        kernels.get(operator, "reference"),
+        dict(sequences=5, shortest=1, pool=10 * pool),
+    )
+    inputs = generated(operator, SHAPES[operator], 24, **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
@@ -226,26 +211,14 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", DEMOS)
 def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
-    words = ("--verify", "4", "--layers", "first:1")
-    answer = passing(
-        "run",
-        model,
-        "--seq",
-        "24",
-        "--batch",
-        "2",
-        *words,
-        "--save-captures",
-        "--out",
-        "a",
-        "--full",
-    )
+    words = "--verify 4 --layers first:1"
+    answer = passing(f"run {model} --seq 24 --batch 2", words, "--save-captures --out a --full")
     report = load("a")[1]
     assert [case.implementation for case in report.cases] == ["fused", "recurrent"]
     for case in report.cases:
         assert case.size == "2 x 4 tokens, drafted at the end of 2 x 24 tokens"
     assert "drafted at the end of 2 x 24 tokens" in answer.shown
-    passing("run", "a/captures", *words, "--out", "b")
+    passing("run a/captures", words, "--out b")
     assert [case.accuracy for case in load("b")[1].cases] == [
         case.accuracy for case in report.cases
     ]
@@ -278,7 +251,7 @@ def right(inputs: Any) -> Output:
 )
 def test_laws(kernel: Any, broken: set[str]) -> None:
     kernel.keeps_states = True
-    inputs = drawn("gdn", SHAPES["gdn"], sequences=2, seqlen=4, state_every=1)
+    inputs = generated("gdn", SHAPES["gdn"], 4, sequences=2, state_every=1)
     found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}
     assert set(found) == NAMES
     assert {name for name, probe in found.items() if probe.holds == "no"} == broken

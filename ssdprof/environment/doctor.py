@@ -189,8 +189,8 @@ def _kernels() -> Check:
 
 
 WITHOUT_NAMES = (
-    "without a name: attn_gym (not seen to be right: its fused kernels need a GPU and cutlass-dsl), "
-    "kernels of the Hub (those of fla and mamba_ssm again)"
+    "without a name: attn_gym (not seen to be right: its fused kernels need a GPU and "
+    "cutlass-dsl), kernels of the Hub (those of fla and mamba_ssm again)"
 )
 
 
