@@ -229,10 +229,7 @@ def _doubt(series: Series, every: Sequence[Series]) -> str:
         return ""
     divergence, noise = _divergence(series)
     if divergence and noise:
-        if divergence <= _NOISE * noise:
-            return ""
-        times = divergence / noise
-        return f"its answers diverge {times:,.0f} times as far as by the model's own noise"
+        return _beyond_noise(divergence, noise)
     errors = [other.pooled("vs_oracle") for other in (series, *exact)]
     rms, *others = [error.rms_ratio if error else math.inf for error in errors]
     least = min(others)
@@ -364,8 +361,13 @@ def _answers_words(series: Series) -> str:
         return "the model's answers were not compared"
     if not noise:
         return f"its answers diverge by {fmt.small(divergence)} nats"
+    return _beyond_noise(divergence, noise) or "its answers stay within the model's own noise"
+
+
+def _beyond_noise(divergence: float, noise: float) -> str:
+    """How far the answers are beyond the model's noise; empty if they are within it."""
     if divergence <= _NOISE * noise:
-        return "its answers stay within the model's own noise"
+        return ""
     times = f"{divergence / noise:,.1f} times"
     return f"its answers diverge {times} as far as by the model's own noise"
 

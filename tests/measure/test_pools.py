@@ -239,6 +239,13 @@ def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> No
     assert place in tried(law, kernel)
 
 
+def test_a_call_of_padding_alone_changes_no_slot() -> None:
+    inputs = step(ways=("pool",))
+    before = inputs.initial_state.clone()
+    good(replace(inputs, state_indices=torch.full_like(inputs.state_indices, -1)))
+    torch.testing.assert_close(inputs.initial_state, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
     law = "order and number of rows"
     assert tried(law, hardly_invariant) == ""

@@ -169,10 +169,11 @@ def with_contiguous_states(inputs: Any) -> Any:
     return oracle_output(replace(inputs, initial_states=states))
 
 
-def leaking_over_a_border(inputs: Any) -> Any:
+def leaking_to(position: int, inputs: Any) -> Any:
+    """From the position after it."""
     out, states = oracle_output(inputs)
-    if inputs.x.shape[1] > 64:
-        out[:, 63] += (0.001 * inputs.x[:, 64]).to(out.dtype)
+    if inputs.length > position + 1:
+        out[:, position] += (0.001 * inputs.x[:, position + 1]).to(out.dtype)
     return out, states
 
 
@@ -206,7 +207,8 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (with_the_states_of_a_length_that_chunks_divide, "edge inputs"),
         (WithTheFirstBounds(), "edge inputs"),
         (with_contiguous_states, "edge inputs"),
-        (leaking_over_a_border, "causality"),
+        (partial(leaking_to, 63), "causality"),  # over the border of a chunk
+        (partial(leaking_to, 64), "causality"),  # within one
         (random_and_leaking, "causality"),
     ],
 )
