@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
+from targets import slow
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels import (
@@ -135,12 +136,7 @@ GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DEL
 
 
 @pytest.mark.parametrize(
-    ("operator", "function", "case"),
-    [
-        GRAPHS[0],
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in GRAPHS[1:-2]),
-        *GRAPHS[-2:],
-    ],
+    ("operator", "function", "case"), [GRAPHS[0], *slow(*GRAPHS[1:-2]), *GRAPHS[-2:]]
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str

@@ -22,6 +22,7 @@ from targets import (
     WHOLE_PAST,
     Target,
     gdn_hopper_by,
+    slow,
     targets,
 )
 
@@ -37,7 +38,6 @@ from ssdprof.measure.accuracy import assert_passes
 SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
 LEADING = replace(GDN_CUT, first_segment_extra=True)
 LIMITS = {BF16: 4.5e-3, FP16: 6e-4}
-SLOW = pytest.mark.slow
 
 
 def run(inputs: GDNInputs, config: GDNHopperConfig | None, *, v_first: bool = False) -> GDNOutput:
@@ -63,10 +63,7 @@ def with_and_without_parts(
 # --- first passes
 
 
-@pytest.mark.parametrize(
-    ("gate", "chunks"),
-    [(0.06, 9), *(pytest.param(*one, marks=SLOW) for one in ((4.0, 8), (0.035, 10)))],
-)
+@pytest.mark.parametrize(("gate", "chunks"), [(0.06, 9), *slow((4.0, 8), (0.035, 10))])
 def test_a_first_segment_is_longer_by_what_first_passes_cost(
     device: str, gate: float, chunks: int
 ) -> None:
@@ -121,7 +118,7 @@ def test_minus_infinity_turns_first_passes_off(device: str) -> None:
         assert_right(early, inputs)
 
 
-@pytest.mark.parametrize("seeds", [3, pytest.param(6, marks=SLOW)])
+@pytest.mark.parametrize("seeds", [3, *slow(6)])
 def test_results_do_not_depend_on_whose_turn_it_is(
     monkeypatch: pytest.MonkeyPatch, seeds: int
 ) -> None:
