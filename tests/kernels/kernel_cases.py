@@ -281,6 +281,13 @@ def head_errors(output: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return of_tensors[0], of_tensors[1]
 
 
+def assert_no_less_exact(output: Any, other: Any, exact: Any) -> None:
+    """No head has an error that is more than 1 % larger than the other output's."""
+    both = (head_errors(each, exact) for each in (output, other))
+    for name, errors, others in zip(("out", "final_states"), *both, strict=True):
+        assert (errors <= 1.01 * others).all(), f"{name}: {(errors / others).tolist()}"
+
+
 def assert_close(output: Any, exact: Any, limit: float) -> None:
     """The error of every head."""
     for name, errors in zip(("out", "final_states"), head_errors(output, exact), strict=True):

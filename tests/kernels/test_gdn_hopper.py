@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_emulator import GDN, emulate
-from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors, spoilt
+from kernel_cases import BF16, FP16, GDNCase, assert_close, assert_no_less_exact, changed, spoilt
 from targets import (
     GDN_CUT,
     GDN_ON_HOPPER,
@@ -365,10 +365,7 @@ def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float
     inputs = kernel.case(seqlen=48, gate=1e-4, l2norm=True).inputs()
     first = torch.arange(inputs.length, device=inputs.device) // run * run
     inputs = replace(inputs, k=inputs.k[:, first], beta=torch.full_like(inputs.beta, beta))
-    exact = gdn_chunked(inputs)
-    both = (kernel, TARGETS["gdn unfused"])
-    ours, theirs = (head_errors(evaluate(inputs), exact) for evaluate in both)
-    assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
+    assert_no_less_exact(kernel(inputs), TARGETS["gdn unfused"](inputs), gdn_chunked(inputs))
 
 
 @pytest.mark.gpu
@@ -384,9 +381,5 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
     inputs = case.but(device="cuda").inputs()
     plan = get("gdn", "fused").plan(inputs, Precision())
     assert plan.variant == ("hopper, slices" if name.startswith("slices") else "hopper")
-    exact = gdn_chunked(inputs, torch.float64)
-    ours, theirs = (
-        head_errors(get("gdn", which).run(inputs, Precision()), exact)
-        for which in ("fused", "unfused")
-    )
-    assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
+    fused, unfused = (get("gdn", name).run(inputs, Precision()) for name in ("fused", "unfused"))
+    assert_no_less_exact(fused, unfused, gdn_chunked(inputs, torch.float64))
