@@ -32,7 +32,7 @@ from ssdprof.jobs.options import PrefillOptions, RunOptions
 from ssdprof.jobs.reading import STEPS
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
@@ -451,8 +451,7 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
-    every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
-    spans = [span for span in every if span.length]
+    spans = [span for span in spans_of(inputs) if span.length]
     decays = torch.stack(
         [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
     ).sum(0)
