@@ -37,6 +37,31 @@ def ptr_offset(index, strides):
 
 
 @triton.jit
+def load_at(ptr, strides, index, mask=None):
+    """The elements at `index` of a tensor with `strides`; 0 outside the mask."""
+    p = ptr + ptr_offset(index, strides)
+    return tl.load(p, mask=mask, other=None if mask is None else 0.0)
+
+
+@triton.jit
+def store_at(ptr, strides, index, value, mask=None):
+    """Store `value` at `index` of a tensor with `strides`, in the tensor's dtype."""
+    p = ptr + ptr_offset(index, strides)
+    tl.store(p, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
+    """D of a head in SSD: a number, or a row (1, p); None if there is none."""
+    if D_ptr is None:
+        return None
+    elif len(D_strides) == 2:
+        return load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
+    else:
+        return load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
+
+
+@triton.jit
 def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
     """The slot of a pool with which a sequence begins; -1 for none."""
     slots += tl.cast(sequence, tl.int64) * slots_strides[0]

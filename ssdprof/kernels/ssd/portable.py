@@ -64,6 +64,7 @@ from ssdprof.kernels.functions import (
     TL_DTYPE,
     decay_exp2,
     ptr_offset,
+    skip_weights,
     softplus,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -432,18 +433,6 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
         out *= z * (root * root)  # z sigmoid(z): a division would take six more instructions
     p = out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile
     tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)
-
-
-@triton.jit
-def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
-    """D of a head: a number, or a row (1, p); None if there is none."""
-    if D_ptr is None:
-        return None
-    elif len(D_strides) == 2:
-        D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0)
-        return D.to(tl.float32)[None, :]
-    else:
-        return tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
 
 
 # --- the kernel

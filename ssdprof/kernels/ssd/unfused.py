@@ -22,7 +22,15 @@ from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels.functions import (
+    DOT_PRECISION,
+    LOG2_E,
+    TL_DTYPE,
+    decay_exp2,
+    load_at,
+    skip_weights,
+    store_at,
+)
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
@@ -81,14 +89,12 @@ def _chunk_cumsum_kernel(
     m = m_h[:, None] & (o_q < length)[None, :]
 
     # --- time step
-    dt_raw_offset = ptr_offset((i_b, start + o_q[None, :], o_h[:, None]), dt_raw_strides)
     # [BLOCK_H, CHUNK_SIZE]
-    b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)
+    b_dt = load_at(
+        dt_raw_ptr, dt_raw_strides, (i_b, start + o_q[None, :], o_h[:, None]), mask=m
+    ).to(tl.float32)
     if dt_bias_ptr is not None:
-        b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(
-            tl.float32
-        )
-        b_dt += b_bias[:, None]
+        b_dt += load_at(dt_bias_ptr, dt_bias_strides, (o_h,), mask=m_h).to(tl.float32)[:, None]
     if S.DT_SOFTPLUS:
         b_dt = _softplus(b_dt)
     b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
@@ -100,16 +106,12 @@ def _chunk_cumsum_kernel(
     SUM_DTYPE: tl.constexpr = (
         tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
     )
-    b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
+    b_A = load_at(A_ptr, A_strides, (o_h,), mask=m_h).to(SUM_DTYPE) * LOG2_E
     b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
 
     index = (i_b, o_h[:, None], i_c, o_q[None, :])
-    tl.store(dt_ptr + ptr_offset(index, dt_strides), b_dt, mask=m_h[:, None])
-    tl.store(
-        dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides),
-        b_dA_cumsum_log2,
-        mask=m_h[:, None],
-    )
+    store_at(dt_ptr, dt_strides, index, b_dt, mask=m_h[:, None])
+    store_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, index, b_dA_cumsum_log2, mask=m_h[:, None])
 
 
 def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -164,38 +166,35 @@ def _chunk_state_kernel(
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
     # --- sum over the chunk
-    end = tl.load(
-        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
-    )
+    end = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, S.CHUNK_SIZE - 1))
     acc = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
     for q in range(0, length, S.BLOCK_Q):
         o_q = q + tl.arange(0, S.BLOCK_Q)
         o_l = start + o_q
         m_l = o_q < length
-        b_x = tl.load(
-            x_ptr + ptr_offset((i_b, o_l[None, :], i_h, o_p[:, None]), x_strides),
+        # [BLOCK_P, BLOCK_Q] and [BLOCK_Q, BLOCK_N]
+        b_x = load_at(
+            x_ptr,
+            x_strides,
+            (i_b, o_l[None, :], i_h, o_p[:, None]),
             mask=m_p[:, None] & m_l[None, :],
-            other=0.0,
-        )  # [BLOCK_P, BLOCK_Q]
-        b_B = tl.load(
-            B_ptr + ptr_offset((i_b, o_l[:, None], i_g, o_n[None, :]), B_strides),
-            mask=m_l[:, None] & m_n[None, :],
-            other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]
-        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
-        b_dA = tl.load(
-            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides)
         )
+        b_B = load_at(
+            B_ptr,
+            B_strides,
+            (i_b, o_l[:, None], i_g, o_n[None, :]),
+            mask=m_l[:, None] & m_n[None, :],
+        )
+        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_q))
+        b_dA = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_q))
         weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
         # scale x, not B: the scaled operand then stays in registers
         b_x = (b_x.to(S.INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
         acc = tl.dot(b_x, b_B, acc, input_precision=DOT_PRECISION)
 
-    tl.store(
-        states_ptr + ptr_offset((i_b, i_c, i_h, o_p[:, None], o_n[None, :]), states_strides),
-        acc,
-        mask=m_p[:, None] & m_n[None, :],
-    )
+    mask = m_p[:, None] & m_n[None, :]
+    index = (i_b, i_c, i_h, o_p[:, None], o_n[None, :])
+    store_at(states_ptr, states_strides, index, acc, mask=mask)
 
 
 def chunk_state(
@@ -235,20 +234,13 @@ def chunk_state(
 def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     """One block of one head's state of `state_passing`, chunk after chunk."""
     (
-        states_ptr,
-        dA_cumsum_log2_ptr,
-        initial_states_ptr,
-        bounds_ptr,
-        prev_states_ptr,
+        states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr,
         final_states_ptr,
-    ) = tensors
+    ) = tensors  # fmt: skip
     (
-        states_strides,
-        dA_cumsum_log2_strides,
-        initial_states_strides,
-        prev_states_strides,
+        states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides,
         final_states_strides,
-    ) = strides
+    ) = strides  # fmt: skip
     # --- this program's part of a state
     BLOCKS: tl.constexpr = (S.HEADDIM * S.DSTATE + S.BLOCK - 1) // S.BLOCK
     i_sh = tl.program_id(0) // BLOCKS
@@ -259,31 +251,22 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     if bounds_ptr is None:
         i_b, first, after = i_s, 0, nchunks
     else:
-        i_b, first, after = (
-            0,
-            tl.load(bounds_ptr + i_s).to(tl.int32),
-            tl.load(bounds_ptr + i_s + 1).to(tl.int32),
-        )
+        i_b = 0
+        first = tl.load(bounds_ptr + i_s).to(tl.int32)
+        after = tl.load(bounds_ptr + i_s + 1).to(tl.int32)
 
     # --- loop over chunks
     state = tl.zeros((S.BLOCK,), dtype=tl.float32)
     if initial_states_ptr is not None:
-        initial_offset = ptr_offset((i_s, i_h, o_p, o_n), initial_states_strides)
-        state += tl.load(initial_states_ptr + initial_offset, mask=m, other=0.0).to(tl.float32)
+        state += load_at(
+            initial_states_ptr, initial_states_strides, (i_s, i_h, o_p, o_n), mask=m
+        ).to(tl.float32)
     for i_c in tl.range(first, after, num_stages=S.NUM_STAGES):
-        b_states = tl.load(
-            states_ptr + ptr_offset((i_b, i_c, i_h, o_p, o_n), states_strides), mask=m, other=0.0
-        )
-        end = tl.load(
-            dA_cumsum_log2_ptr
-            + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
-        )
-        prev_offset = ptr_offset((i_b, i_c, i_h, o_p, o_n), prev_states_strides)
-        tl.store(prev_states_ptr + prev_offset, state.to(prev_states_ptr.dtype.element_ty), mask=m)
+        b_states = load_at(states_ptr, states_strides, (i_b, i_c, i_h, o_p, o_n), mask=m)
+        end = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, S.CHUNK_SIZE - 1))
+        store_at(prev_states_ptr, prev_states_strides, (i_b, i_c, i_h, o_p, o_n), state, mask=m)
         state = state * decay_exp2(end) + b_states
-    tl.store(
-        final_states_ptr + ptr_offset((i_s, i_h, o_p, o_n), final_states_strides), state, mask=m
-    )
+    store_at(final_states_ptr, final_states_strides, (i_s, i_h, o_p, o_n), state, mask=m)
 
 
 def state_passing(
@@ -347,22 +330,22 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        b_C = tl.load(
-            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+        # [BLOCK_Q, BLOCK_N] and [BLOCK_N, BLOCK_S]
+        b_C = load_at(
+            C_ptr,
+            C_strides,
+            (i_b, start + o_q[:, None], i_g, o_n[None, :]),
             mask=m_q[:, None] & m_n[None, :],
-            other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]
-        b_B = tl.load(
-            B_ptr + ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides),
+        )
+        b_B = load_at(
+            B_ptr,
+            B_strides,
+            (i_b, start + o_s[None, :], i_g, o_n[:, None]),
             mask=m_n[:, None] & m_s[None, :],
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_S]
+        )
         acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
 
-    tl.store(
-        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides),
-        acc.to(CB_ptr.dtype.element_ty),
-    )
+    store_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]), acc)
 
 
 def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor:
@@ -420,32 +403,22 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
-    o_q, o_p = (
-        first_q + tl.arange(0, S.BLOCK_Q),
-        (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P),
-    )
+    o_q = first_q + tl.arange(0, S.BLOCK_Q)
+    o_p = (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
     m_q, m_p = o_q < length, o_p < S.HEADDIM
-    b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
-    dA_first = tl.load(
-        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
-    )
+    b_dA_q = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_q))
+    dA_first = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, first_q))
 
     # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
     acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        b_C = tl.load(
-            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
-            mask=m_q[:, None] & m_n[None, :],
-            other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]
-        b_state = tl.load(
-            prev_states_ptr
-            + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
-            mask=m_n[:, None] & m_p[None, :],
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_P]
+        m_C = m_q[:, None] & m_n[None, :]
+        b_C = load_at(C_ptr, C_strides, (i_b, start + o_q[:, None], i_g, o_n[None, :]), mask=m_C)
+        m_state = m_n[:, None] & m_p[None, :]
+        state_index = (i_b, i_c, i_h, o_p[None, :], o_n[:, None])
+        b_state = load_at(prev_states_ptr, prev_states_strides, state_index, mask=m_state)
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
@@ -453,36 +426,25 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     # then to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
-        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(
-            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
-        )
-        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-        b_x = tl.load(
-            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-            mask=m_p[None, :],
-            other=0.0,
-        )  # [BLOCK_S, BLOCK_P]
+        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
+        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
+        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
+        m_x = m_p[None, :]
+        b_x = load_at(x_ptr, x_strides, (i_b, start + o_s[:, None], i_h, o_p[None, :]), mask=m_x)
         weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
-        acc = tl.dot(
-            (b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION
-        )
+        b_scores = (b_CB * weight[None, :]).to(b_x.dtype)
+        acc = tl.dot(b_scores, b_x, acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
     # stage chunk_scan.current: the block's own positions
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
-        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(
-            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
-        )
-        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-        b_x = tl.load(
-            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-            mask=m_s[:, None] & m_p[None, :],
-            other=0.0,
-        )  # [BLOCK_S, BLOCK_P]
+        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
+        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
+        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
+        m_x = m_s[:, None] & m_p[None, :]
+        b_x = load_at(x_ptr, x_strides, (i_b, start + o_s[:, None], i_h, o_p[None, :]), mask=m_x)
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
@@ -491,20 +453,13 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     # stage chunk_scan.residual: skip and gate
     row_index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
     m = m_q[:, None] & m_p[None, :]
-    if D_ptr is not None:
-        if len(D_strides) == 2:
-            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )[None, :]
-        else:
-            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
-        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
-            tl.float32
-        )
+    D = skip_weights(D_ptr, D_strides, i_h, o_p, m_p)
+    if D is not None:
+        acc += D * load_at(x_ptr, x_strides, row_index, mask=m).to(tl.float32)
     if z_ptr is not None:
-        b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
+        b_z = load_at(z_ptr, z_strides, row_index, mask=m).to(tl.float32)
         acc *= b_z * tl.sigmoid(b_z)
-    tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
+    store_at(out_ptr, out_strides, row_index, acc, mask=m)
 
 
 def chunk_scan(
