@@ -27,11 +27,9 @@ STAGES = {"softplus": "chunk_cumsum"}
 
 @triton.jit
 def ptr_offset(index, strides):
-    """Element offset of `index` in a tensor with `strides` (two tuples of equal length), in
-    int64.
-    """
+    """Element offset of `index`, along the first axes of a tensor with `strides`, in int64."""
     offset = tl.zeros((), tl.int64)
-    for axis in tl.static_range(len(strides)):
+    for axis in tl.static_range(len(index)):
         offset += tl.cast(index[axis], tl.int64) * strides[axis]
     return offset
 

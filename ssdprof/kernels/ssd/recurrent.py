@@ -122,13 +122,13 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
     i_g = i_h // S.HEADS_PER_GROUP
-    x_ptr += ptr_offset((i_b, begin, i_h), x_strides[:3]) + o_p.to(tl.int64) * x_strides[3]
-    out_ptr += ptr_offset((i_b, begin, i_h), out_strides[:3]) + o_p.to(tl.int64) * out_strides[3]
-    B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3]) + o_n.to(tl.int64) * B_strides[3]
-    C_ptr += ptr_offset((i_b, begin, i_g), C_strides[:3]) + o_n.to(tl.int64) * C_strides[3]
+    x_ptr += ptr_offset((i_b, begin, i_h), x_strides) + o_p.to(tl.int64) * x_strides[3]
+    out_ptr += ptr_offset((i_b, begin, i_h), out_strides) + o_p.to(tl.int64) * out_strides[3]
+    B_ptr += ptr_offset((i_b, begin, i_g), B_strides) + o_n.to(tl.int64) * B_strides[3]
+    C_ptr += ptr_offset((i_b, begin, i_g), C_strides) + o_n.to(tl.int64) * C_strides[3]
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
     if z_ptr is not None:
-        z_ptr += ptr_offset((i_b, begin, i_h), z_strides[:3]) + o_p.to(tl.int64) * z_strides[3]
+        z_ptr += ptr_offset((i_b, begin, i_h), z_strides) + o_p.to(tl.int64) * z_strides[3]
     A = load_at(A_ptr, A_strides, (i_h,)).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:

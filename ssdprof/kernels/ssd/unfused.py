@@ -28,6 +28,7 @@ from ssdprof.kernels.functions import (
     TL_DTYPE,
     decay_exp2,
     load_at,
+    ptr_offset,
     skip_weights,
     store_at,
 )
@@ -165,36 +166,39 @@ def _chunk_state_kernel(
     o_n = (i_tile % N_TILES) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
-    # --- sum over the chunk
-    end = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, S.CHUNK_SIZE - 1))
+    # --- sum over the chunk; `load_at` here makes other machine code
+    end = tl.load(
+        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides)
+    )
     acc = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
     for q in range(0, length, S.BLOCK_Q):
         o_q = q + tl.arange(0, S.BLOCK_Q)
         o_l = start + o_q
         m_l = o_q < length
-        # [BLOCK_P, BLOCK_Q] and [BLOCK_Q, BLOCK_N]
-        b_x = load_at(
-            x_ptr,
-            x_strides,
-            (i_b, o_l[None, :], i_h, o_p[:, None]),
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, o_l[None, :], i_h, o_p[:, None]), x_strides),
             mask=m_p[:, None] & m_l[None, :],
-        )
-        b_B = load_at(
-            B_ptr,
-            B_strides,
-            (i_b, o_l[:, None], i_g, o_n[None, :]),
+            other=0.0,
+        )  # [BLOCK_P, BLOCK_Q]
+        b_B = tl.load(
+            B_ptr + ptr_offset((i_b, o_l[:, None], i_g, o_n[None, :]), B_strides),
             mask=m_l[:, None] & m_n[None, :],
+            other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
+        b_dA = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides)
         )
-        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_q))
-        b_dA = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_q))
         weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
         # scale x, not B: the scaled operand then stays in registers
         b_x = (b_x.to(S.INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
         acc = tl.dot(b_x, b_B, acc, input_precision=DOT_PRECISION)
 
-    mask = m_p[:, None] & m_n[None, :]
-    index = (i_b, i_c, i_h, o_p[:, None], o_n[None, :])
-    store_at(states_ptr, states_strides, index, acc, mask=mask)
+    tl.store(
+        states_ptr + ptr_offset((i_b, i_c, i_h, o_p[:, None], o_n[None, :]), states_strides),
+        acc,
+        mask=m_p[:, None] & m_n[None, :],
+    )
 
 
 def chunk_state(
