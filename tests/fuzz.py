@@ -3,7 +3,8 @@ hang.
 
     PYTHONPATH=.:tests python tests/fuzz.py SECONDS SEED [KIND ...]
 
-Prints what does not end well, with its seed, and counts.  A false success is an exit code 0 or 1 of
+Prints what does not end well, with its seed, and in the end, also when SIGINT or SIGTERM stops it,
+how many inputs of each kind were tried.  A false success is an exit code 0 or 1 of
 a run whose file its library refuses, or of a dry run where the run has another exit code; with a
 number that cannot be, or a failure, in a report; and one that differs between formats.
 """
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import cases
@@ -47,7 +49,7 @@ from ssdprof.cli import app
 from ssdprof.errors import SsdprofError
 from ssdprof.store.reports import dump
 
-HANGS_S = 60.0
+HANGS_S = 240.0  # also where a busy machine takes ten times as long
 RARE = 40  # of so many seeds one is tried in a process of its own, which takes seconds
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 3, 255, 10**6, 2**31, 2**64, 10**40, -(10**30), 0.5, -0.5, 5e-324,
@@ -110,11 +112,11 @@ def places(document: Any) -> Iterator[tuple[Any, Any]]:
 def in_json(draw: random.Random, text: bytes) -> bytes:
     document = json.loads(text)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        if not (found := list(places(document))):
+        if not (entries := list(places(document))):
             return b"[]"
-        inside, key = draw.choice(found)
+        inside, key = draw.choice(entries)
         value, way = inside[key], draw.random()
-        if way < 0.1 and len(found) > 9:
+        if way < 0.1 and len(entries) > 9:
             del inside[key]
         elif way < 0.2 and isinstance(inside, list):
             inside.append(json.loads(json.dumps(value)))
@@ -125,7 +127,7 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
                 (-value, value * 2, value + 1, float(value), str(value), [value], value * 10**9)
             )
         elif way < 0.55:
-            other, name = draw.choice(found)
+            other, name = draw.choice(entries)
             inside[key] = json.loads(
                 json.dumps(other.get(name) if isinstance(other, dict) else other)
             )
@@ -137,11 +139,10 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
 def in_sizes(draw: random.Random, text: bytes) -> bytes:
     """A size or a count that is impossible, or far too large, in a JSON document."""
     document = json.loads(text)
-    found = [one for one in places(document) if type(one[0][one[1]]) is int]
-    known = [one for one in found if one[1] in SIZES]
-    for inside, key in draw.sample(known, min(len(known), draw.choice((1, 1, 2)))) or [
-        draw.choice(found)
-    ]:
+    integers = [(inside, key) for inside, key in places(document) if type(inside[key]) is int]
+    sizes = [(inside, key) for inside, key in integers if key in SIZES]
+    chosen = draw.sample(sizes, min(len(sizes), draw.choice((1, 1, 2))))
+    for inside, key in chosen or [draw.choice(integers)]:
         inside[key] = draw.choice((0, -1, -inside[key], int(10 ** draw.uniform(5, 20))))
     return json.dumps(document).encode()
 
@@ -181,10 +182,10 @@ def in_header(draw: random.Random, data: bytes) -> bytes:
 
 def in_pickle(draw: random.Random, data: bytes) -> bytes:
     """In the pickled part of torch's zip file, whose checksums are right then."""
-    made = BytesIO()
-    with zipfile.ZipFile(BytesIO(data)) as given, zipfile.ZipFile(made, "w") as target:
-        for name in given.namelist():
-            content = given.read(name)
+    damaged = BytesIO()
+    with zipfile.ZipFile(BytesIO(data)) as source, zipfile.ZipFile(damaged, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
             for _ in range(draw.choice((1, 1, 2, 4)) * name.endswith("data.pkl")):
                 at = draw.randrange(len(content))
                 ways = (
@@ -198,7 +199,7 @@ def in_pickle(draw: random.Random, data: bytes) -> bytes:
                 )
                 content = content[:at] + draw.choice(ways) + content[at + 1 :]
             target.writestr(name, content)
-    return made.getvalue()
+    return damaged.getvalue()
 
 
 def in_words(draw: random.Random, data: bytes) -> bytes:
@@ -230,7 +231,7 @@ def restored(file: Path, data: bytes) -> None:
     file.write_bytes(data)
 
 
-# --- what a damaged file is given to: each function returns what is wrong
+# --- what tries a damaged file: each function returns what is wrong
 
 
 def invoked(*words: str) -> tuple[int, str]:
@@ -270,14 +271,14 @@ def of_report(draw: random.Random, file: Path) -> str:
 def impossible(document: Any, code: int) -> str:
     """What a report that may be printed cannot have."""
     datetime.fromisoformat(document["created"])
-    if code == 0 and not all(one.get("complete") for one in document["processes"]):
+    if code == 0 and not all(process.get("complete") for process in document["processes"]):
         return "passed, and not complete"
-    for one in document.get("cases", ()):
-        uses = [use for accuracy in one.get("accuracy", ()) for use in accuracy["budget"]]
-        outside = one["implementation"] == "fused" and any(
+    for case in document.get("cases", ()):
+        uses = [use for accuracy in case.get("accuracy", ()) for use in accuracy["budget"]]
+        outside = case["implementation"] == "fused" and any(
             use["error"] > use["budget"] for use in uses
         )
-        if code == 0 and (outside or one["status"] == "failed"):
+        if code == 0 and (outside or case["status"] == "failed"):
             return "passed, and failed"
     for inside, key in places(document):
         value = inside[key]
@@ -339,7 +340,7 @@ def of_folder(draw: random.Random, file: Path) -> str:
 Weights = dict[str, torch.Tensor]
 
 
-def read(folder: Path, expected: Weights) -> str:
+def differences(folder: Path, expected: Weights) -> str:
     """What is wrong with the weights that are loaded from a folder.  Raises SsdprofError."""
     model = load_model(fetch(open_model(str(folder))), device="cpu")
     weights = {f"backbone.{name}": weight for name, weight in model.state_dict().items()}
@@ -385,7 +386,10 @@ def of_copies(draw: random.Random, file: Path) -> str:
     save_file(shards[file.name], file, {"format": "pt"})
     index.write_text(json.dumps({"weight_map": entries}))
     try:
-        wrong = read(file.parent, expected)
+        wrong = differences(file.parent, expected)
+        planned = open_model(str(file.parent)).weight_bytes()
+        if not wrong and planned != sum(weight.nbytes for weight in expected.values()):
+            wrong = f"{planned} bytes in a dry run"
         return "read, and the index is wrong" if is_wrong else wrong
     except SsdprofError as error:
         return "" if is_wrong else f"refused, and the index is right: {error.message}"
@@ -411,7 +415,7 @@ def of_keys(draw: random.Random, file: Path) -> str:
         del keys[key]
     save_file({stored: weights[key] for key, stored in keys.items()}, file, {"format": "pt"})
     try:
-        wrong = read(file.parent, weights)
+        wrong = differences(file.parent, weights)
         return f"read without {lost}" if lost else wrong
     except SsdprofError as error:
         named = (*(key[:50] for key in keys.values()), *(key.partition(".")[2] for key in lost))
@@ -432,7 +436,7 @@ OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
 
 
 def of_recording(draw: random.Random, file: Path) -> str:
-    """Inputs outside the operator's domain: each must be told."""
+    """Inputs outside the operator's domain: the report must name the suspicion."""
     tensors = load_file(file)
     for name in draw.sample(sorted(OUTSIDE.keys() & tensors.keys()), draw.choice((1, 1, 2, 4))):
         tensors[name] = draw.choice(OUTSIDE[name])(tensors[name]).contiguous()
@@ -443,8 +447,8 @@ def of_recording(draw: random.Random, file: Path) -> str:
         code, shown = invoked("run", "taken", *RUN[4:], "--out", "out")
     for name in ("out", "taken"):
         shutil.rmtree(name, ignore_errors=True)
-    told = "Suspect the recording" in shown
-    return f"exit {code}, and nothing told" if code < 2 and not told else ""
+    is_suspected = "Suspect the recording" in shown
+    return f"exit {code}, and no suspicion" if code < 2 and not is_suspected else ""
 
 
 VARIABLES = (
@@ -466,7 +470,7 @@ def of_shell(draw: random.Random, _file: Path) -> str:
     words = (sys.executable, "-m", "ssdprof", "run", "mamba2", "--prompt", "random", *RUN)
     done = subprocess.run(
         [*words, "--out", "out"], capture_output=True, text=True, errors="replace",
-        env=os.environ | chosen, timeout=5 * HANGS_S, check=False,
+        env=os.environ | chosen, timeout=HANGS_S, check=False,
     )  # fmt: skip
     shutil.rmtree("out", ignore_errors=True)
     python_refuses = done.returncode == 1 and "Fatal Python error" in done.stderr
@@ -474,7 +478,7 @@ def of_shell(draw: random.Random, _file: Path) -> str:
     return "" if good else f"exit {done.returncode} with {chosen}: {done.stderr[-300:]}"
 
 
-# kind: what its files are given to, the files, and their damage
+# kind: what tries its files, the files, and their damage
 Damage = Callable[[random.Random, bytes], bytes]
 JSON = (in_json, in_json, in_json, in_bytes)
 KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, ...]]] = {
@@ -507,10 +511,9 @@ SEVERAL = {
 
 def reports() -> None:
     small = cases.report(layers=(0,), precisions=(cases.EXACT_FP32,), seqlens=(64,))
-    for number, one in enumerate(
-        (small, cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))
-    ):
-        Path(f"report-{number}.json").write_text(dump(one))
+    others = (cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))
+    for number, report in enumerate((small, *others)):
+        Path(f"report-{number}.json").write_text(dump(report))
     Path("good.json").write_text(dump(small))
 
 
@@ -566,9 +569,9 @@ def record() -> None:
         for operator, tensors in inputs.items():
             folder = Path(f"recorded-{operator}")
             folder.mkdir(exist_ok=True)
-            of_ssd = {"chunk_size": 4, "dt_softplus": False} if operator == "ssd" else {}
-            said = {"operator": operator, "arguments": of_ssd}
-            (folder / "recording.json").write_text(json.dumps(said))
+            arguments = {"chunk_size": 4, "dt_softplus": False} if operator == "ssd" else {}
+            description = {"operator": operator, "arguments": arguments}
+            (folder / "recording.json").write_text(json.dumps(description))
             contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(contiguous, folder / f"7_{number:06}.safetensors")
 
@@ -576,7 +579,7 @@ def record() -> None:
 def tried(kind: str, draw: random.Random) -> str:
     """What is wrong with how one damaged input of a kind ends; empty if nothing is."""
     several = kind in SEVERAL
-    given, pattern, ways = KINDS[draw.choice(SEVERAL[kind]) if several else kind]
+    fault_of, pattern, ways = KINDS[draw.choice(SEVERAL[kind]) if several else kind]
     file = draw.choice(sorted(Path().glob(pattern)))
     whole = file.read_bytes()
     if kind == "special":
@@ -584,7 +587,7 @@ def tried(kind: str, draw: random.Random) -> str:
     elif ways or several:
         file.write_bytes((in_sizes if several else draw.choice(ways))(draw, whole))
     try:
-        wrong = given(draw, file)
+        wrong = fault_of(draw, file)
     except (Hang, subprocess.TimeoutExpired):
         wrong = f"a hang of {HANGS_S:g} s: {file}"
     except Exception as error:
@@ -598,11 +601,14 @@ def main() -> None:
     seconds, seed, kinds = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or (*KINDS, *SEVERAL)
     # a config may ask for any amount of memory
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)
-    ends, counts = time.monotonic() + seconds, Counter[str]()
+    stopped, counts = Event(), Counter[str]()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         prepare()
-        while time.monotonic() < ends:
+        while time.monotonic() < ends and not stopped.is_set():
             for kind in kinds:
                 if kind == "shell" and seed % RARE and len(kinds) > 1:
                     continue
@@ -611,6 +617,7 @@ def main() -> None:
                     counts[f"{kind}: {wrong.split(':')[0]}"] += 1
                     print(kind, seed, wrong, flush=True)
             seed += 1
+    print(f"{sum(counts[kind] for kind in kinds):7,} inputs, up to seed {seed - 1}")
     print(*(f"{count:7,} {what}" for what, count in sorted(counts.items())), sep="\n")
 
 

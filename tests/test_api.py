@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 import torch
 from cases import EXACT_FP32, bench, cell, report
+from generated_inputs import generated
 from typer.testing import CliRunner
 
 import ssdprof
-from ssdprof import operators
 from ssdprof.cli import app
 from ssdprof.core.target import Placement
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.jobs import options
-from ssdprof.jobs.reading import expand, parse_shapes
 from ssdprof.jobs.target import captures_of
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
-from ssdprof.operators.generate import Tokens
 from ssdprof.progress import Watcher
 
 
@@ -203,10 +201,7 @@ def test_the_words_of_a_drawn_case() -> None:
 
 @pytest.fixture(scope="module")
 def inputs() -> Any:
-    known = operators.get("ssd").generated
-    tokens = Tokens(sequences=1, seqlen=70)
-    (cell,) = expand(parse_shapes(known, "2x16x16x1"), ("fp32",), (tokens,), "contiguous")
-    return known.draw(cell, torch.device("cpu"))
+    return generated("ssd", "2x16x16x1", 70, dtype="fp32", layout="contiguous")
 
 
 def right(inputs: Any) -> Any:

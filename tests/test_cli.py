@@ -32,11 +32,11 @@ def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))
 
 
-def refused(code: int, *words: str) -> str:
+def refused(code: int, command: str) -> str:
     """stderr of a refused call.  It must end in two lines, without data on stdout and without a
     run.
     """
-    answer = ending(code, *words)
+    answer = ending(code, command)
     assert answer.out == ""
     assert answer.err.startswith("error: ")
     assert not list(Path("runs").glob("*"))
@@ -47,7 +47,7 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.Monkey
     """`goldens/machine/refused.txt` and `goldens/stored/refused.txt` have what else is refused."""
     monkeypatch.setenv("GITHUB_OUTPUT", "output.txt")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    assert "is for a step of GitHub Actions" in refused(2, "export", "--format", "github")
+    assert "is for a step of GitHub Actions" in refused(2, "export --format github")
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,7 @@ def test_another_run_in_the_same_folder() -> None:
         "baseline": "unfused",
     }
     with reports.opened(Path("shared"), Watcher(), **header):
-        assert "Another run is writing into shared" in refused(
-            2, "run", "demo", "--out", "shared", "--seq", "16"
-        )
+        assert "Another run is writing into shared" in refused(2, "run demo --out shared --seq 16")
     assert reports.load("shared")[1].complete
 
 
@@ -303,9 +301,9 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr("tempfile.mkdtemp", denied)
     assert "cannot be written: permission denied" in refused(
-        3, "capture", "demo", "--seq", "16", "--out", "captures"
+        3, "capture demo --seq 16 --out captures"
     )
-    assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")
+    assert "cannot be written: permission denied" in refused(3, "capture demo --seq 16")
 
 
 def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +312,7 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
     Path("prompt.txt").write_text("words")
     monkeypatch.setattr(Path, "open", refuse)
-    error = refused(3, "run", "demo", "--prompt-file", "prompt.txt")
+    error = refused(3, "run demo --prompt-file prompt.txt")
     assert "The file prompt.txt cannot be read: Permission denied." in error
 
 
@@ -324,9 +322,7 @@ def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     Path("model").mkdir()
     config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())
     Path("model/config.json").write_text(json.dumps(config | {"mamba_d_state": 512}))
-    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(
-        2, "run", "./model", "--seq", "16"
-    )
+    assert "dstate = 512 in layer 0; kernels take at most 256" in refused(2, "run ./model --seq 16")
 
 
 def test_ctrl_c_during_the_imports_shows_no_traceback() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from command_line import DEMOS, ending, passing
 from fakes import RAN, noting, pretend_gpu
+from generated_inputs import generated
 from measure.test_probes import probed
 
 from ssdprof import kernels, operators
@@ -20,7 +21,6 @@ from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.store.reports import load
 
 pytestmark = [
@@ -109,16 +109,10 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    compared = (
-        "--batch",
-        "3",
-        "--impl",
-        f"fused,{','.join(planted_kernels)}",
-        *("--draw", "pool") * pool,
-    )
-    words = ("bench", operator, "--shape", SHAPES[operator], "--verify", "2,4", *compared)
-    monkeypatch.setattr("sys.argv", ["ssdprof", *words])
-    ending(1, *words, "--out", "kept")
+    compared = f"--batch 3 --impl fused,{','.join(planted_kernels)}"
+    draw = "--draw pool" if pool else ""
+    shape = SHAPES[operator]
+    ending(1, f"bench {operator} --shape {shape} --verify 2,4 {compared} {draw} --out kept")
     report = load("kept")[1]
     assert {case.size for case in report.cases} == {"3 x 2, every state", "3 x 4, every state"}
     for case in report.cases:
@@ -146,22 +140,11 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
-    words = (
-        "bench",
-        operator,
-        "--shape",
-        SHAPES[operator],
-        "--seq",
-        "100",
-        "--state-every",
-        "64",
-        "--batch",
-        "2",
-    )
-    sizes = ("--chunk-size", "64") if operator == "ssd" else ()
-    passing(*words, *sizes, "--out", "kept")
+    words = f"bench {operator} --shape {SHAPES[operator]} --seq 70 --state-every 64 --batch 2"
+    sizes = "--chunk-size 64" if operator == "ssd" else ""
+    passing(words, sizes, "--out kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"2 x 100, state every 64"}
+    assert {case.size for case in report.cases} == {"2 x 70, state every 64"}
     for case in report.cases:
         assert case.result == "passed", (case.name, case.why)
         own = (case.implementation, operator) == ("unfused", "ssd")
@@ -173,17 +156,9 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
 def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
-    """`bench --packed 5x1-64`: what runs is judged by the states that were given."""
-    found, reference = operators.get(operator), kernels.get(operator, "reference")
-    shape, tokens = (
-        found.generated.parse(SHAPES[operator]),
-        Tokens(sequences=5, seqlen=64, shortest=1),
-    )
-    assert shape
-    cell = Cell(
-        shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, ways=("pool",) * pool
-    )
-    inputs = found.generated.draw(cell, torch.device("cpu"))
+    """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
+    reference, tokens = kernels.get(operator, "reference"), dict(sequences=5, shortest=1)
+    inputs = generated(operator, SHAPES[operator], 24, **tokens, ways=("pool",) * pool)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
@@ -217,26 +192,14 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
 @pytest.mark.slow
 @pytest.mark.parametrize("model", DEMOS)
 def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
-    words = ("--verify", "4", "--layers", "first:1")
-    answer = passing(
-        "run",
-        model,
-        "--seq",
-        "24",
-        "--batch",
-        "2",
-        *words,
-        "--save-captures",
-        "--out",
-        "a",
-        "--full",
-    )
+    words = "--verify 4 --layers first:1"
+    answer = passing(f"run {model} --seq 24 --batch 2", words, "--save-captures --out a --full")
     report = load("a")[1]
     assert [case.implementation for case in report.cases] == ["fused", "recurrent"]
     for case in report.cases:
         assert case.size == "2 x 4 tokens, drafted at the end of 2 x 24 tokens"
     assert "drafted at the end of 2 x 24 tokens" in answer.shown
-    passing("run", "a/captures", *words, "--out", "b")
+    passing("run a/captures", words, "--out b")
     assert [case.accuracy for case in load("b")[1].cases] == [
         case.accuracy for case in report.cases
     ]
@@ -269,13 +232,7 @@ def right(inputs: Any) -> Output:
 )
 def test_laws(kernel: Any, broken: set[str]) -> None:
     kernel.keeps_states = True
-    generated = operators.get("gdn").generated
-    shape = generated.parse(SHAPES["gdn"])
-    assert shape
-    tokens = Tokens(sequences=2, seqlen=4, state_every=1)
-    inputs = generated.draw(
-        Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), torch.device("cpu")
-    )
+    inputs = generated("gdn", SHAPES["gdn"], 4, sequences=2, state_every=1)
     found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}
     assert set(found) == NAMES
     assert {name for name, probe in found.items() if probe.holds == "no"} == broken

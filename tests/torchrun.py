@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -17,17 +18,17 @@ MODULE = ("-m", "ssdprof")
 
 @contextmanager
 def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]:
-    """start(*words, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
+    """start(command, ranks=True): two ranks of torchrun, or one process without it, in `folder`.
 
-    program: arguments of Python and torchrun before the words.  Processes that still run at the end
-    are terminated.
+    program: arguments of Python and torchrun before the command.  Processes that still run at the
+    end are terminated.
     """
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: str, ranks: bool = True) -> subprocess.Popen[str]:
+    def start(command: str, *, ranks: bool = True) -> subprocess.Popen[str]:
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2") if ranks else ()
         process = subprocess.Popen(
-            [sys.executable, *torchrun, *program, *words],
+            [sys.executable, *torchrun, *program, *shlex.split(command)],
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
             stdout=subprocess.PIPE,

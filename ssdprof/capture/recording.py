@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,7 @@ import torch
 from safetensors import safe_open
 
 from ssdprof import operators
-from ssdprof.capture.layers import CapturedLayer, strides
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
 from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
@@ -120,7 +119,6 @@ class ServerCalls:
                     yield CapturedLayer(
                         layer=layer,
                         inputs=inputs,
-                        model_strides=strides(inputs),
                         call=which,
                         served=served,
                         slots=slots,
@@ -135,16 +133,12 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
     forward pass.
     """
     calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
-    passes, warm_up, partial_calls = _passes(calls)
+    passes, incomplete = _passes(calls)
     out = [
-        (number, what)
-        for what, number in [*sorted(others.items()), *warm_up.items(), *partial_calls.items()]
+        f"{plural(number, CALL)} {what}"
+        for what, number in (*sorted(others.items()), *incomplete.items())
     ]
-    left_out = (
-        f"Left out: {words(f'{plural(number, CALL)} {what}' for number, what in out)}."
-        if out
-        else ""
-    )
+    left_out = f"Left out: {words(out)}." if out else ""
     if not passes:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
@@ -166,9 +160,7 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _passes(
-    calls: Iterable[_Call],
-) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
+def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[str]]:
     """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
     of no whole pass.
     """
@@ -178,7 +170,7 @@ def _passes(
     ]
     layers = _layer_count(processes)
     passes: list[tuple[_Call, ...]] = []
-    warm_up = rest = 0
+    left_out: Counter[str] = Counter()
     for runs in processes:
         of_process: list[tuple[_Call, ...]] = []
         for run in runs:
@@ -188,16 +180,12 @@ def _passes(
             if cut and run is runs[-1]:
                 of_process.append(tuple(run[-cut:]))
             elif cut:
-                rest += cut
+                left_out["of incomplete passes"] += cut
         tokens, count = of_process[0][0].shape if of_process else (0, 0)
         if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
-            warm_up += len(of_process.pop(0))
+            left_out["of a warm-up"] += len(of_process.pop(0))
         passes += of_process
-    return (
-        passes,
-        {"of a warm-up": warm_up} if warm_up else {},
-        {"of incomplete passes": rest} if rest else {},
-    )
+    return passes, left_out
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
@@ -229,17 +217,17 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
     return inputs, output, tuple(slots.tolist())
 
 
-def _reading(path: Path, load: Callable[[], T]) -> T:
-    """What `load` returns, with BadInputError that names the path for all that is wrong with its
+def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
+    """What `read` returns, with BadInputError that names the path for all that is wrong with its
     files.
     """
     try:
-        return load()
+        return read(path, *arguments)
     except (SsdprofError, MemoryError):
         raise
-    except Exception as error:  # of any class: torch's reader checks little of what it reads
+    except Exception as error:  # of any class: the files may hold anything
         raise BadInputError(
-            f"The recorded call {path} cannot be used: {library_message(error)}.", _AGAIN
+            f"The recording's {path} cannot be used: {library_message(error)}.", _AGAIN
         ) from error
 
 
@@ -266,9 +254,13 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 # --- FlashInfer's recorder
 
 
+# by function of FlashInfer: the operator, and what makes its inputs and output of a call
+_Known: TypeAlias = "dict[str, tuple[str, Callable[..., Any]]]"
+
+
 def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """The calls of known functions in order, the numbers of others, and the version."""
-    known: dict[str, tuple[str, Callable[..., Any]]] = {}
+    known: _Known = {}
     for name in operators.names():
         recorded = operators.get(name).binding.recorded
         known |= {function: (name, read) for function, read in recorded.items()}
@@ -276,49 +268,47 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     others: Counter[str] = Counter()
     versions: dict[str, None] = {}
     for file in sorted(folder.glob("*_call*/metadata.jsonl")):
-        try:
-            text = (
-                regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
-            )
-            metadata = parse_json(text)
-            function = metadata["function_name"]
-            process = int(metadata["process_id"])
-            number = int(metadata["call_sequence"])
-            if function not in known or metadata.get("graph_capture"):
-                others[f"of {function}" if function not in known else "inside CUDA graphs"] += 1
-                continue
-            names = _names(metadata["function_signature"])
-            details = {
-                _argument(key, names): value["shape"]
-                for key, value in metadata["tensor_details"].items()
-                if not key.startswith("result")
-            }
-            operator, read = known[function]
-            shape = int(details["q"][0]), int(details["cu_seqlens"][0]) - 1
-            scalars = {
-                _argument(key, names): value for key, value in metadata["input_metadata"].items()
-            }
-        except SsdprofError:
-            raise
-        except Exception as error:  # of any class: the file may hold anything
-            why = library_message(error)
-            raise BadInputError(
-                f"{file} is not what FlashInfer's recorder writes: {why}.", _AGAIN
-            ) from error
-        versions[str(metadata.get("versions", {}).get("flashinfer", "of unknown version"))] = None
-        load = partial(_load_flashinfer, file.parent, read, names, scalars)
-        call = _Call(
-            operator=operator,
-            process=str(process),
-            shape=shape,
-            identity=text,
-            load=partial(_reading, file.parent, load),
-        )
-        calls.append(((process, number), call))
+        order, version, call = _reading(file, _flashinfer_call, known)
+        if isinstance(call, str):
+            others[call] += 1
+        else:
+            versions[version] = None
+            calls.append((order, call))
     if not calls and not others:
         raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
     calls.sort(key=itemgetter(0))
     return [call for _, call in calls], others, f"FlashInfer {', '.join(versions)}"
+
+
+def _flashinfer_call(file: Path, known: _Known) -> tuple[tuple[int, int], str, _Call | str]:
+    """Process and number, version, and the call, or what kind of call cannot be replayed.  Raises
+    errors of any class.
+    """
+    text = regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
+    metadata = parse_json(text)
+    function, process = metadata["function_name"], int(metadata["process_id"])
+    order = process, int(metadata["call_sequence"])
+    version = str(metadata.get("versions", {}).get("flashinfer", "of unknown version"))
+    if function not in known:
+        return order, version, f"of {function}"
+    if metadata.get("graph_capture"):
+        return order, version, "inside CUDA graphs"
+    operator, read = known[function]
+    names = _names(metadata["function_signature"])
+    shapes = {
+        _argument(key, names): value["shape"]
+        for key, value in metadata["tensor_details"].items()
+        if not key.startswith("result")
+    }
+    scalars = {_argument(key, names): value for key, value in metadata["input_metadata"].items()}
+    call = _Call(
+        operator=operator,
+        process=str(process),
+        shape=(int(shapes["q"][0]), int(shapes["cu_seqlens"][0]) - 1),
+        identity=text,
+        load=partial(_reading, file.parent, _load_flashinfer, read, names, scalars),
+    )
+    return order, version, call
 
 
 def _names(signature: str) -> list[str]:
@@ -357,40 +347,37 @@ def _load_flashinfer(
 
 def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """As `_flashinfer`."""
-    path = folder / MANIFEST
-    try:
-        description = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
-        operator = description["operator"]
-        source, arguments = (
-            str(description.get("source", "a server")),
-            dict(description.get("arguments", {})),
+    operator, source, arguments = _reading(folder / MANIFEST, _description)
+    first = operators.get(operator).inputs.FIRST
+    calls = [
+        _Call(
+            operator=operator,
+            process=file.stem.rpartition("_")[0],
+            shape=_reading(file, _shape, first),
+            identity=f"{file.name} {operator} {source} {arguments}",
+            load=partial(_reading, file, _load_safetensors, operator, arguments),
         )
-        if operator not in operators.names():
-            raise ValueError(f"there is no operator {operator!r}")
-    except Exception as error:  # of any class: the file may hold anything
-        raise BadInputError(f"{path} cannot be used: {library_message(error)}.", _AGAIN) from error
-    kind = operators.get(operator)
-    calls = []
-    for file in sorted(folder.glob("*_*.safetensors")):
-        first = kind.inputs.FIRST
-
-        def shape(file: Path = file, first: str = first) -> tuple[int, int]:
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                packed = "cu_seqlens" in opened.keys()  # noqa: SIM118
-                bounds = opened.get_slice("cu_seqlens").get_shape()[0] - 1 if packed else 1
-                return opened.get_slice(first).get_shape()[1], bounds
-
-        load = partial(_load_safetensors, file, operator, arguments)
-        calls.append(
-            _Call(
-                operator=operator,
-                process=file.stem.rpartition("_")[0],
-                shape=_reading(file, shape),
-                identity=f"{file.name} {json.dumps(description)}",
-                load=partial(_reading, file, load),
-            )
-        )
+        for file in sorted(folder.glob("*_*.safetensors"))
+    ]
     return calls, Counter(), source
+
+
+def _description(path: Path) -> tuple[str, str, dict[str, Any]]:
+    """Operator, source, and its scalar arguments.  Raises errors of any class."""
+    description = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+    operator = description["operator"]
+    if operator not in operators.names():
+        raise ValueError(f"there is no operator {operator!r}")
+    source = str(description.get("source", "a server"))
+    return operator, source, dict(description.get("arguments", {}))
+
+
+def _shape(file: Path, first: str) -> tuple[int, int]:
+    """Tokens and sequences, from the header.  first: an input of the operator that has both."""
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        packed = "cu_seqlens" in opened.keys()  # noqa: SIM118
+        sequences = opened.get_slice("cu_seqlens").get_shape()[0] - 1 if packed else 1
+        return opened.get_slice(first).get_shape()[1], sequences
 
 
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:

@@ -170,7 +170,6 @@ class CaptureWriter:
             name: TensorRecord(
                 shape=tuple(tensor.shape),
                 dtype=stored_dtype_name(tensor.dtype),
-                model_strides=captured.model_strides.get(name, tensor.stride()),
                 sha256=_sha256(tensor),
             )
             for name, tensor in stored.items()
@@ -269,7 +268,6 @@ def read_layer(
     return CapturedLayer(
         layer=capture.layer,
         inputs=token_major(inputs, device),
-        model_strides={name: record.model_strides for name, record in capture.tensors.items()},
         remark=capture.remark,
         slots=capture.slots,
         call=capture.call,

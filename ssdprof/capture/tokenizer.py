@@ -103,7 +103,10 @@ def build_prompt(
             "--prompt-file and another kind of prompt cannot be combined.",
             "Give --prompt-file alone.",
         )
-    tokenizer = None if tokenizer_folder is None else _load(tokenizer_folder)
+    tokenizer, vocabulary = None, f"none, {vocab_size or 0:,} tokens"
+    if tokenizer_folder is not None:
+        tokenizer = _load(tokenizer_folder)
+        vocabulary = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
@@ -112,18 +115,9 @@ def build_prompt(
             "model, and so the accuracy, are not those of text"
         )
     elif tokenizer is None:
-        raise BadInputError(
-            f"The checkpoint's tokenizer is of a kind that ssdprof does not read: {unread}; it "
-            "runs no remote code."
-            if unread
-            else "The checkpoint has no tokenizer.",
-            "Name one with --tokenizer, or take random tokens: --prompt random.",
-        )
+        raise _no_tokenizer(unread)
     else:
         ids, source = _text_ids(tokenizer, file, lengths)
-    vocabulary = f"none, {vocab_size or 0:,} tokens"
-    if tokenizer_folder and tokenizer is not None:
-        vocabulary = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     prompt = Prompt(
         kind=kind,
         source=source,
@@ -133,6 +127,17 @@ def build_prompt(
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
     )
     return ids.view(batch, seqlen), prompt
+
+
+def _no_tokenizer(unread: str) -> BadInputError:
+    """The error for a text without a tokenizer to encode it.  unread: see `build_prompt`."""
+    what = "The checkpoint has no tokenizer."
+    if unread:
+        what = (
+            f"The checkpoint's tokenizer is of a kind that ssdprof does not read: {unread}; it "
+            "runs no remote code."
+        )
+    return BadInputError(what, "Name one with --tokenizer, or take random tokens: --prompt random.")
 
 
 def _identified(folder: Path, tokenizer: Tokenizer) -> str:

@@ -14,9 +14,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
@@ -81,6 +81,7 @@ except ValueError as error:
     raise _bad_settings(library_message(error)) from error
 
 T = TypeVar("T")
+P = ParamSpec("P")
 CONFIG = "config.json"
 _ADDRESS = "An address has the form https://huggingface.co/org/name."
 TOKENIZER_FILES = (
@@ -273,10 +274,8 @@ class HubRepo(Source):
                     # Ask once: without a network, the client tries for 24 s to get a file that is
                     # not cached.
                     url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
-                    _resumed(partial(self._api.get_hf_file_metadata, url=url))
-                path = Path(
-                    _resumed(partial(self._api.hf_hub_download, repo_id, first, revision=revision))
-                )
+                    _resumed(self._api.get_hf_file_metadata, url=url)
+                path = Path(_resumed(self._api.hf_hub_download, repo_id, first, revision=revision))
             except errors.RemoteEntryNotFoundError:
                 raise BadInputError(
                     f"{repo_id} has no {first}.",
@@ -297,12 +296,7 @@ class HubRepo(Source):
         with _hub_errors(self.label, self.revision):
             try:
                 info = _resumed(
-                    partial(
-                        self._api.model_info,
-                        self.label,
-                        revision=self.revision,
-                        files_metadata=True,
-                    )
+                    self._api.model_info, self.label, revision=self.revision, files_metadata=True
                 )
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
@@ -317,9 +311,7 @@ class HubRepo(Source):
     def path(self, name: str) -> Path:
         if not self.cached(name):
             with _hub_errors(self.label, self.revision, name):
-                _resumed(
-                    partial(self._api.hf_hub_download, self.label, name, revision=self.revision)
-                )
+                _resumed(self._api.hf_hub_download, self.label, name, revision=self.revision)
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
@@ -328,13 +320,8 @@ class HubRepo(Source):
             return super()._read_header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
-                ask = partial(
-                    self._api.parse_safetensors_file_metadata,
-                    self.label,
-                    name,
-                    revision=self.revision,
-                )
-                return _resumed(ask).tensors
+                ask = self._api.parse_safetensors_file_metadata
+                return _resumed(ask, self.label, name, revision=self.revision).tensors
         except errors.SafetensorsParsingError as error:
             raise ModelUnavailableError(
                 f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.",
@@ -367,20 +354,20 @@ def _masked(record: logging.LogRecord) -> bool:
     return True
 
 
-def _resumed(ask: Callable[[], T]) -> T:
+def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     """The result of `ask`, repeated if the connection drops between two requests, which the client
     does not retry.
     """
     for _ in range(ATTEMPTS - 1):
         try:
-            return ask()
+            return ask(*arguments, **options)
         except errors.HfHubHTTPError:  # the server has answered
             raise
         except TRANSPORT_ERROR as error:
             if type(error).__name__ in NOBODY_THERE:
                 raise
             time.sleep(PAUSE_S)
-    return ask()
+    return ask(*arguments, **options)
 
 
 # --- errors of the client, in the user's words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import shutil
@@ -25,26 +24,23 @@ from torch import Tensor
 
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
-from ssdprof.checkpoint.meta import (
-    Destination,
-    build,
-    destinations,
-    missing,
-    quiet_transformers,
-    refusals,
-)
+from ssdprof.checkpoint.meta import Destination, destinations, missing, quiet_transformers, refusals
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import INDEX
-from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.checkpoint.weights import FLOATS, INDEX
+from ssdprof.core.target import DECODED_ON_LOAD
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
-Shapes = Mapping[str, tuple[int, ...]]  # by stored key
+Stored = Mapping[str, TensorInfo]  # weights by their stored key
+# renamings of stored keys that transformers does not know, and where each weight goes
+Fit = tuple[dict[str, str], dict[str, Destination]]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
 # of classifiers
@@ -52,6 +48,8 @@ _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|
 _MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")
+# GPTQ's and AWQ's first releases described the weights in a file of its own
+_QUANTISERS = ("quantize_config.json", "quant_config.json")
 # are computed in fp32 if they are stored so in a checkpoint of 16-bit weights
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
@@ -63,17 +61,16 @@ class LocalCheckpoint:
     folder: loads with stock transformers, except for the original format, which `load_model` reads.
     Its config names no remote code and no vision tower.  It is temporary and goes when this object
     does.
-    head: whether the language-model head is part of it.
-    tensors: the needed weights as stored, by name; None for a pickle, which has no header.
-    spare: files of weights that the index does not name.
+    empty: its model on the meta device, with the language-model head if that is part of it.
+    fit: of its weights, and tensors: their headers; None for a pickle, which has no header.
     """
 
-    ref: CheckpointRef
+    model: Model
     folder: Path
     depth: int
-    head: bool = False
-    tensors: dict[str, TensorInfo] | None = None
-    spare: tuple[str, ...] = ()
+    empty: PreTrainedModel
+    fit: Fit | None
+    tensors: Stored | None = None
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
@@ -101,28 +98,27 @@ def fetch(
     head: with the language-model head.
     `progress` is called with one line before a download; the hub's client draws its bars on stderr.
 
-    BadInputError: transformers cannot use the config, which is raised before any large download; or
-    the weights are codes, and the config names no quantisation.
+    BadInputError: transformers cannot use the config, or the weights do not fit it, both of which
+    are raised before any large download.
     ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that
     it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
     depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
     try:
-        local = LocalCheckpoint(model.ref, Path(tempfile.mkdtemp(prefix="ssdprof-")), depth, head)
+        empty, fit = _check_fit(model, deepest_layer, head=head)
+        folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
+        local = LocalCheckpoint(model, folder, depth, empty, fit)
         weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
         config = model.load_config(depth, model.dtype)
         # Infinities as the checkpoints write them
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        build(config, repo_id)  # refuse an unusable config before the download
         files, size = check_space(model, deepest_layer, head=head)
         if files and progress is not None:
             progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
         paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
         local.tensors = None if weights.pickled else weights.tensors(depth, head=head)
-        local.spare = weights.outside_index()
-        model.refuse_codes(deepest_layer, head=head)
         for name, path in paths.items():
             target = local.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -171,13 +167,23 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
     What is here already is loaded, without its values.
     """
     missing, _ = check_space(model, deepest_layer, head=head)
-    if not missing and model.quantization is None:
+    if missing or model.quantization is not None:
+        _check_fit(model, deepest_layer, head=head)
+    else:
         load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")
-    elif not model.weights.pickled:
-        empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
-        tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
-        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        _fit(model.ref, shapes, empty, model.weights.outside_index())
+
+
+def _check_fit(
+    model: Model, deepest_layer: int | None, *, head: bool
+) -> tuple[PreTrainedModel, Fit | None]:
+    """The model on the meta device, and how the weights fit it by their headers; None for a pickle.
+    Raises for a config that transformers cannot use, and for weights that do not fit it.
+    """
+    empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
+    if model.weights.pickled:
+        return empty, None
+    tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
+    return empty, _fit(model, tensors, empty)
 
 
 # --- loading
@@ -206,75 +212,118 @@ def load_model(
     """
     device = torch.device(device)
     with quiet_transformers():
-        empty = build(
-            json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head
-        )
         # With a map, weights are moved to the GPU one by one, without a complete copy in host
         # memory.
         if device_map is not None:
-            return _load(local, empty, dtype, device_map).eval()
+            return _load(local, dtype, device_map).eval()
         everywhere = None if device.type == "cpu" else {"": device}
-        return _load(local, empty, dtype, everywhere).to(device).eval()
+        return _load(local, dtype, everywhere).to(device).eval()
 
 
-def _fit(
-    ref: CheckpointRef, shapes: Shapes, empty: PreTrainedModel, spare: tuple[str, ...]
-) -> tuple[dict[str, str], dict[str, Destination]]:
-    """Renamings of stored keys that transformers does not know, and where each weight goes.
+def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
+    """empty: the model on the meta device.
 
-    shapes: of the stored weights.  empty: the model on the meta device.  spare: files of weights
-    that are not read.
-
-    Raises, before anything is allocated, for a weight that is missing or of another shape, and for
-    a config that describes more parameters than the weights hold.
+    Raises, before anything is allocated, for a weight that is missing, of another shape or stored
+    as codes, and for a config that describes more parameters than the weights hold.
     """
-    names = _renamings(ref)
-    places = destinations(empty, shapes, names)
-    if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
+    label, names = model.source.label, _renamings(model)
+    places = destinations(empty, stored, names)
+    if model.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return names, places
-    _refuse_classifier(ref, shapes, empty)
+    _refuse_classifier(label, stored, empty)
     lost = missing(empty, places)
-    if lost and (wrappers := _wrappers(shapes.keys() - places.keys(), empty)):
+    if lost and (wrappers := _wrappers(stored.keys() - places.keys(), empty)):
         names |= wrappers
-        places = destinations(empty, shapes, names)
+        places = destinations(empty, stored, names)
         lost = missing(empty, places)
-    _refuse_missing(ref, lost, shapes.keys() - places.keys(), spare)
+    _refuse_codes(model, stored, places.keys(), lost)
+    _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     for key, place in sorted(places.items()):
         parameter = parameters.get(place.names[0]) if place.whole else None
-        if parameter is not None and tuple(parameter.shape) != shapes[key]:
-            raise _other_shape(ref, key, shapes[key], parameter.shape)
+        if parameter is not None and list(parameter.shape) != stored[key].shape:
+            raise _other_shape(label, key, stored[key].shape, parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
-    stored = sum(math.prod(shape) for shape in shapes.values())
-    if described > stored:
+    held = sum(tensor.parameter_count for tensor in stored.values())
+    if described > held:
         raise BadInputError(
-            f"The config of {ref.repo_id} describes {described} parameters in its first layers, "
-            f"but the weights hold {stored}.",
+            f"The config of {label} describes {described} parameters in its first layers, "
+            f"but the weights hold {held}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > _MOST_COMPUTED:
         raise BadInputError(
-            f"The config of {ref.repo_id} describes tables of {computed} elements in addition to "
+            f"The config of {label} describes tables of {computed} elements in addition to "
             "the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
     return names, places
 
 
-def _renamings(ref: CheckpointRef) -> dict[str, str]:
+def _renamings(model: Model) -> dict[str, str]:
     """For keys that transformers does not know: ModelOpt's scales, the original embedding."""
-    names = {r"\.weight_scale$": ".weight_scale_inv"} if ref.quantization == "fp8" else {}
-    return names | ({r"\bembedding\.": "embeddings."} if ref.model_type == "mamba2" else {})
+    names = {r"\.weight_scale$": ".weight_scale_inv"} if model.quantization == "fp8" else {}
+    return names | ({r"\bembedding\.": "embeddings."} if model.model_type == "mamba2" else {})
 
 
-def _refuse_classifier(ref: CheckpointRef, keys: Iterable[str], empty: PreTrainedModel) -> None:
+def _refuse_codes(
+    model: Model, stored: Stored, known: Collection[str], lost: Iterable[str]
+) -> None:
+    """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
+    quantisation.  What is no weight of the model may be stored in anything.
+
+    known: stored keys of its parameters.  lost: parameters without one, whose codes may have
+    another name.
+    """
+    modules = {_module(name) for name in lost}
+    for name, tensor in stored.items():
+        is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
+        if not is_code or (name not in known and _module(name) not in modules):
+            continue
+        why, hint = "its config names no quantisation", "Take the unquantised checkpoint."
+        described = next((file for file in _QUANTISERS if file in model.source.sizes), None)
+        if model.quantization:
+            why = f"has no {model.quantization} scale for it"
+        elif described:
+            why += f"; {described} does, in a format that ssdprof cannot load"
+        if not described:
+            hint = (
+                "Take the config.json that came with these weights, or the unquantised checkpoint."
+            )
+        raise BadInputError(
+            f"{model.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and "
+            f"{why}.",
+            hint,
+        )
+
+
+def _is_scaled(model: Model, name: str, stored: Stored) -> bool:
+    """Whether `name` is a scale, or has one from which transformers decodes it."""
+    if model.quantization is None:
+        return False
+    layer = name.removesuffix("weight")
+    scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
+    fit = any(
+        stored[scale].shape in ([], [1]) or stored[scale].shape[1:]
+        for scale in scales & stored.keys()
+    )
+    return "scale" in name or (fit and stored[name].dtype != "U8")
+
+
+def _module(name: str) -> str:
+    """What a parameter belongs to, from its layer on."""
+    path = name.rpartition(".")[0]
+    return path[max(path.find("layers."), 0) :]
+
+
+def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) -> None:
     """BadInputError for a head that predicts no tokens where the model needs one that does."""
     heads = [key for key in keys if _OTHER_HEAD.search(key)]
     predicts = any(key.endswith(_HEAD) for key in keys)
     if heads and not predicts and empty.get_output_embeddings() is not None:
         raise BadInputError(
-            f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts "
+            f"{label} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts "
             "no tokens.",
             "Name a language model, or leave out what needs its predictions.",
         )
@@ -312,32 +361,29 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
 
 
 def _load(
-    local: LocalCheckpoint,
-    empty: PreTrainedModel,
-    dtype: DType,
-    device_map: Mapping[str, int | str | torch.device] | None,
+    local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    """empty: the model on the meta device."""
+    """See `load_model`."""
+    model, empty = local.model, local.empty
     kind = type(empty)
-    pickled = _pickled(local, empty) if local.tensors is None else None
-    shapes = {key: tuple(tensor.shape) for key, tensor in (pickled or local.tensors or {}).items()}
-    key_mapping, places = _fit(local.ref, shapes, empty, local.spare)
-    if pickled is None:
-        exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype in _EXACT}
-    else:
-        exact = {key for key, tensor in pickled.items() if tensor.dtype.itemsize > 2}
-    whole = [places[key].names[0] for key in exact & places.keys() if places[key].whole]
-    gates = [name for name in whole if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
+    pickled, stored = None, local.tensors
+    if stored is None:
+        pickled = _pickled(local)
+        stored = {key: _described(tensor) for key, tensor in pickled.items()}
+    key_mapping, places = local.fit or _fit(model, stored, empty)
+    whole = {key: place.names[0] for key, place in places.items() if place.whole}
+    exact = [name for key, name in whole.items() if stored[key].dtype in _EXACT]
+    gates = [name for name in exact if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
     try:
         with (
-            refusals(f"config and weights of {local.ref.repo_id}"),
+            refusals(f"config and weights of {model.source.label}"),
             _whole_blocks(),
             _in_fp32(kind, gates),
         ):
-            model, info = kind.from_pretrained(
+            loaded, info = kind.from_pretrained(
                 local.folder if pickled is None else None,
                 config=kind.config_class.from_pretrained(local.folder),
-                state_dict=None if pickled is None else dict(pickled),
+                state_dict=pickled,
                 dtype=dtype,
                 device_map=None if device_map is None else dict(device_map),
                 offload_folder=local.folder / REWRITTEN,
@@ -348,13 +394,13 @@ def _load(
                 key_mapping=key_mapping or None,
             )
     except MissingCapabilityError as error:
-        if local.ref.quantization is not None:
+        if model.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
-    _refuse_missing(local.ref, info["missing_keys"], shapes.keys() - places.keys(), local.spare)
-    for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise _other_shape(local.ref, name, stored, expected)
-    return model
+    _refuse_missing(model, info["missing_keys"], stored.keys() - places.keys())
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise _other_shape(model.source.label, name, shape, expected)
+    return loaded
 
 
 @contextmanager
@@ -382,9 +428,8 @@ def _whole_blocks() -> Iterator[None]:
     """Fills up the last FP8 block, which may be cut off: transformers would take blocks of equal
     sizes instead.
     """
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    decode = Fp8Dequantize._dequantize_one
+    kind = finegrained_fp8.Fp8Dequantize
+    decode = kind._dequantize_one
 
     def decode_blocks(
         self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
@@ -405,11 +450,11 @@ def _whole_blocks() -> Iterator[None]:
         decoded = decode(self, padded if any(missing) else codes, scales, *rest, **options)
         return decoded[..., :rows, :columns].contiguous()
 
-    Fp8Dequantize._dequantize_one = decode_blocks
+    kind._dequantize_one = decode_blocks
     try:
         yield
     finally:
-        Fp8Dequantize._dequantize_one = decode
+        kind._dequantize_one = decode
 
 
 def unpickled(path: Path) -> Any:
@@ -421,16 +466,16 @@ def unpickled(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, Tensor]:
+def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
     """The tables of floats in a pickle by stored name.  All other entries must be no weights of
-    the model `empty`.
+    the model.
     """
-    path = local.folder / PICKLE
+    path, label = local.folder / PICKLE, local.model.source.label
     try:
         content = unpickled(path)
     except pickle.UnpicklingError:
         raise BadInputError(
-            f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
+            f"{PICKLE} of {label} holds more than tensors and was not executed.",
             "Do not trust this checkpoint; take its safetensors revision, often --revision "
             "refs/pr/1.",
         ) from None
@@ -440,18 +485,16 @@ def _pickled(local: LocalCheckpoint, empty: PreTrainedModel) -> dict[str, Tensor
     for name in entries:
         if not isinstance(name, str):
             raise BadInputError(
-                f"{PICKLE} of {local.ref.repo_id} holds an entry {shown(name)}, which is no name "
-                "of a weight.",
+                f"{PICKLE} of {label} holds an entry {shown(name)}, which is no name of a weight.",
                 "Save the model's state_dict(), or take another revision.",
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    if damaged := [*destinations(empty, others, _renamings(local.ref))] or (
+    if damaged := [*destinations(local.empty, others, _renamings(local.model))] or (
         [] if weights else others
     ):
         raise BadInputError(
-            f"{PICKLE} of {local.ref.repo_id} holds {shown(damaged[0])}, which is no table of "
-            "floats.",
+            f"{PICKLE} of {label} holds {shown(damaged[0])}, which is no table of floats.",
             "Save the model's state_dict(), fetch the checkpoint again, or take another revision.",
         )
     return weights
@@ -467,13 +510,21 @@ def _is_dense(entry: object) -> bool:
     )
 
 
-def _refuse_missing(
-    ref: CheckpointRef, lost: set[str], unused: Iterable[str], spare: tuple[str, ...]
-) -> None:
+def _described(tensor: Tensor) -> TensorInfo:
+    """As the header of a safetensors file describes it."""
+    names = {getattr(torch, name): code for code, name in FLOATS.items()}
+    code = names.get(tensor.dtype, str(tensor.dtype))
+    shape, offsets = list(tensor.shape), (0, tensor.nbytes)
+    # a dtype that safetensors does not have is refused by name
+    return TensorInfo(code, shape, offsets)  # type: ignore[arg-type]
+
+
+def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None:
     """Raise for missing weights, which transformers would replace by random ones.
 
-    unused: stored keys of no parameter.  spare: files that are not read.
+    unused: stored keys of no parameter.
     """
+    label = model.source.label
     in_layers = [name for name in sorted(lost) if "layers." in name]
     for name, key in product(in_layers, sorted(unused)):
         if ".base_layer." in key and _wraps(key, name):
@@ -485,7 +536,7 @@ def _refuse_missing(
         else:
             continue
         raise BadInputError(
-            f"{ref.repo_id} has {shown(key)}, not {name}: {why}.",
+            f"{label} has {shown(key)}, not {name}: {why}.",
             "Save the model itself, by save_pretrained: merge the adapter, or save what the "
             "wrapper holds.",
         )
@@ -494,11 +545,11 @@ def _refuse_missing(
         if len(lost) == 1:
             which = f"{min(lost)} among its weights"
         error = ModelUnavailableError(
-            f"{ref.repo_id} lacks {which}.",
+            f"{label} lacks {which}.",
             "The checkpoint is incomplete, or its config describes more than it holds; fetch it "
             "again or take another revision.",
         )
-        if spare:
+        if spare := model.weights.outside_index():
             error.hint = f"The index does not name {words(spare)}.  {error.hint}"
         raise error
 
@@ -516,10 +567,10 @@ def _place(name: str) -> tuple[list[str], str]:
 
 
 def _other_shape(
-    ref: CheckpointRef, name: str, stored: Iterable[int], expected: Iterable[int]
+    label: str, name: str, stored: Iterable[int], expected: Iterable[int]
 ) -> BadInputError:
     return BadInputError(
-        f"The weights of {ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in "
+        f"The weights of {label} do not fit its config: {shown(name)} is {tuple(stored)} in "
         f"the file and {tuple(expected)} by the config.",
         "Config and weights do not belong together.",
     )

@@ -4,7 +4,7 @@ operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
 from ssdprof.checkpoint.config import ModelConfig
-from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, TensorInfo, parse_repo
+from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, parse_repo
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
     KNOWN,
@@ -25,7 +25,6 @@ from ssdprof.checkpoint.names import (
     shown,
 )
 from ssdprof.checkpoint.weights import (
-    FLOATS,
     INDEX,
     SINGLE,
     Weights,
@@ -49,8 +48,6 @@ else:
     meta, mixers = lazy("ssdprof.checkpoint.meta"), lazy("ssdprof.checkpoint.mixers")
 
 _ADAPTER = "adapter_config.json"
-# GPTQ's and AWQ's first releases described the weights in a file of its own
-_QUANTISERS = ("quantize_config.json", "quant_config.json")
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
 
 
@@ -115,10 +112,7 @@ class Model:
         meta.check_known(self.config, self.where)
         if self.config.get("quantization_config") and self.weights.has_codes:
             meta.check_known_quantization(self.config, self.source.label)
-        plain = {
-            key: value for key, value in self.cut_config().items() if key != "quantization_config"
-        }
-        return meta.build(plain, self.source.label)
+        return meta.build(self.cut_config(), self.source.label)
 
     def cut_on_meta(
         self, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
@@ -127,11 +121,8 @@ class Model:
         Downloads nothing.
 
         dtype: of the weights, named as in torch; None: the checkpoint's own.
-
-        BadInputError for what `fetch` would refuse.
         """
         wanted = dtype or (self._dtype_by_size if self.weights.pickled else self.dtype)
-        self.refuse_codes(deepest_layer, head=head)
         config = self.load_config(self.depth(deepest_layer), wanted)
         return meta.build(config, self.source.label, head=head)
 
@@ -234,78 +225,28 @@ class Model:
         return wanted
 
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> ModelConfig:
-        """The config of the first `depth` decoder layers (all for None), as transformers reads it.
-
-        dtype: in which the weights are loaded, named as in torch; None: what the config says of it,
-        if anything.
-        """
+        """See `config.cut_config`."""
         config = dict(self.config)
         if depth is not None and not any(config.get(key) for key in configs.PER_LAYER):
             # The model definition may have a list of its own, such as Zamba2's.
             whole = self.on_meta.config.to_dict()
             config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
-        return configs.cut_config(config, depth, dtype=dtype, quantization=self.named_quantization)
+        return configs.cut_config(config, depth, dtype=dtype)
 
     def load_config(self, depth: int, dtype: str | None) -> ModelConfig:
-        """`cut_config` for loading: without a quantisation that the weights do not have."""
+        """`cut_config` with the quantisation of the weights."""
         config = self.cut_config(depth, dtype)
-        if self.quantization is None:
-            config.pop("quantization_config", None)
+        if self.quantization is not None:
+            config["quantization_config"] = dict(self.config["quantization_config"])
+            if self.quantization in DECODED_ON_LOAD:
+                # To 16 bit: the operator's inputs do not depend on the fp8 matmul of this GPU.
+                config["quantization_config"]["dequantize"] = True
         return config
 
     @cached_property
     def weights(self) -> Weights:
         """The files of the weights.  Reads the index, if there is one."""
         return find_weights(self.source, is_original=self.original)
-
-    def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
-        """BadInputError for weights in integers or 8 bit and less, codes, without a scale or a
-        quantisation.  What is no weight of the model may be stored in anything.
-        """
-        if self.weights.pickled or self.quantization not in (None, *DECODED_ON_LOAD):
-            return
-        depth = self.depth(deepest_layer)
-        stored = self.weights.tensors(depth, head=head)
-        codes = [
-            name
-            for name, tensor in stored.items()
-            if tensor.dtype not in FLOATS and not self._is_scaled(name, stored)
-        ]
-        if not codes:
-            return
-        config = self.cut_config(depth)
-        config.pop("quantization_config", None)
-        model = meta.build(config, self.source.label, head=head)
-        known = meta.destinations(model, stored, {})
-        lost = {_module(name) for name in meta.missing(model, known)}
-        for name in codes:
-            if name in known or _module(name) in lost:
-                described = next((file for file in _QUANTISERS if file in self.source.sizes), "")
-                why = "its config names no quantisation"
-                if self.quantization:
-                    why = f"has no {self.quantization} scale for it"
-                elif described:
-                    why += f"; {described} does, in a format that ssdprof cannot load"
-                raise BadInputError(
-                    f"{self.source.label} stores codes, such as {shown(name)} in "
-                    f"{stored[name].dtype}, and {why}.",
-                    "Take the unquantised checkpoint."
-                    if described
-                    else "Take the config.json that came with these weights, or the unquantised "
-                    "checkpoint.",
-                )
-
-    def _is_scaled(self, name: str, stored: Mapping[str, TensorInfo]) -> bool:
-        """Whether `name` is a scale, or has one from which transformers decodes it."""
-        if self.quantization is None:
-            return False
-        layer = name.removesuffix("weight")
-        scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-        fit = any(
-            stored[scale].shape in ([], [1]) or stored[scale].shape[1:]
-            for scale in scales & stored.keys()
-        )
-        return "scale" in name or (fit and stored[name].dtype != "U8")
 
     @cached_property
     def dtype(self) -> str | None:
@@ -381,12 +322,6 @@ class Model:
                 file = other.planned(name)
                 planned.append(file.model_copy(update={"name": prefix + file.name}))
         return tuple(planned)
-
-
-def _module(name: str) -> str:
-    """What a parameter belongs to, from its layer on."""
-    path = name.rpartition(".")[0]
-    return path[max(path.find("layers."), 0) :]
 
 
 def open_model(named: str, *, revision: str | None = None, tokenizer: str | None = None) -> Model:

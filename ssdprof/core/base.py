@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -167,6 +168,11 @@ class Probe(Record):
     name: Text
     holds: Holds
     detail: Text = ""
+
+
+def distinct(several: Iterable[Iterable[Key]]) -> list[Key]:
+    """Each item of all of them once, in their order."""
+    return list(dict.fromkeys(chain.from_iterable(several)))
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -5,7 +5,7 @@ The headline of a report and the exit code of every command follow from `Outcome
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from ssdprof.core.base import Record, Text
@@ -29,8 +29,13 @@ class Verdict(Record):
     holds: bool | None
     actual: Text = ""
 
+    @property
+    def what(self) -> str:
+        """The case, and its value or why it has none."""
+        return ": ".join(filter(None, (self.case, self.actual)))
+
     def __str__(self) -> str:
-        return ": ".join(filter(None, (self.condition, self.case, self.actual)))
+        return f"{self.condition}: {self.what}"
 
 
 def gated_cases(report: Report) -> tuple[Case, ...]:
@@ -68,20 +73,27 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
-    """The verdicts of one condition, those on passed cases first."""
-    text, of_time = condition.text, condition.metric in OF_SPEED
+    """The verdicts of one condition: those on cases that passed, then on those without a time."""
     cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
     for case in cases:
         if case.result == "passed":
             yield _verdict(condition, case, report)
-    for case in cases if of_time else ():
+    if condition.metric in OF_SPEED:
+        for name, why in _untimed(cases, report):
+            yield Verdict(condition=condition.text, case=name, holds=False, actual=why)
+
+
+def _untimed(cases: Sequence[Case], report: Report) -> Iterator[tuple[str, str]]:
+    """The requested cases without a time, and why: prefills that did not pass, and what was left
+    out.
+    """
+    for case in cases:
         if isinstance(case.task, Prefill) and case.result != "passed":
-            reason = f"{case.result}: {case.why}"
-            yield Verdict(condition=text, case=case.name, holds=False, actual=reason)
-    for out in report.left_out if of_time else ():
+            yield case.name, f"{case.result}: {case.why}"
+    for out in report.left_out:
         if not out.implementations or GATED in out.implementations:
             name = f"{out.case_key}, {GATED}" if report.kind == "prefill" else out.case_key
-            yield Verdict(condition=text, case=name, holds=False, actual=f"left out: {out.reason}")
+            yield name, f"left out: {out.reason}"
 
 
 def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
@@ -148,8 +160,10 @@ class Outcome:
         self.answers_failed = tuple(
             case for case in self.answers if case.result != "passed" or case.name in offenders
         )
-        failed = self.failed or self.refused or self.missing or self.broken or self.answers_failed
-        self.passed = self.compared + len(self.answers) > 0 and not (self.ended_early or failed)
+        self.faulty = (*self.failed, *self.refused, *self.answers_failed)
+        unfinished = self.ended_early or self.missing
+        compared = self.compared > 0 or bool(self.answers)
+        self.passed = compared and not (unfinished or self.faulty or self.broken)
 
     @property
     def word(self) -> str:

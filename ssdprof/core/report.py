@@ -22,6 +22,7 @@ from ssdprof.core.base import (
     Size,
     Text,
     Time,
+    distinct,
     exact_precision,
     grouped,
     intermediates_of,
@@ -181,9 +182,7 @@ class Report(Record):
 
     @property
     def captured(self) -> tuple[LayerRef, ...]:
-        layers: set[LayerRef] = set()
-        for line in self.processes:
-            layers.update(line.captured)
+        layers = distinct(line.captured for line in self.processes)
         return tuple(sorted(layers, key=lambda layer: layer.index))
 
     @property
@@ -197,10 +196,7 @@ class Report(Record):
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        cases: dict[LeftOut, None] = {}
-        for line in self.processes:
-            cases |= dict.fromkeys(line.left_out)
-        return tuple(cases)
+        return tuple(distinct(line.left_out for line in self.processes))
 
     @property
     def cast_words(self) -> str:
@@ -219,10 +215,7 @@ class Report(Record):
     @property
     def remarks(self) -> tuple[str, ...]:
         """All notes."""
-        notes = dict.fromkeys(self.notes)
-        for line in self.processes:
-            notes |= dict.fromkeys(line.notes)
-        return tuple(notes)
+        return tuple(distinct([self.notes, *(line.notes for line in self.processes)]))
 
     # --- cases
 

@@ -117,20 +117,19 @@ class Serving(Record):
         in one call.
         """
 
-        def numbered(kind: Literal["chunk", "decode"], count: int) -> list[CallRef]:
+        def numbered(
+            kind: Literal["packed", "chunk", "decode"], count: int, sequences: int = batch
+        ) -> list[CallRef]:
             return [
                 CallRef(
-                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch
+                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=sequences
                 )
                 for number in range(1, count + 1)
             ]
 
         of_prompt: Sequence[CallRef | None] = [None]
         if self.packed:
-            sequences = len(self.packed)
-            of_prompt = [
-                CallRef(kind="packed", number=1, count=1, prompt_seqlen=seqlen, sequences=sequences)
-            ]
+            of_prompt = numbered("packed", 1, len(self.packed))
         elif self.chunk is not None:
             of_prompt = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
         return (*of_prompt, *numbered("decode", self.decode))
@@ -301,14 +300,7 @@ class Prompt(Record):
 class TensorRecord(Record):
     shape: tuple[Count, ...]
     dtype: StoredDType
-    model_strides: tuple[Count, ...]  # as the model passed it; the stored values are token-major
     sha256: Text  # of the stored bytes
-
-    @model_validator(mode="after")
-    def _one_stride_for_each_axis(self) -> TensorRecord:
-        if len(self.model_strides) != len(self.shape):
-            raise ValueError("model_strides and shape differ in length")
-        return self
 
 
 # an infinite one is the string "Infinity" in JSON

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -22,24 +22,17 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture import memory, store
-from ssdprof.capture.forward import check_ids, logits
+from ssdprof.capture.forward import PromptRun, check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint import devices, transformers
-from ssdprof.checkpoint.load import (
-    DType,
-    LocalCheckpoint,
-    check_fetch,
-    fetch,
-    fetch_tokenizer,
-    load_model,
-)
+from ssdprof.checkpoint.load import LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import quiet_transformers
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import PlacementKind
+from ssdprof.core.base import DType, PlacementKind
 from ssdprof.core.target import (
     DECODED_ON_LOAD,
     Allocation,
@@ -60,8 +53,9 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.target import Stored, Target
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import source_files
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_name, dtype_named
 from ssdprof.progress import Watcher
+from ssdprof.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -515,20 +509,46 @@ class Loaded:
     files: LocalCheckpoint
     whole: Any = None
 
-    def run(self, on_layer: OnLayer) -> None:
-        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+    @property
+    def dtype(self) -> DType:
+        return dtype_name(self.model.dtype)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on it."""
+        located = self.target.located
+        return {
+            "target": located.ref.repo_id,
+            "model": located.ref,
+            "prompts": self.prompts,
+            "segment_length": max(self.segment_lengths),
+            "placement": self.placement,
+            "notes": tuple(located.caveats),
+        }
+
+    def shared(self, ranks: Ranks) -> Loaded:
+        """With the layers of this rank."""
+        layers = ranks.share(self.target.layers)
+        return replace(self, target=replace(self.target, layers=layers))
+
+    def prompt_runs(self) -> Iterator[PromptRun]:
+        """The prompts, in the order of `prompts`, for the model."""
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
-            capture_layers(
+            yield PromptRun(
                 self.model,
-                ids,
+                ids.to(self.model.device),
+                target.serving.chunk or segment_length,
+                target.ref.model_type,
                 target.layers,
-                ref=target.ref,
-                segment_length=segment_length,
-                on_layer=on_layer,
-                serving=target.serving,
-                head=partial(logits, self.whole) if target.serving.decode else None,
+                target.serving,
+                partial(logits, self.whole) if target.serving.decode else None,
             )
+
+    def run(self, on_layer: OnLayer) -> None:
+        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+        for prompt in self.prompt_runs():
+            capture_layers(prompt, on_layer)
 
     def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
         return store.CaptureWriter(
@@ -567,9 +587,11 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.step(f"Loading {target.ref.repo_id}"),
         quiet_transformers(),
     ):
-        dtype: DType = "auto" if target.dtype is None else getattr(torch, target.dtype)
         loaded = load_model(
-            local, device=limits.device(), dtype=dtype, device_map=chosen.device_map
+            local,
+            device=limits.device(),
+            dtype="auto" if target.dtype is None else getattr(torch, target.dtype),
+            device_map=chosen.device_map,
         )
     return Loaded(
         target=target,

@@ -44,7 +44,11 @@ def capability(tensor: Tensor) -> tuple[int, int]:
 
 
 def sm_count(tensor: Tensor) -> int:
-    """Number of multiprocessors."""
+    """Number of multiprocessors; without a GPU that of an H200, as which the interpreter divides
+    calls.
+    """
+    if not tensor.is_cuda:
+        return 132
     return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
 
 

@@ -9,10 +9,15 @@ from typing import Literal
 
 from ssdprof.core.base import Count, Size
 from ssdprof.kernels.gdn.config import call_key
-from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, committed, portable_launch
+from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, portable_launch
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.operators.gdn_tuning import block_of, kernel_of, runner, slice_fits
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
+
+
+def _committed(inputs: KDAInputs, kernel: str) -> KDAPortableConfig:
+    choose = KDAPortableConfig.choose_hopper if kernel == "hopper" else KDAPortableConfig.choose
+    return choose(inputs)
 
 
 def _fits(config: KDAPortableConfig, inputs: KDAInputs) -> bool:
@@ -60,7 +65,7 @@ TUNING: Tuning = Tuning(
     },
     kernel=partial(kernel_of, FUSED, ("hopper", "portable")),
     key=call_key,
-    committed=committed,
+    committed=_committed,
     axes=lambda config: _SECOND if config.hopper else (*_SECOND, *_FIRST),
     run=runner(portable_launch),
     for_short=lambda config, _: config,

@@ -41,7 +41,7 @@ from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, target
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.facts import gpu_name, versions_of
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Table
 
@@ -265,8 +265,7 @@ def junit(report: Report) -> str:
     strictest in use.
     """
     outcome = Outcome(report)
-    failures = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
-    counted = {case.name for case in failures}
+    counted = {case.name for case in outcome.faulty}
     cases = [_of_case(report, case, counts=case.name in counted) for case in compared(report)]
     # with the time of everything but the calls above; without a GPU these have none
     whole = _test(report.kind, "all requested cases are present", report.seconds)
@@ -318,14 +317,10 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         skipped=_count(tests, "skipped"),
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
     )
-    gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": target(report),
-        "GPU": gpu_name(report.environment),
-        "driver": gpu.driver if gpu else "none",
-        "ssdprof": report.ssdprof_version,
-        **{name: packages.get(name, "none") for name in ("torch", "triton")},
+        **versions_of(report, ("torch", "triton"), "none"),
     }
     properties = SubElement(suite, "properties")
     for key, value in values.items():
@@ -383,9 +378,8 @@ def workflow_commands(report: Report) -> Iterator[str]:
     caveats.
     """
     title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
-    outcome = Outcome(report)
-    failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
-    reasons = [f"{case.name}: {case.result}: {case.why}" for case in failed if case.why]
+    faulty = (case for case in Outcome(report).faulty if case.why)
+    reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
     yield from _annotations("error", title, [*errors(report), *reasons])
     yield from _annotations("warning", title, list(caveats(report)))
 

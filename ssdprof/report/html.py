@@ -28,12 +28,11 @@ _UNITS = {
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
 _INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
-_KINDS = {Table: "table", str: "note", tuple: "list"}
 
-PageBlock = tuple[str, object]  # kind, by which the template draws it, and content
 Picture = tuple[str, Markup, Table]  # title, SVG, its numbers
 Pictures = dict[str, dict[str, plots.Drawing | None]]
-PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
+# title, anchor, pictures, blocks, folded (collapsed under its title), level
+PagePart = dict[str, object]
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
@@ -65,14 +64,15 @@ def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> It
             for title, drawing in drawings
             if drawing
         ]
-        yield _part(part, [("pictures", shown)] if shown else [])
+        yield _part(part, shown)
 
 
-def _part(section: Section, pictures: Sequence[PageBlock] = ()) -> PagePart:
+def _part(section: Section, pictures: Sequence[Picture] = ()) -> PagePart:
     return {
         "title": section.title,
         "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
-        "blocks": [*pictures, *((_KINDS[type(block)], block) for block in section.blocks)],
+        "pictures": pictures,
+        "blocks": section.blocks,
         "folded": section.folded,
         "level": 2,
     }
@@ -132,10 +132,11 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
 
 def unbroken(cell: str) -> Markup:
     """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
-    two parts; what is between backticks is code.
+    two parts.  A name may be broken after its underscores; what is between backticks is code.
     """
     text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    breakable = re.sub(r"(?<=\w_)(?=\w)", "<wbr>", str(escape(text)))
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", breakable))
 
 
 # --- pictures

@@ -6,7 +6,7 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ssdprof.core.stalls import StallReport
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
 from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
-from ssdprof.report.table import Cells, Table, aligned
+from ssdprof.report.table import Cells, Table, strings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,13 +73,6 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": "ssdprof"})
     return out.getvalue()
-
-
-def _data(headers: Cells, rows: Iterable[Cells]) -> Table:
-    """For a plot: the first column has names or positions."""
-    return Table(
-        title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r"))
-    )
 
 
 # --- speed
@@ -189,10 +182,9 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-        axes.set_xlabel(f"floating-point operations\nper {per}")
-        axes.set_ylabel("TFLOP/s by device time")
+        axes.set(xlabel=f"floating-point operations\nper {per}", ylabel="TFLOP/s by device time")
 
-    numbers = _data(("what", f"operations per {per}", "TFLOP/s"), cells)
+    numbers = strings("", ("what", f"operations per {per}", "TFLOP/s"), cells)
     return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
 
 
@@ -212,11 +204,12 @@ def along_positions(group: Group) -> Drawing | None:
     floor = _worst(group.cases, "floor")
     distinct: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
     for label, line in lines.items():
-        names = next((names for other, names in distinct if _coincide(line, other)), None)
-        if names is None:
-            distinct.append((line, [label]))
+        for other, names in distinct:
+            if _coincide(line, other):
+                names.append(label)
+                break
         else:
-            names.append(label)
+            distinct.append((line, [label]))
     slices = len(next(iter(lines.values())))
     middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
@@ -229,11 +222,10 @@ def along_positions(group: Group) -> Drawing | None:
             axes.plot(
                 middles, floor, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor"
             )
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("rms error against fp64")
-        axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
+        axes.set(xlabel="position, tokens", ylabel="rms error against fp64")
         axes.set_xlim(0, group.seqlen)
-        axes.set_xlabel("position, tokens")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
@@ -245,7 +237,7 @@ def along_positions(group: Group) -> Drawing | None:
         (f"{middle:,.0f}", *map(fmt.small, at_middle))
         for middle, at_middle in zip(middles, errors, strict=True)
     ]
-    return picture, _data(("position", *lines), cells)
+    return picture, strings("", ("position", *lines), cells)
 
 
 def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
@@ -329,7 +321,7 @@ def stacked(
         (name, *(words(lengths.get(part, 0.0)) for part in parts)) for name, lengths in bars.items()
     ]
     size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(parts)
-    return draw(paint, size, legend=2), _data(("", *parts), cells)
+    return draw(paint, size), strings("", ("", *parts), cells)
 
 
 def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
@@ -400,7 +392,7 @@ def _points(
         for name, row in rows.items()
     ]
     size = _NARROW[0], 1.4 + 0.35 * len(rows) + 0.1 * len(labels)
-    return draw(paint, size, legend=2), _data(("", *labels), cells)
+    return draw(paint, size), strings("", ("", *labels), cells)
 
 
 def _log_ticks(axes: Axes) -> None:

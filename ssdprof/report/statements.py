@@ -14,6 +14,7 @@ from ssdprof.core.base import (
     LONGEST_SEQLEN,
     PRECISIONS,
     PrecisionName,
+    distinct,
     grouped,
     intermediates_of,
 )
@@ -112,10 +113,8 @@ def shortcomings(outcome: Outcome) -> list[str]:
             f"{case_words(of_kernels)}."
         )
     for name, failed in grouped(outcome.failed, lambda case: case.implementation).items():
-        faults: dict[str, None] = {}
-        for case in failed:
-            faults |= dict.fromkeys(_consequence(law.name) for law in case.broken_laws)
-        if faults:
+        laws = distinct(case.broken_laws for case in failed)
+        if faults := dict.fromkeys(_consequence(law.name) for law in laws):
             lines.append(f"{name} is not safe here: {'; '.join(faults)}.")
     if outcome.refused:
         why = ";  ".join(dict.fromkeys(case.why.rstrip(".") for case in outcome.refused))
@@ -123,8 +122,8 @@ def shortcomings(outcome: Outcome) -> list[str]:
     answers = {case.name for case in outcome.answers}
     of_calls = (verdict for verdict in outcome.broken if verdict.case not in answers)
     for gate, broken in by_gate(of_calls).items():
-        cases = [": ".join(filter(None, (verdict.case, verdict.actual))) for verdict in broken]
-        lines.append(f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}.")
+        cases = shortened([verdict.what for verdict in broken], _MOST_BROKEN)
+        lines.append(f"GATE FAILED: {gate}: {cases}.")
     return lines
 
 
@@ -230,10 +229,7 @@ def _doubt(series: Series, every: Sequence[Series]) -> str:
         return ""
     divergence, noise = _divergence(series)
     if divergence and noise:
-        if divergence <= _NOISE * noise:
-            return ""
-        times = divergence / noise
-        return f"its answers diverge {times:,.0f} times as far as by the model's own noise"
+        return _beyond_noise(divergence, noise)
     errors = [other.pooled("vs_oracle") for other in (series, *exact)]
     rms, *others = [error.rms_ratio if error else math.inf for error in errors]
     least = min(others)
@@ -301,9 +297,8 @@ def _decision(report: Report, group: Group) -> VerdictLine:
 def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName]]:
     """Each implementation and precision that failed, was refused or misses a limit."""
     offenders = {verdict.case for verdict in outcome.broken}
-    failed = (*outcome.failed, *outcome.refused, *outcome.answers_failed)
     for case in report.cases:
-        if case in failed or case.name in offenders:
+        if case in outcome.faulty or case.name in offenders:
             yield case.implementation, case.precision
 
 
@@ -360,8 +355,13 @@ def _answers_words(series: Series) -> str:
         return "the model's answers were not compared"
     if not noise:
         return f"its answers diverge by {fmt.small(divergence)} nats"
+    return _beyond_noise(divergence, noise) or "its answers stay within the model's own noise"
+
+
+def _beyond_noise(divergence: float, noise: float) -> str:
+    """How far the answers are beyond the model's noise; empty if they are within it."""
     if divergence <= _NOISE * noise:
-        return "its answers stay within the model's own noise"
+        return ""
     times = f"{divergence / noise:,.1f} times"
     return f"its answers diverge {times} as far as by the model's own noise"
 

@@ -37,11 +37,9 @@ class Table:
     keys: int = 1
     wraps: int | None = None
 
-    def __post_init__(self) -> None:
-        if {len(self.headers)} != {len(self.align), *map(len, self.rows)}:
-            raise ValueError(
-                f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has"
-            )
+    def __bool__(self) -> bool:
+        """Whether it has rows: sections leave out a table without any."""
+        return bool(self.rows)
 
     def only(self, columns: Iterable[int]) -> Table:
         """With some of its columns."""
@@ -52,6 +50,9 @@ class Table:
         align = tuple(self.align[column] for column in kept)
         wraps = kept.index(self.wraps) if self.wraps in kept else None
         return replace(self, headers=headers, rows=tuple(rows), align=align, wraps=wraps)
+
+    def without_empty_columns(self) -> Table:
+        return self.only(self.full())
 
     def full(self) -> list[int]:
         """The columns that are not empty."""
@@ -71,8 +72,8 @@ def table(
     keys: int = 1,
     wraps: str = "",
     note: str = "",
-) -> Table | None:
-    """A table of rows; None without rows.
+) -> Table:
+    """A table of rows.
 
     The row with the most cells has all headings in their order; a dash is where another row lacks
     one.  words: headings of columns of text, which begin at the left; numbers end at the right.
@@ -81,27 +82,27 @@ def table(
     listed = list(rows)
     fullest: TableRow = max(listed, key=len, default={})
     headings = list(fullest)
-    align = "".join("l" if heading in words else "r" for heading in headings)
+    texts = [column for column, heading in enumerate(headings) if heading in words]
     cells = [tuple(row.get(heading, fmt.MISSING) for heading in headings) for row in listed]
     column = headings.index(wraps) if wraps in headings else None
-    return strings(title, headings, cells, align, keys=keys, wraps=column, note=note)
+    return strings(title, headings, cells, texts, keys=keys, wraps=column, note=note)
 
 
 def strings(
-    title: str, headers: Sequence[str], rows: Iterable[Cells], align: str, **fields: Any
-) -> Table | None:
-    """A table of columns whose headers may be equal; None without rows.
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[Cells],
+    texts: Container[int] = (0,),
+    **fields: Any,
+) -> Table:
+    """A table of columns whose headers may be equal.
 
-    align: a letter for each column, such as "llrr".  fields: others of a table.
+    texts: the numbers of the columns of text.  fields: others of a table.
     """
-    cells = tuple(rows)
-    if not cells:
-        return None
-    return Table(title=title, headers=tuple(headers), rows=cells, align=aligned(align), **fields)
-
-
-def without_empty_columns(whole: Table | None) -> Table | None:
-    return whole and whole.only(whole.full())
+    align: list[Align] = ["left" if column in texts else "right" for column in range(len(headers))]
+    return Table(
+        title=title, headers=tuple(headers), rows=tuple(rows), align=tuple(align), **fields
+    )
 
 
 def tone(cell: str) -> str:
@@ -109,11 +110,6 @@ def tone(cell: str) -> str:
     if cell.startswith("NO") or cell in _BAD:
         return "bad"
     return "good" if cell in _GOOD else ""
-
-
-def aligned(letters: str) -> tuple[Align, ...]:
-    """ "lr" -> ("left", "right")."""
-    return tuple("left" if letter == "l" else "right" for letter in letters)
 
 
 def fold_precisions(rows: Iterable[TableRow]) -> list[TableRow]:
@@ -152,9 +148,9 @@ def _precision_words(precisions: Iterable[str]) -> str:
     return "; ".join(f"{kind}, {'/'.join(dtypes)}" for kind, dtypes in states.items())
 
 
-def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table | None:
+def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
     """Names and values; those without a value are left out."""
-    return strings(title, headers, (row for row in rows if row[1]), "ll", wraps=1)
+    return strings(title, headers, (row for row in rows if row[1]), (0, 1), wraps=1)
 
 
 class VerdictLine(NamedTuple):
@@ -177,9 +173,7 @@ class Section:
     folded: bool = False
 
 
-def section(
-    title: str, *blocks: Content | None, reading: str = "", folded: bool = False
-) -> Section:
+def section(title: str, *blocks: Content, reading: str = "", folded: bool = False) -> Section:
     """reading: explains the blocks, if there are any."""
     contents = tuple(block for block in blocks if block)
     if contents and reading:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -43,6 +43,7 @@ from ssdprof.files import (
     check_writable,
     locked,
     parse_json,
+    read_stored,
     regular,
     safe_name,
     uninterrupted,
@@ -84,10 +85,9 @@ class Writer:
         lines, line = _lines(Path(file.name)) if file else ([], None)
         self.folder, self.earlier = folder, _joined(lines)
         line = line or ProcessLine(process=uuid4().hex[:8])
-        self._clocks = line.clocks
         cases = tuple(self.earlier.values())
         self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
-        self._file, self._path = file, Path(file.name) if file else None
+        self._file = file
         self._on_disk: ProcessLine | None = None
         self._due_s = 0.0
         self._cases = dict(self.earlier)
@@ -115,8 +115,8 @@ class Writer:
             self.captured(case.layer)
         known = self._cases.get(case.name)
         line = case.changed(accuracy=()) if known and known.accuracy == case.accuracy else case
-        self._cases[case.name] = known.joined(case) if known else case
         self._write({"case": line.model_dump(mode="json", exclude_defaults=True)})
+        self._cases[case.name] = known.joined(case) if known else case
         self.report = self.report.model_copy(update={"cases": tuple(self._cases.values())})
 
     def captured(self, layer: LayerRef) -> None:
@@ -124,11 +124,11 @@ class Writer:
             self.update(captured=(*self.report.first.captured, layer))
 
     def update(self, **fields: Any) -> None:
-        """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds,
-        steps, left_out.
+        """Fields of the process's line (`ProcessLine`): ceilings, peak_bytes, seconds, steps,
+        left_out; clocks: the latest reading.
         """
-        if (clocks := fields.get("clocks")) and self._clocks:
-            fields["clocks"] = self._clocks.until(clocks)
+        if (before := self.report.first.clocks) and "clocks" in fields:
+            fields["clocks"] = before.until(fields["clocks"] or before)
         line = ProcessLine(**(self.report.first.own | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
@@ -140,15 +140,6 @@ class Writer:
         if line != self._on_disk:
             self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
             self._on_disk, self._due_s = line, time.monotonic() + _LATER
-
-    def kept(self) -> Report:
-        """The report with those cases that can be read back."""
-        readable: set[str] = set()
-        with suppress(SsdprofError):
-            if self._path and (self.folder / HEADER).is_file():
-                readable = {case.name for case in _lines(self._path)[0]}
-        cases = tuple(case for case in self.report.cases if case.name in readable)
-        return self.report.model_copy(update={"cases": cases})
 
     def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
         """What is not measured.  implementations: empty: all of the place."""
@@ -169,8 +160,9 @@ class Writer:
             self.update(doubts=doubts)
 
     def peaked(self, size: int) -> None:
-        """The peak of this process's GPU memory so far is `size` bytes."""
-        self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
+        """The peak of this process's GPU memory so far is `size` bytes; 0: no GPU is used."""
+        if size:
+            self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
     def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
         """Heads of a layer by how long they remember, unless they are known."""
@@ -197,14 +189,17 @@ def check_folder(out: Path | None) -> None:
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with locked(file, *_TAKEN):
             pass
-    if out and (out / HEADER).exists():
+    if out and header_of(out).exists():
         _refuse_complete(out)
 
 
 def _refuse_complete(folder: Path) -> Report:
-    """The interrupted report.  Raises BadInputError for one that is complete."""
-    report = _folder(folder)
-    if report.complete or _document(folder / HEADER).cases:
+    """The interrupted report.  Raises BadInputError for one that is complete, and for a document,
+    which would be read instead of what is written.
+    """
+    header = header_of(folder)
+    is_document = header.name == DOCUMENT or _document(header).cases
+    if is_document or (report := _folder(folder)).complete:
         raise BadInputError(f"{folder} holds a run already.", "Name another folder with --out.")
     return report
 
@@ -306,7 +301,7 @@ def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
 
 def _begin(path: Path, header: Report, sources: Callable[[], Iterable[Path]]) -> None:
     """Write the header.  Raises BadInputError if there is one of another request."""
-    if (path / HEADER).exists():
+    if header_of(path).exists():
         _refuse_another(path, header, sources())
         return
     for stale in path.glob("cases.[0-9]*.jsonl"):
@@ -405,8 +400,8 @@ def _note_end(writer: Writer, error: BaseException) -> str:
     with suppress(SsdprofError):  # the disk may be what ended it
         writer.update(ended=why)
         writer.flush()
-    report = writer.kept()
-    if not report.cases:
+    report = writer.report
+    if not (writer.folder / HEADER).is_file():
         return "What was done could not be kept."
     cases, answers = len(report.of_calls) + len(report.of_prefill), len(report.of_answers)
     of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
@@ -447,9 +442,8 @@ def _wait(path: Path, ranks: Ranks) -> None:
         if rank == ranks.rank:
             continue
         ranks.told(f"{rank}/open", rank)
-        with (path / f"cases.{rank}.jsonl").open("rb") as opened_file:
-            while not _free(opened_file):
-                time.sleep(POLL_S)
+        while not _is_free(path / f"cases.{rank}.jsonl"):
+            time.sleep(POLL_S)
         last = _last(path, rank)
         if not last.complete:
             error = ranks.gone(rank)
@@ -472,11 +466,13 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
     return None
 
 
-def _free(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+def _is_free(file: Path) -> bool:
+    """Whether no process holds its lock."""
+    with file.open("rb") as opened_file:
+        try:
+            fcntl.flock(opened_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 
@@ -505,13 +501,20 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
 
 
 def latest(*kinds: str) -> Path | None:
-    """The report under `runs/` that was started last, of one of the kinds."""
+    """The report under `runs/` that was started last, of one of the kinds, and that no process is
+    still writing.
+    """
     started = [
         (report.created, report.id, path)
         for path, report in _readable(RUNS, _header)
         if isinstance(report, Report) and report.kind in kinds
     ]
-    return max(started)[2] if started else None
+    newest_first = (path for *_, path in sorted(started, reverse=True))
+    return next(filterfalse(_is_written_now, newest_first), None)
+
+
+def _is_written_now(folder: Path) -> bool:
+    return not all(map(_is_free, folder.glob("cases.[0-9]*.jsonl")))
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
@@ -581,22 +584,7 @@ def _document(file: Path) -> Report:
     """The report in a header or a document.  Raises BadInputError if there is none, if it is
     damaged, or if another version of ssdprof wrote it.
     """
-    text = _text(file)
-    try:
-        document = parse_json(text)
-    except ValueError as error:
-        raise BadInputError(
-            f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged."
-        ) from error
-    version = document.get("version") if isinstance(document, dict) else None
-    if version != VERSION:
-        other = f"of version {version}; this ssdprof reads {VERSION}"
-        what = "no report of ssdprof" if version is None else other
-        raise BadInputError(f"{file} is {what}.", _AGAIN)
-    try:
-        report = Report.model_validate(document)
-    except ValidationError as error:
-        raise BadInputError(f"{file} is damaged at {first_fault(error)}.", _AGAIN) from error
+    report = read_stored(file, Report.model_validate, VERSION, _AGAIN)
     of_tensors = report.kind == "run" and not report.prompts  # of `ssdprof.compare`
     if report.model is None and report.kind in ("run", "prefill", "answers") and not of_tensors:
         raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)

@@ -92,9 +92,7 @@ LENGTH = 70
 
 
 def hidden(model: Any, segment_length: int) -> torch.Tensor:
-    prompt = PromptRun(
-        model.base_model, tiny_models.prompt(LENGTH), segment_length, find_mixers(model), "tiny"
-    )
+    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, "tiny")
     return hidden_states(
         prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original()
     )
@@ -107,8 +105,8 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
         assert model.config.logits_scaling == 1.0
     with torch.no_grad():
         whole = model(tiny_models.prompt(LENGTH), use_cache=False).logits
-    found = hidden(model, LENGTH)
-    blocks = torch.cat([logits(model, block) for block in found.split(32, dim=1)], dim=1)
+    states = hidden(model, LENGTH)
+    blocks = torch.cat([logits(model, block) for block in states.split(32, dim=1)], dim=1)
     torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-5)
     assert "forward" not in vars(model.base_model)
     with torch.no_grad():
@@ -118,12 +116,12 @@ def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
 def test_scaled_logits_are_scaled() -> None:
     scaled = tiny_models.build("granitemoehybrid")
     scaled.config.logits_scaling = 6.0
-    found = hidden(scaled, LENGTH)
+    states = hidden(scaled, LENGTH)
     plain, shapes = tiny_models.shared("granitemoehybrid"), list[Any]()
     scaled.register_forward_pre_hook(
-        lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True
+        lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
     )
-    torch.testing.assert_close(6 * logits(scaled, found), logits(plain, found))
+    torch.testing.assert_close(6 * logits(scaled, states), logits(plain, states))
     assert shapes == [(1, LENGTH)]
 
 
@@ -135,6 +133,6 @@ def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) 
     tokens = greedy(model, ids, 4, segment_length)
     text = torch.cat([ids, torch.tensor([tokens])], dim=1)
     with torch.no_grad():
-        found = model(text, use_cache=False).logits[0, 39:-1]
-    margins = found.max(-1).values - found.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        scores = model(text, use_cache=False).logits[0, 39:-1]
+    margins = scores.max(-1).values - scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     assert float(margins.max()) < 1e-4

@@ -1,4 +1,6 @@
-"""A call whose states are another sequence's, or nobody's, is told, however right it is itself."""
+"""A call whose states are another sequence's, or nobody's, is a suspicion, however right it is
+itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ SLOTS = (5, 2)  # of the two sequences, in every call
 
 def gdn(length: int, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """A call on two packed sequences, with what it computes."""
-    given = {
+    inputs = {
         "q": torch.randn(1, length, 1, 16),
         "k": torch.nn.functional.normalize(torch.randn(1, length, 1, 16), dim=-1),
         "v": torch.randn(1, length, 2, 8),
@@ -37,8 +39,8 @@ def gdn(length: int, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
         "cu_seqlens": torch.tensor([0, 4, length]),
         **({} if states is None else {"initial_state": states}),
     }
-    out, final_states = gdn_recurrence(GDNInputs(**given))
-    return {**given, "out": out.float(), "final_states": final_states.float()}
+    out, final_states = gdn_recurrence(GDNInputs(**inputs))
+    return {**inputs, "out": out.float(), "final_states": final_states.float()}
 
 
 Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -> the next one's
@@ -100,7 +102,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 @pytest.mark.parametrize("outputs", [True, False])
 @pytest.mark.parametrize(("plant", "slots", "words"), FAULTS)
 @pytest.mark.usefixtures("in_empty_folder")
-def test_a_recorded_call_with_a_wrong_state_is_told(
+def test_a_recorded_call_with_a_wrong_state_is_suspected(
     plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
 ) -> None:
     torch.manual_seed(0)
@@ -115,7 +117,7 @@ def test_a_recorded_call_with_a_wrong_state_is_told(
 
 
 @pytest.mark.usefixtures("in_empty_folder")
-def test_the_capture_and_its_run_tell_it() -> None:
+def test_the_capture_and_its_run_name_the_suspicion() -> None:
     torch.manual_seed(0)
     folder = recorded(Path("r"), lambda left: left[1].flip(0), SLOTS, bool)
     words = "row 0 (slot 5) of call 3 begins with the state that row 1 (slot 2) of call 2 left"

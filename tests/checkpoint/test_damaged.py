@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.folders import edit_json
 
+from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
@@ -29,9 +31,7 @@ def error_of(folder: Path) -> BadInputError:
         layers, tokenizer = located.ref.layers[:1], fetch_tokenizer(located)
         ids, _ = build_prompt(tokenizer and tokenizer.folder, 8)
         model = load_model(fetch(located, deepest_layer=layers[0].index), device="cpu")
-        capture_layers(
-            model, ids, layers, ref=located.ref, segment_length=8, on_layer=lambda _: None
-        )
+        capture_layers(PromptRun(model, ids, 8, located.model_type, layers), lambda _: None)
     return caught.value
 
 
@@ -42,8 +42,7 @@ def demo(tmp_path: Path) -> Path:
 
 def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
     """The error for a model with some keys of a file changed."""
-    content = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps(content | changes))
+    edit_json(folder / file, **changes)
     return error_of(folder)
 
 

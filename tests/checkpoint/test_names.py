@@ -85,7 +85,7 @@ def test_a_name_unlike_any_finds_nothing(typed: str) -> None:
     assert close_names(typed) == []
 
 
-def test_names_are_judged_without_torch() -> None:
+def test_a_model_is_opened_without_torch() -> None:
     code = """if True:
         import sys
         from ssdprof.checkpoint.model import open_model

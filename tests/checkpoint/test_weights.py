@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.folders import edit_json
 from safetensors.torch import save_file
 
 from ssdprof.checkpoint.hub import Source
@@ -94,35 +95,15 @@ def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) ->
     ("key", "place", "kind", "words"),
     [
         ("backbone.layers.0.mixer.invented", None, ModelUnavailableError, "invented"),
-        (
-            "backbone.norm_f.weight",
-            "../secret.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "/etc/secret.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "a/../../b.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "C:\\b.safetensors",
-            BadInputError,
-            "no safetensors file inside",
-        ),
-        (
-            "backbone.norm_f.weight",
-            "..\\b.safetensors",
-            BadInputError,
-            "no safetensors file inside",
+        *(
+            ("backbone.norm_f.weight", place, BadInputError, "no safetensors file inside")
+            for place in (
+                "../secret.safetensors",
+                "/etc/secret.safetensors",
+                "a/../../b.safetensors",
+                "C:\\b.safetensors",
+                "..\\b.safetensors",
+            )
         ),
     ],
 )
@@ -132,9 +113,8 @@ def test_an_index_that_is_wrong_or_leaves_its_folder(
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
     (folder.parent / "secret.safetensors").write_bytes(shard.read_bytes())
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"][key] = place or shard.name
-    (folder / INDEX).write_text(json.dumps(index))
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    edit_json(folder / INDEX, weight_map={**places, key: place or shard.name})
     error = failure(folder)
     assert isinstance(error, kind)
     assert words in error.message
@@ -163,9 +143,9 @@ def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) 
     (folder / INDEX).write_bytes(
         content if isinstance(content, bytes) else json.dumps(content).encode()
     )
-    found = failure(folder)
-    assert type(found) is error
-    assert not any(word in found.message for word in ("object", "indices", "KeyError"))
+    refused = failure(folder)
+    assert type(refused) is error
+    assert not any(word in refused.message for word in ("object", "indices", "KeyError"))
 
 
 def test_which_weights_three_layers_need() -> None:

@@ -15,6 +15,7 @@ import torch
 from cases import task_of, value
 from command_line import passing
 from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
+from generated_inputs import cell_of, generated
 
 from ssdprof import kernels, operators
 from ssdprof.core.case import Generated
@@ -166,8 +167,8 @@ def test_a_further_process_repeats_the_command_of_the_report(
 
     monkeypatch.setattr(reports, "sample_again", sample_again)
     monkeypatch.chdir(tmp_path)
-    words = ("bench", "ssd", "--shape", "4x16x16x1", "--seq", "36", "--dtype", "fp32")
-    passing(*words, "--processes", "2", "--out", "kept")
+    words = "bench ssd --shape 4x16x16x1 --seq 36 --dtype fp32"
+    passing(f"{words} --processes 2 --out kept")
     report = load("kept")[1]
     assert (report.complete, len(report.processes), report.missing) == (True, 2, ())
     assert all(len({one.process for one in case.samples}) == 2 for case in report.cases)
@@ -290,7 +291,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
 ) -> None:
     slow = replace(kernels.get("ssd", "fused"), run=compiling)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
-    report = benched(*cells(40), first_call=4)
+    report = benched(*cells(40), first_call_s=4)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
     assert report.cases[1].why == "its first call was stopped after 4 s"
     (one,) = benched(
@@ -331,10 +332,7 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     )
 
 
-def shape_of(operator: str) -> Any:
-    gdn = operators.get("gdn").generated.parse("1/2x16x16")
-    assert gdn
-    return CELL.shape if operator == "ssd" else gdn
+SIZES = {"ssd": "2x16x16x1", "gdn": "1/2x16x16"}
 
 
 def library(operator: str) -> Implementation:
@@ -363,12 +361,8 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
     operator = operators.get(name)
-    short, longer = (
-        replace(CELL, shape=shape_of(name), tokens=Tokens(sequences=3, seqlen=seqlen))
-        for seqlen in (1, 33)
-    )
-    inputs: Any = operator.generated.draw(short, torch.device("cpu"))
-    states = inputs.initial_states if name == "ssd" else inputs.initial_state
+    short, longer = (cell_of(name, SIZES[name], seqlen, sequences=3) for seqlen in (1, 33))
+    states = generated(name, SIZES[name], 1, sequences=3).initial
     assert states.abs().sum() > 0, "a step begins with a state"
     of = (library(name), *(resolve(operator, one) for one in ("unfused", "fused")))
     report = benched(short, longer, operator=operator, compared=of, baseline="library")
@@ -394,7 +388,7 @@ def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatc
     operator = operators.get("gdn")
     for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))
-    cell = replace(CELL, shape=shape_of("gdn"), ways=("normalised", "quarter-ungated"))
+    cell = cell_of("gdn", SIZES["gdn"], 40, ways=("normalised", "quarter-ungated"))
     report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
     assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]
     assert all(task_of(case, Generated).ways == cell.ways for case in report.cases)

@@ -66,16 +66,16 @@ def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
     assert found.values[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
 
 
-FAST = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")
+FAST = "--seq 24 --layers first:1 --dtypes relaxed"
 
 
 @pytest.mark.usefixtures("in_empty_folder")
 def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
-    plain = passing("run", "demo", *FAST, "--out", "plain", "--save-captures", "--states", "fp16")
+    plain = passing(f"run demo {FAST} --out plain --save-captures --states fp16")
     source = load("plain")[1].cases[0].dims.dtype
     assert load("plain")[1].cast is None
     assert "cast from" not in plain.out
-    cast = passing("run", "demo", *FAST, "--out", "cast", "--dtype", "fp16", "--full")
+    cast = passing(f"run demo {FAST} --out cast --dtype fp16 --full")
     _, report = load("cast")
     assert report.cast == (source, "fp16")
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
@@ -92,9 +92,9 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     assert {pair.case.implementation for pair in pairs} == {"unfused", "fused"}
     assert not [pair for pair in pairs if not (pair.incomparable and pair.other_inputs)]
 
-    passing("run", "demo", *FAST, "--out", "again", "--dtype", source)
+    passing(f"run demo {FAST} --out again --dtype {source}")
     assert load("again")[1].cast is None, "nothing was cast"
-    passing("run", "plain/captures", "--dtype", "fp16", "--dtypes", "relaxed", "--out", "stored")
+    passing("run plain/captures --dtype fp16 --dtypes relaxed --out stored")
     _, replayed = load("stored")
     assert replayed.cast == report.cast
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]

@@ -19,6 +19,7 @@ import transformers as tf
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 
+from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_bytes_per_token, capture_layers
 from ssdprof.capture.memory import LiveBytes, predict_memory
@@ -434,16 +435,16 @@ def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: S
     """Bytes of all tensors that are alive at once while the model's operators are captured."""
     for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
-            capture_layers(
+            prompt = PromptRun(
                 model,
                 tiny_models.prompt(seqlen),
+                serving.chunk or segment_length,
+                name,
                 layers_of(model, name),
-                ref=tiny_models.checkpoint_ref(name),
-                segment_length=segment_length,
-                on_layer=lambda _: None,
-                serving=serving,
-                head=lambda hidden: torch.zeros(*hidden.shape[:2], 128),
+                serving,
+                lambda hidden: torch.zeros(*hidden.shape[:2], 128),
             )
+            capture_layers(prompt, lambda _: None)
     return counted.peak
 
 

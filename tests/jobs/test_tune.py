@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, product, repeat
 from operator import attrgetter
 from pathlib import Path
@@ -14,18 +15,17 @@ import numpy as np
 import pytest
 import torch
 from command_line import Answer, ending, passing
+from generated_inputs import cell_of, generated
 from tuning_fakes import (
     COMMITTED_SEGMENT,
     GPU,
     FakeTimer,
-    cell,
     environment,
     kept,
     ssd_inputs,
     ssd_problem,
 )
 
-from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
@@ -53,7 +53,6 @@ from ssdprof.kernels.ssd.hopper.config import (
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import Call
 from ssdprof.operators.gdn_tuning import TUNING as GDN
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
@@ -61,6 +60,7 @@ from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
 
 CPU = torch.device("cpu")
+SMALL_GDN = "1/2x16x16"
 EXACT = Precision()
 needs_interpreter = pytest.mark.skipif(
     not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
@@ -81,19 +81,7 @@ def cache(
         registry.use_overrides(operator, {})
 
 
-def gdn_inputs(
-    length: int,
-    *,
-    shape: str = "1/2x16x16",
-    sequences: int = 1,
-    packed: bool = False,
-    operator: str = "gdn",
-) -> Any:
-    generator = operators.get(operator).generated
-    found = generator.parse(shape)
-    assert found is not None
-    tokens = Tokens(sequences=sequences, seqlen=length, shortest=length if packed else None)
-    return generator.draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)
+gdn_inputs = partial(generated, "gdn", SMALL_GDN, layout="contiguous")
 
 
 # --- candidates
@@ -148,12 +136,12 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
         (
             GDN,
             None,
-            gdn_inputs(8192, shape=LONG_GDN),
+            generated("gdn", LONG_GDN, 8192),
             "block_v v_rows",
             set(product((16, 32, 64, 128), (True, False))),
         ),
-        (KDA, None, gdn_inputs(64, operator="kda"), "block_v block_k", {(16, 16)}),
-        (KDA, KDA_HOPPER, gdn_inputs(8192, shape=LONG_GDN, operator="kda"), "prep_block_k", {128}),
+        (KDA, None, generated("kda", SMALL_GDN, 64), "block_v block_k", {(16, 16)}),
+        (KDA, KDA_HOPPER, generated("kda", LONG_GDN, 8192), "prep_block_k", {128}),
     ],
 )
 def test_what_the_candidates_vary(
@@ -173,7 +161,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() 
         SSD, SSDHopperConfig(segment=10, long_count=2, long_segment=100), ssd_inputs(240 * 64)
     )
     assert {92, 96, 104, 108} <= {config.long_segment for config in nearby}
-    inputs = gdn_inputs(4096, shape=LONG_GDN)
+    inputs = generated("gdn", LONG_GDN, 4096)
     committed = replace(GDN.committed(inputs, "portable"), segment=16)
     chunks = next(axis for axis in GDN.axes(committed) if axis.__name__ == "_chunks")
     assert {one.segment * one.chunk for one in chunks(committed, inputs)} == {1024}, "in positions"
@@ -213,7 +201,7 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
 
 
 def made(intermediates: Any = "exact") -> list[Problem]:
-    cells = (cell(100), cell(40, sequences=2))
+    cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 40, sequences=2))
     return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
 
@@ -516,9 +504,9 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
-        ("{", "", "is not what 'ssdprof tune' writes"),
-        ('"segment": 4', '"segment": 0', "is not what 'ssdprof tune' writes"),
-        ('"long_count": 0', '"long_count": 1', "is not what 'ssdprof tune' writes"),
+        ("{", "", "is not valid JSON: "),
+        ('"segment": 4', '"segment": 0', "is damaged at "),
+        ('"long_count": 0', '"long_count": 1', "is damaged at "),
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )
@@ -562,8 +550,8 @@ def test_a_find_is_for_its_own_calls_only() -> None:
     assert chosen(batch, batch_invariant=True) == config
     for other in (
         gdn_inputs(300),
-        gdn_inputs(200, shape="2/2x16x16"),
-        gdn_inputs(200, packed=True),
+        generated("gdn", "2/2x16x16", 200),
+        gdn_inputs(200, shortest=200),
     ):
         assert chosen(other) != config
     assert chosen(inputs, Precision(intermediates="relaxed")) != config
@@ -575,9 +563,9 @@ def test_a_find_is_for_its_own_calls_only() -> None:
 
 def test_clear_needs_no_gpu() -> None:
     file = kept()
-    assert "Removed" in passing("tune", "--clear").err
+    assert "Removed" in passing("tune --clear").err
     assert not file.exists()
-    assert "There is nothing in" in passing("tune", "--clear").err
+    assert "There is nothing in" in passing("tune --clear").err
 
 
 @pytest.fixture
@@ -619,7 +607,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             "kda --shape 1/2x16x16 --seq 70",
             ("1/2x16x16, bf16, 1 x 70",),
-            lambda: kda_fused.plan(gdn_inputs(70, operator="kda")),
+            lambda: kda_fused.plan(generated("kda", SMALL_GDN, 70, layout="contiguous")),
             marks=pytest.mark.slow,
         ),
     ],
@@ -630,7 +618,7 @@ def test_from_words_to_kernels_that_take_the_find(
     """The file is real: the next command reads it and says so, and its kernels use the
     configuration.
     """
-    answer = passing("tune", *words.split(), "--json")
+    answer = passing(f"tune {words} --json")
     report = Report.model_validate_json(answer.out)
     assert {case.case_key for case in report.cases} == set(places)
     assert all(case.samples for case in report.cases)
@@ -644,15 +632,15 @@ def test_from_words_to_kernels_that_take_the_find(
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
 def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    words = ("tune", "ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40")
+    words = "tune ssd --shape 2x16x16x1,4x16x16x1 --seq 40"
     with monkeypatch.context() as patch:
         seconds = count(0, 100)
         patch.setattr(job.time, "monotonic", lambda: next(seconds))
-        report = Report.model_validate_json(Answer(*words, "--budget", "150", "--json").out)
+        report = Report.model_validate_json(Answer(words, "--budget 150 --json").out)
     assert {case.case_key for case in report.cases} == {"2x16x16x1, bf16, 1 x 40"}
     ((place, _, reason),) = (tuple(dict(one).values()) for one in report.left_out)
     assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
-    passing("tune", "--clear")
+    passing("tune --clear")
 
     def interrupted(problem: Problem, timer: Any) -> Any:
         if str(problem).startswith("4x16x16x1"):
@@ -660,7 +648,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
         return search(problem, timer)
 
     monkeypatch.setattr(job, "search", interrupted)
-    ending(130, *words)
+    ending(130, words)
     (file,) = cache.glob("*.json")
     assert len(TunedConfigs.model_validate_json(file.read_text()).configs) == 1
 
@@ -668,14 +656,14 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
 @pytest.mark.gpu
 def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     """Two tunings, one for each kernel.  Every find has a right output and is used."""
-    shapes = ("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
-    tuned = passing("tune", *shapes)
+    shapes = "ssd --shape 16x64x128x1,3x64x64x1 --seq 1k,4k --json"
+    tuned = passing(f"tune {shapes}")
     report = Report.model_validate_json(tuned.out)
     assert "portable" in {case.variant for case in report.cases}
     assert all(case.samples for case in report.cases if case.implementation == "committed")
     assert not [case.name for case in report.cases if case.result == "inaccurate"]
     found = "What was found is kept" in tuned.err
-    answer = passing("bench", *shapes, "--chunk-size", "128")
+    answer = passing(f"bench {shapes} --chunk-size 128")
     assert ("tuned on this GPU" in answer.err, "tuned on this GPU, " in answer.out) == (
         found,
         found,

@@ -11,6 +11,7 @@ from typing import Any
 import fakes
 import torch
 from cases import layer
+from generated_inputs import generated
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case, LayerCall
@@ -25,9 +26,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.timing import CaptureError
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.ssd_inputs import GENERATOR, draw
 from ssdprof.operators.tuning import Config
 from ssdprof.store import tuned as store
 
@@ -47,19 +46,8 @@ COMMITTED = {
 }
 
 
-def cell(seqlen: int, shape: str = "2x16x16x1", sequences: int = 1) -> Cell:
-    found = GENERATOR.parse(shape)
-    assert found is not None
-    return Cell(
-        shape=found,
-        dtype="bf16",
-        layout="contiguous",
-        tokens=Tokens(sequences=sequences, seqlen=seqlen),
-    )
-
-
-def ssd_inputs(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
-    return draw(cell(seqlen, shape), torch.device("cpu"))
+def ssd_inputs(seqlen: int, sizes: str = "2x16x16x1") -> Any:
+    return generated("ssd", sizes, seqlen, layout="contiguous")
 
 
 def ssd_problem(kernel: str, *seqlens: int) -> Problem:

@@ -408,14 +408,14 @@ def kda_unfused(case: KDACase, precision: Precision) -> None:
 
 def kda_portable(case: KDACase, **changes: Any) -> None:
     inputs = on_meta(case.inputs())
-    config = replace(KDAPortableConfig.choose(inputs, 132), **changes)
+    config = replace(KDAPortableConfig.choose(inputs), **changes)
     kda_portable_launch(inputs, EXACT, config, state_v_first=False)(inputs)
 
 
 def kda_hopper(case: KDACase) -> None:
     inputs = on_meta(case.inputs())
     kda_portable_launch(
-        inputs, EXACT, KDAPortableConfig.choose_hopper(inputs, 132), state_v_first=False
+        inputs, EXACT, KDAPortableConfig.choose_hopper(inputs), state_v_first=False
     )(inputs)
 
 

@@ -202,10 +202,7 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
 def kda_portable(config: KDAPortableConfig | None) -> Run:
     """Without a configuration: as chosen on Hopper."""
     return lambda inputs, precision: kda_portable_launch(
-        inputs,
-        precision,
-        config or KDAPortableConfig.choose_hopper(inputs, H200),
-        state_v_first=False,
+        inputs, precision, config or KDAPortableConfig.choose_hopper(inputs), state_v_first=False
     )(inputs)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generated_inputs import generated
 from kernel_cases import BF16, EXACT, FP16, FP32, SSDCase, changed
 from targets import (
     H200,
@@ -25,14 +26,11 @@ from typer.testing import CliRunner
 
 from ssdprof.capture import store
 from ssdprof.cli import app
-from ssdprof.jobs.reading import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd_inputs import GENERATOR, draw
 
 SEQUENCES, SEQLEN = 32, 1024
 # of the models' configurations
@@ -93,13 +91,8 @@ def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtyp
 @pytest.mark.parametrize("model", CHUNK_SIZES)
 @targets(gpu=SSD_CHOSEN)
 def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: str) -> None:
-    (shape,) = parse_shapes(GENERATOR, model)
-    cell = Cell(
-        shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN)
-    )
-    assert_no_head_is_less_exact(
-        kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model])
-    )
+    inputs = generated("ssd", model, SEQLEN, sequences=SEQUENCES, dtype=dtype, device="cuda")
+    assert_no_head_is_less_exact(kernel, replace(inputs, chunk_size=CHUNK_SIZES[model]))
 
 
 @pytest.mark.gpu
@@ -112,11 +105,8 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(
 ) -> None:
     """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
-    (sizes,) = parse_shapes(GENERATOR, shape)
-    cell = Cell(
-        shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen)
-    )
-    inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
+    inputs = generated("ssd", shape, seqlen, sequences=SEQUENCES, dtype=dtype, device="cuda")
+    inputs = replace(inputs, chunk_size=256)
     assert unsupported(inputs) == ""
     config = SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
     assert passing(inputs, config) == way

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
+from kernel_cases import DTYPES, EXACT, PRECISIONS, RELAXED_FP32
 from measure.conftest import random_inputs
 
 from ssdprof.core.accuracy import Accuracy
@@ -16,13 +16,6 @@ from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
 from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.rounding import Span
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PRECISIONS = [
-    Precision(intermediates=intermediates, state_dtype=state_dtype)
-    for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
-]
-EXACT = Precision()
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 precisions = pytest.mark.parametrize(
@@ -177,9 +170,9 @@ def test_states_that_are_exact_in_bf16_may_be_bf16_numbers() -> None:
 
 def test_relaxed_does_not_pass_as_exact_for_fp32_inputs() -> None:
     inputs = random_inputs(dtype=torch.float32)
-    relaxed = rounded_answer(inputs, Precision(intermediates="relaxed"))
+    relaxed = rounded_answer(inputs, RELAXED_FP32)
     assert reason(judge(relaxed, inputs, EXACT))
-    assert not reason(judge(relaxed, inputs, Precision(intermediates="relaxed")))
+    assert not reason(judge(relaxed, inputs, RELAXED_FP32))
 
 
 def test_one_huge_activation_does_not_blind_the_rule() -> None:
@@ -259,7 +252,7 @@ def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -
     """With 16-bit inputs.  The error of a single one may be small by chance where a head has few
     large errors.
     """
-    inputs, precision = random_inputs(seqlen=64, heads=2, seed=3), Precision()
+    inputs, precision = random_inputs(seqlen=64, heads=2, seed=3), EXACT
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
         perturbed = ssd.ORACLE.rounded(inputs, precision).perturbed(seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measure.test_history import generated
+from generated_inputs import generated
 
 from ssdprof import operators
 from ssdprof.kernels import GDNInputs
@@ -24,7 +24,7 @@ def remarks(inputs: GDNInputs, output: Output) -> tuple[str, str]:
 
 
 def gdn() -> GDNInputs:
-    inputs: GDNInputs = generated("gdn", "1/2x16x16", 200, 2)
+    inputs: GDNInputs = generated("gdn", "1/2x16x16", 200, sequences=2)
     return inputs
 
 

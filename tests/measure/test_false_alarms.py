@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
-from kernel_cases import SSDCase
+from generated_inputs import generated
+from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
 
 from ssdprof import operators
@@ -16,15 +16,7 @@ from ssdprof.kernels.oracle import sequences
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
-from ssdprof.operators import generate
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-PRECISIONS = {
-    f"{intermediates}, {state_dtype} states": Precision(
-        intermediates=intermediates, state_dtype=state_dtype
-    )
-    for intermediates, state_dtype in product(("exact", "relaxed"), DTYPES)
-}
 SHAPES = {
     "one short chunk": {"seqlen": 5, "chunk_size": 16, "headdim": 16},
     "small chunks": {"seqlen": 70, "chunk_size": 16, "headdim": 16, "groups": 1},
@@ -80,8 +72,8 @@ def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
 def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]) -> dict[str, str]:
     """Precision -> reason, for precisions that do not pass."""
     candidates = {
-        name: Candidate(output=run(inputs, precision), precision=precision)
-        for name, precision in PRECISIONS.items()
+        str(precision): Candidate(output=run(inputs, precision), precision=precision)
+        for precision in PRECISIONS
     }
     comparisons = compare(inputs, candidates)
     reasons = {
@@ -111,12 +103,8 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     """A decay that is nearer to 1 than half a unit in the last place leaves a rounded number as it
     was, at every position: such errors do not average out, and depend on the kernel's chunks.
     """
-    operator = operators.get(name)
-    shape = operator.generated.shape("slow", 1, 1, 128, 128)
-    tokens = generate.Tokens(sequences=1, seqlen=4096)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    generated = operator.generated.draw(cell, torch.device("cpu"))
-    inputs = replace(generated, g=-2 * step * torch.rand_like(generated.g))
+    operator, given = operators.get(name), generated(name, "1/1x128x128", 4096)
+    inputs = replace(given, g=-2 * step * torch.rand_like(given.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
     gate = operator.oracle.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
     out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
@@ -133,8 +121,8 @@ def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float) -> None:
         random_inputs(dtype=dtype, A=-torch.linspace(1, 16, 4) * factor, **shape)
         for factor in (1, 1 + off)
     )
-    output = other_evaluation(wrong, Precision())
-    found = compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"]
+    candidate = Candidate(output=other_evaluation(wrong, EXACT), precision=EXACT)
+    found = compare(inputs, {"wrong": candidate})["wrong"]
     assert any(tensor.reason for tensor in found)
 
 
@@ -145,6 +133,4 @@ def test_a_single_fp32_position_whose_sum_over_n_cancels() -> None:
         dt = torch.nn.functional.softplus(inputs.dt.float() + inputs.dt_bias)[:, 0]
         x, B, C = (one[:, 0].float() for one in (inputs.x, inputs.B, inputs.C))
         states = (dt[..., None] * x)[..., None] * B[:, :, None]
-        assert_passes(
-            SSDOutput((states * C[:, :, None]).sum(-1)[:, None], states), inputs, Precision()
-        )
+        assert_passes(SSDOutput((states * C[:, :, None]).sum(-1)[:, None], states), inputs, EXACT)

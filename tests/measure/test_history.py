@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from generated_inputs import generated
 from measure.conftest import random_inputs
-from measure.test_probes import Here, probed
+from measure.test_probes import Here, law, probed
 
 from ssdprof import kernels, operators
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -22,22 +23,12 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
-from ssdprof.operators import generate
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.kda_histories import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
 LIMIT = -14.0  # about 2^-20
-
-
-def generated(name: str, sizes: str, seqlen: int, sequences: int = 1, **changes: Any) -> Any:
-    operator = operators.get(name)
-    shape = operator.generated.parse(sizes)
-    assert shape
-    tokens = generate.Tokens(sequences=sequences, seqlen=seqlen)
-    cell = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
-    return replace(operator.generated.draw(cell, torch.device("cpu")), **changes)
 
 
 def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
@@ -80,12 +71,6 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
     return out, states
 
 
-def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]:
-    implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
-    (found,) = Prober(Here(), only=name).probe(implementation, inputs, kernels.Precision())
-    return found.holds, found.detail
-
-
 # --- turning keys
 
 
@@ -101,7 +86,7 @@ def law(name: str, kernel: Callable[[Any], Any], inputs: Any) -> tuple[str, str]
 def test_the_outputs_of_turning_keys_have_a_closed_form(
     sizes: str, seqlen: int, changes: dict[str, Any]
 ) -> None:
-    like = generated("kda", sizes, seqlen, 2, **changes)
+    like = replace(generated("kda", sizes, seqlen, sequences=2), **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
@@ -132,14 +117,14 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
     window: int, tokens: int, only: str
 ) -> None:
     kernel = partial(dropping, window, by_the_largest_channel, only)
-    holds, why = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
-    assert holds == "no"
-    assert why.startswith("history that matters is dropped, with ")
+    found = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
+    assert found.holds == "no"
+    assert found.detail.startswith("history that matters is dropped, with ")
     expected = "1 x 4,096 tokens and 4 heads" if only else f"1 x {tokens} tokens and 2 heads"
     if window < 1024 or only:
-        assert expected in why
+        assert expected in found.detail
     else:
-        assert "1 x 4,096 tokens and 1 heads" in why
+        assert "1 x 4,096 tokens and 1 heads" in found.detail
 
 
 def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history() -> None:
@@ -147,9 +132,11 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
         out, states = oracle_output(inputs)
         return out / 2, states
 
-    holds, why = law(TURNING_KEYS, half, generated("kda", "2/2x32x16", 120))
-    assert holds == "no"
-    assert why.startswith("outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error")
+    found = law(TURNING_KEYS, half, generated("kda", "2/2x32x16", 120))
+    assert found.holds == "no"
+    assert found.detail.startswith(
+        "outputs are wrong, with 1 x 120 tokens and 2 heads: 0.501 RMS error"
+    )
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
@@ -217,18 +204,18 @@ def test_the_amplified_history_finds_a_kernel_that_drops_small_history(
 ) -> None:
     given = fast(name)
     kernel = partial(dropping, 100, by_the_sum, only)
-    assert law(AMPLIFIED_HISTORY, oracle_output, given) == ("yes", "")
-    holds, why = law(AMPLIFIED_HISTORY, kernel, given)
-    assert (holds, bool(why)) == ("no", True)
+    assert law(AMPLIFIED_HISTORY, oracle_output, given).holds == "yes"
+    found = law(AMPLIFIED_HISTORY, kernel, given)
+    assert (found.holds, bool(found.detail)) == ("no", True)
     initial = torch.randn(given.states_shape)
-    assert law(AMPLIFIED_HISTORY, kernel, given.after(initial))[0] == "no"
+    assert law(AMPLIFIED_HISTORY, kernel, given.after(initial)).holds == "no"
 
 
 def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped() -> None:
     """A constant key with beta |k|^2 near 2 keeps the state, however fast it decays.  What is left
     when the decays are below 2^-24 is less than the error of the rounded form.
     """
-    given = generated("gdn", "1/1x16x16", 512, use_qk_l2norm=False)
+    given = replace(generated("gdn", "1/1x16x16", 512), use_qk_l2norm=False)
     key = (torch.full((16,), 0.25) * 2.1**0.5).to(given.k.dtype)
     changes = {
         "k": key.expand_as(given.k).contiguous(),

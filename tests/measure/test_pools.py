@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from generated_inputs import generated
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import BETWEEN_CALLS
@@ -17,7 +18,6 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure import pools, probes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.operator import Output
 from ssdprof.operators.serving import gathered
@@ -29,12 +29,7 @@ ON_A_GPU = {"a replayed CUDA graph", "beside another stream"}
 
 def step(operator: str = "gdn", **tokens: Any) -> Any:
     """One token of two sequences."""
-    record = operators.get(operator)
-    shape = record.generated.parse(SHAPES[operator])
-    assert shape is not None
-    given = Tokens(**({"sequences": 2, "seqlen": 1} | tokens))
-    cell = Cell(shape=shape, dtype="bf16", layout="views", tokens=given)
-    return record.generated.draw(cell, torch.device("cpu"))
+    return generated(operator, SHAPES[operator], **{"sequences": 2, "seqlen": 1} | tokens)
 
 
 def good(inputs: Any) -> Output:
@@ -244,6 +239,13 @@ def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> No
     assert place in tried(law, kernel)
 
 
+def test_a_call_of_padding_alone_changes_no_slot() -> None:
+    inputs = step(ways=("pool",))
+    before = inputs.initial_state.clone()
+    good(replace(inputs, state_indices=torch.full_like(inputs.state_indices, -1)))
+    torch.testing.assert_close(inputs.initial_state, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
     law = "order and number of rows"
     assert tried(law, hardly_invariant) == ""
@@ -257,8 +259,17 @@ def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
     assert tried(law, good, operator) == ""
 
 
-@pytest.mark.parametrize("name", ["recurrent", "fused"])
-@pytest.mark.parametrize("operator", SHAPES)
+# fused steps of any operator gather their states, and run the recurrent kernel
+OURS = [
+    *((operator, "recurrent") for operator in SHAPES),
+    *(
+        pytest.param(operator, "fused", marks=[pytest.mark.slow] * (operator != "gdn"))
+        for operator in SHAPES
+    ),
+]
+
+
+@pytest.mark.parametrize(("operator", "name"), OURS)
 def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}

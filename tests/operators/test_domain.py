@@ -147,11 +147,11 @@ def test_a_recording_is_suspected_before_kernels_and_server(served: bool) -> Non
         "q": torch.zeros_like(given["q"]),
     }
     recorded(Path("r"), "gdn", given, output, output)
-    answer = Answer("capture", "--from", "safetensors", "r", "--out", "c")
+    answer = Answer("capture --from safetensors r --out c")
     assert answer.code == 0
     assert answer.err.count("Suspect the recording: ") == 4
-    words = ("--impl", "recurrent", "--dtypes", "exact", "--states", "fp32", "--out", "run")
-    answer = Answer("run", "c", *words)
+    words = "--impl recurrent --dtypes exact --states fp32 --out run"
+    answer = Answer("run c", words)
     before = "Suspect the recording before the kernels and the server: in 2 layers,"
     limits = answer.shown.partition("What limits this: ")[2]
     assert limits.startswith(f"- {before}")

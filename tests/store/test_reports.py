@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,17 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
-from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
+from ssdprof.store.reports import (
+    DOCUMENT,
+    HEADER,
+    RUNS,
+    check_folder,
+    dump,
+    latest,
+    listed,
+    load,
+    opened,
+)
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
@@ -171,6 +182,10 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
     assert (latest("run"), latest("bench"), latest("prefill")) == (RUNS / "a", RUNS / "bench", None)
     assert load(None)[0] == RUNS / "a"
     assert load(None, "run", "bench")[0] == RUNS / "bench"
+    with opened(RUNS / "in work", Watcher(), **header()) as writer:
+        writer.case(case())
+        assert load(None)[0] == RUNS / "a"
+    assert load(None)[0] == RUNS / "in work"
     with pytest.raises(BadInputError, match=r"a is a report of ssdprof run\.") as caught:
         load("a", "bench")
     assert caught.value.hint == "Name one of ssdprof bench."
@@ -197,21 +212,59 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
     (good, other, bad) = listed(RUNS)
     assert [path.name for path, _ in (good, other)] == ["b", "a"]
     assert bad[0].name == "c"
-    assert "not JSON" in str(bad[1])
+    assert "not valid JSON" in str(bad[1])
 
 
 # --- every end
 
 
-def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
+_PARTIAL = cases.report().changed(processes=(cases.report().first.changed(complete=False),))
+
+
+@pytest.mark.parametrize(
+    ("file", "document"),
+    [
+        ("", ""),
+        (HEADER, dump(_PARTIAL)),
+        (DOCUMENT, dump(_PARTIAL)),
+        (DOCUMENT, dump(cases.report())),
+        (DOCUMENT, "{}"),
+    ],
+)
+def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str) -> None:
+    """Nor one with a document, to which no line can be added, and which would be read instead of
+    what a run writes.
+    """
     folder = store("one")
+    if document:
+        (folder / HEADER).unlink()
+        (folder / file).write_text(document)
+        (folder / "cases.0.jsonl").write_text("")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(BadInputError, match="holds a run already"):
+        check_folder(folder)
     with (
         pytest.raises(BadInputError, match="holds a run already"),
         opened(folder, Watcher(), **header()),
     ):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_further_process_that_is_started_again_begins_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it had sampled before it failed does not count."""
+    monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
+    folder = store("one", samplers=2)
+    for process, names in (("first", ("unfused", "fused")), ("again", ("unfused",))):
+        with suppress(ZeroDivisionError), opened(folder, Watcher(), sampler=1) as writer:
+            for name in names:
+                writer.case(case(name, samples=(samples("device", 50.0, process=process),)))
+            if process == "first":
+                raise ZeroDivisionError
+    unfused, fused = load(folder)[1].cases
+    assert ([one.process for one in unfused.samples], fused.samples) == (["again"], ())
 
 
 SECOND = """
@@ -434,11 +487,11 @@ GOOD = dump(cases.report(layers=(0,)))
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not JSON"),
-        (GOOD[:100], "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ('{"schema_version": 2}', "is no report of ssdprof"),
-        (GOOD.replace('"version": 4', '"version": 99'), "of version 99; this ssdprof reads 4"),
+        ("", "is not valid JSON"),
+        (GOOD[:100], "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"schema_version": 2}', "is not a document of ssdprof"),
+        (GOOD.replace('"version": 4', '"version": 99'), "has version 99; this ssdprof reads 4"),
         (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
         (GOOD.replace('"target"', '"subjekt"'), "target: Field required"),
         (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),

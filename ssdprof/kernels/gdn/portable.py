@@ -70,10 +70,12 @@ FactorShapes = list[
 ]  # shape and dtype of each of several tensors
 
 STAGES = {
-    "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril",
-    "leaf_inverses": "solve_tril", "unit_lower_inverse": "solve_tril",
+    "first_slot": "setup", "piece_of_slot": "setup", "whole_sequence": "setup",
+    "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
+    "unit_lower_inverse": "solve_tril",
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
-    "take_state": "setup", "residual": "chunk_state.residual", "next_state": "chunk_state.update",
+    "take_state": "setup", "leave_state": "setup.store",
+    "residual": "chunk_state.residual", "next_state": "chunk_state.update",
     "_gdn_scan_kernel": "setup", "own_segment": "setup",
 }  # fmt: skip
 
@@ -102,7 +104,7 @@ def first_slot(sequence, begin, seqlen, PACKED: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SIZE: tl.constexpr):
+def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, SIZE: tl.constexpr):
     """(sequence, batch entry, index of the piece in its sequence, first position and length of that
     sequence).
 
@@ -118,10 +120,10 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SI
         low, high = tl.zeros((), tl.int32), tl.cast(sequences, tl.int32)
         while high - low > 1:
             middle = (low + high) // 2
-            begin, _ = sequence_bounds(middle, cu_seqlens_ptr, cu_seqlens_stride)
+            begin, _ = sequence_bounds(middle, cu_seqlens_ptr, cu_seqlens_strides[0])
             later = first_slot(middle, begin, seqlen, True, SIZE) > slot
             low, high = tl.where(later, low, middle), tl.where(later, middle, high)
-        begin, length = sequence_bounds(low, cu_seqlens_ptr, cu_seqlens_stride)
+        begin, length = sequence_bounds(low, cu_seqlens_ptr, cu_seqlens_strides[0])
         return (
             low,
             tl.zeros((), tl.int32),
@@ -129,6 +131,16 @@ def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SI
             begin,
             length,
         )
+
+
+@triton.jit
+def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
+    """(batch entry, first position, length) of a sequence."""
+    if cu_seqlens_ptr is None:
+        return sequence, tl.zeros((), tl.int64), seqlen
+    else:
+        begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
+        return 0, begin, length
 
 
 # --- the inverse of I + L in registers, with L strictly lower triangular.
@@ -229,9 +241,8 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
     slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
-    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
     _, i_b, i_c, begin, length = piece_of_slot(
-        slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK
+        slot, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.CHUNK
     )
     t = i_c * S.CHUNK
     if t >= length:
@@ -352,6 +363,17 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
+def leave_state(
+    ptr, state, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Store a slice of V of a state."""
+    for n in tl.static_range(len(state)):
+        o_n = state_k + n * BLOCK_K
+        tile = o_n * strides[2] + state_v * strides[3]
+        tl.store(ptr + tile, state[n], mask=m_v & (o_n < KEY_DIM))
+
+
+@triton.jit
 def state_product(
     state, ptr, strides, o_t, m_t, o_k, ALIGNED: tl.constexpr, KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr, V_ROWS: tl.constexpr, OPERAND: tl.constexpr,
@@ -401,17 +423,15 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
 
 
 @triton.jit
-def own_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S: tl.constexpr):
+def own_segment(rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S: tl.constexpr):
     """As `piece_of_slot`, of the program's segment; whole sequences if they are not cut."""
     if S.CUT:
         return piece_of_slot(
-            rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.SEGMENT * S.CHUNK
+            rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S.SEGMENT * S.CHUNK
         )
-    elif cu_seqlens_ptr is None:
-        return rank, rank, 0, tl.zeros((), tl.int64), seqlen
     else:
-        begin, length = sequence_bounds(rank, cu_seqlens_ptr, cu_seqlens_stride)
-        return rank, 0, 0, begin, length
+        i_b, begin, length = whole_sequence(rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen)
+        return rank, i_b, 0, begin, length
 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
@@ -435,9 +455,8 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     rank, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_k = i_h // S.VALUES_PER_KEY
-    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
     sequence, i_b, segment, begin, length = own_segment(
-        rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S
+        rank, cu_seqlens_ptr, cu_seqlens_strides, seqlen, sequences, S
     )
     nchunks = tl.cdiv(length, S.CHUNK)
     first, stop = tl.cast(0, tl.int32), nchunks
@@ -544,10 +563,9 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage setup.store
     if stop == nchunks:
         final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-        for n in tl.static_range(BLOCKS):
-            o_n = state_k + n * S.BLOCK_K
-            tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
-            tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < S.KEY_DIM))
+        leave_state(
+            final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
+        )
 
 
 def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:

@@ -15,9 +15,6 @@ from torch import Tensor
 from ssdprof.kernels.gdn.compat import refuse
 from ssdprof.kernels.kda.functions import kda_fused
 
-_WITHOUT_EFFECT = ("chunk_size",)
-_OF_THE_GATE = ("A_log", "dt_bias")
-
 
 def chunk_kda(
     q: Tensor,
@@ -50,11 +47,13 @@ def chunk_kda(
     Raises TypeError for unknown keywords.
     """
     del safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
-    if unknown := kwargs.keys() - {*_WITHOUT_EFFECT, *_OF_THE_GATE}:
-        raise TypeError(f"chunk_kda() got unexpected keyword arguments: {', '.join(unknown)}")
+    kwargs.pop("chunk_size", None)
+    gate = {name: kwargs.pop(name, None) for name in ("A_log", "dt_bias")}
+    if kwargs:
+        raise TypeError(f"chunk_kda() got unexpected keyword arguments: {', '.join(kwargs)}")
     refuse(
-        {"use_gate_in_kernel": use_gate_in_kernel}
-        | {name: kwargs.get(name) for name in _OF_THE_GATE},
+        gate,
+        use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
         return_intermediate_states=return_intermediate_states,
