@@ -49,17 +49,6 @@ def store_at(ptr, strides, index, value, mask=None):
 
 
 @triton.jit
-def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
-    """D of a head in SSD: a number, or a row (1, p); None if there is none."""
-    if D_ptr is None:
-        return None
-    elif len(D_strides) == 2:
-        return load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
-    else:
-        return load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
-
-
-@triton.jit
 def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
     """The slot of a pool with which a sequence begins; -1 for none."""
     slots += tl.cast(sequence, tl.int64) * slots_strides[0]

@@ -63,8 +63,8 @@ from ssdprof.kernels.functions import (
     LOG2_E,
     TL_DTYPE,
     decay_exp2,
+    load_at,
     ptr_offset,
-    skip_weights,
     softplus,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
@@ -405,6 +405,17 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, S: tl.constexpr):
         out.to(out_rows.ptr.dtype.element_ty),
         mask=m,
     )
+
+
+@triton.jit
+def skip_weights(D_ptr, D_strides, i_h, o_p, m_p):
+    """D of a head: a number, or a row (1, p); None if there is none."""
+    if D_ptr is None:
+        return None
+    elif len(D_strides) == 2:
+        return load_at(D_ptr, D_strides, (i_h, o_p), m_p).to(tl.float32)[None, :]
+    else:
+        return load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
 
 
 @triton.jit

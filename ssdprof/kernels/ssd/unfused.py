@@ -29,7 +29,6 @@ from ssdprof.kernels.functions import (
     decay_exp2,
     load_at,
     ptr_offset,
-    skip_weights,
     store_at,
 )
 from ssdprof.kernels.launch import launch
@@ -407,22 +406,32 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
-    o_q = first_q + tl.arange(0, S.BLOCK_Q)
-    o_p = (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
+    o_q, o_p = (
+        first_q + tl.arange(0, S.BLOCK_Q),
+        (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P),
+    )
     m_q, m_p = o_q < length, o_p < S.HEADDIM
-    b_dA_q = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_q))
-    dA_first = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, first_q))
+    b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
+    dA_first = tl.load(
+        dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
+    )
 
     # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
     acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        m_C = m_q[:, None] & m_n[None, :]
-        b_C = load_at(C_ptr, C_strides, (i_b, start + o_q[:, None], i_g, o_n[None, :]), mask=m_C)
-        m_state = m_n[:, None] & m_p[None, :]
-        state_index = (i_b, i_c, i_h, o_p[None, :], o_n[:, None])
-        b_state = load_at(prev_states_ptr, prev_states_strides, state_index, mask=m_state)
+        b_C = tl.load(
+            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+            mask=m_q[:, None] & m_n[None, :],
+            other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]
+        b_state = tl.load(
+            prev_states_ptr
+            + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
+            mask=m_n[:, None] & m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_P]
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
@@ -430,25 +439,36 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     # then to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
-        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
-        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
-        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
-        m_x = m_p[None, :]
-        b_x = load_at(x_ptr, x_strides, (i_b, start + o_s[:, None], i_h, o_p[None, :]), mask=m_x)
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
+        )
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
-        b_scores = (b_CB * weight[None, :]).to(b_x.dtype)
-        acc = tl.dot(b_scores, b_x, acc, input_precision=DOT_PRECISION)
+        acc = tl.dot(
+            (b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION
+        )
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
     # stage chunk_scan.current: the block's own positions
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
-        b_dt = load_at(dt_ptr, dt_strides, (i_b, i_h, i_c, o_s))
-        b_dA_s = load_at(dA_cumsum_log2_ptr, dA_cumsum_log2_strides, (i_b, i_h, i_c, o_s))
-        b_CB = load_at(CB_ptr, CB_strides, (i_b, i_c, i_g, o_q[:, None], o_s[None, :]))
-        m_x = m_s[:, None] & m_p[None, :]
-        b_x = load_at(x_ptr, x_strides, (i_b, start + o_s[:, None], i_h, o_p[None, :]), mask=m_x)
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(
+            dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
+        )
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_s[:, None] & m_p[None, :],
+            other=0.0,
+        )  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
@@ -457,13 +477,20 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     # stage chunk_scan.residual: skip and gate
     row_index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
     m = m_q[:, None] & m_p[None, :]
-    D = skip_weights(D_ptr, D_strides, i_h, o_p, m_p)
-    if D is not None:
-        acc += D * load_at(x_ptr, x_strides, row_index, mask=m).to(tl.float32)
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
+                tl.float32
+            )[None, :]
+        else:
+            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(
+            tl.float32
+        )
     if z_ptr is not None:
-        b_z = load_at(z_ptr, z_strides, row_index, mask=m).to(tl.float32)
+        b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
         acc *= b_z * tl.sigmoid(b_z)
-    store_at(out_ptr, out_strides, row_index, acc, mask=m)
+    tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
 
 
 def chunk_scan(
