@@ -34,11 +34,10 @@ NAMES = {"single steps", "accepted tokens"}
 # square states: exchanged axes have their shape
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
 Output = tuple[torch.Tensor, torch.Tensor]
+Planted = Callable[[Any, Callable[[Any], Output]], Output]  # (inputs, a right kernel)
 
 
-def states(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def states(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
 
     def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
@@ -49,16 +48,12 @@ def states(
     return kernel
 
 
-def reads(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def reads(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     """A kernel that reads other initial states."""
     return lambda inputs, right: right(inputs.after(change(inputs.initial)))
 
 
-def slots(
-    change: Callable[[Any], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def slots(change: Callable[[Any], torch.Tensor]) -> Planted:
     """A kernel that reads other slots of a pool."""
     return lambda inputs, right: right(
         inputs.after(getattr(inputs, inputs.LINEAR[1])[change(inputs)])
@@ -224,21 +219,21 @@ def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> 
     ]
 
 
+def right(inputs: Any) -> Output:
+    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    return out, kept
+
+
 def changed_alone(inputs: Any) -> Output:
     """Wrong for single tokens."""
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    out, kept = right(inputs)
     return out, kept if inputs.length > 1 else kept * 1.01
 
 
 def changed_in_the_middle(inputs: Any) -> Output:
     """Wrong for two tokens, which are left where two of four were accepted."""
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    out, kept = right(inputs)
     return out, kept if inputs.length != 2 else kept.roll(1, 0)
-
-
-def right(inputs: Any) -> Output:
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
-    return out, kept
 
 
 @pytest.mark.parametrize(
