@@ -36,9 +36,9 @@ STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
 # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
 WIDE = 16
 
-Parts = dict[str, Part | None]  # of the workspace
+Workspace = dict[str, Part | None]  # its parts by name
 # what the first launch leaves: the workspace; descriptors of q, k and the inverses
-Begun = tuple[Parts, tuple[Any, Any, Any]]
+Begun = tuple[Workspace, tuple[Any, Any, Any]]
 CHUNK_GATES = ("decays", "bounds", "norms")  # that the first launch writes
 
 
@@ -146,7 +146,7 @@ def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
     return inputs.q.shape[1], inputs.sequences, slot_count(inputs)
 
 
-def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Parts], tuple[Any, Any, Any]]:
+def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:
     """The launch of `_prep_kernel`, which returns descriptors of q, k and the inverses."""
     packed, heads, slots = inputs.cu_seqlens is not None, inputs.v.shape[2], slot_count(inputs)
     q_tiles, k_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k))
@@ -170,7 +170,7 @@ def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Parts], tuple[Any, Any
         ),
     )
 
-    def invert(inputs: GDNInputs, parts: Parts) -> tuple[Any, Any, Any]:
+    def invert(inputs: GDNInputs, parts: Workspace) -> tuple[Any, Any, Any]:
         assert parts["inverse"] is not None
         q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), inverse_rows(parts["inverse"])
         gates, written = (inputs.g, inputs.beta), (parts[name] for name in CHUNK_GATES)
@@ -256,7 +256,7 @@ def _entering(
     )
 
     def enter(
-        parts: Parts, k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: list[Part | None]
+        parts: Workspace, k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: list[Part | None]
     ) -> None:
         written = parts["parts"], parts["moves"], parts["warmup_lengths"]
         make(programs, k, v, inverse, inputs.cu_seqlens, *written, *gates)
