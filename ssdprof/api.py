@@ -39,7 +39,7 @@ from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.failures import load_call as load_call
-from ssdprof.jobs.replay import Planned, planned, replaying
+from ssdprof.jobs.replay import Planned, Replay, planned
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
@@ -294,9 +294,9 @@ def compare(
         laws=laws,
     )
     writer = _in_memory(wanted, dims, plans)
-    watcher = watcher or LineWatcher(levels=2)
-    with replaying(writer, wanted, lambda *_: plans, None, watcher, None, 1) as replay:
-        replay(
+    replay = Replay(writer, wanted, lambda *_: plans, None, watcher or LineWatcher(levels=2))
+    with replay.calls(1) as on_layer:
+        on_layer(
             CapturedLayer(
                 layer=LayerRef(index=0, name="given tensors", operator=operator.name), inputs=inputs
             )

@@ -42,6 +42,7 @@ from ssdprof.operators.implementations import (
     source_files,
 )
 from ssdprof.operators.operator import Operator
+from ssdprof.operators.serving import in_pool
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -185,6 +186,9 @@ def compared(
     )
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
+    if cell.tokens.pool and cell.tokens.steps:
+        # others than bundled kernels have pools of their own
+        everyone = [in_pool(known) if known.kind == "bundled" else known for known in everyone]
     cases: list[tuple[Implementation, Precision]] = []
     for known in {known.name: known for known in everyone}.values():
         if known.kind != "bundled":

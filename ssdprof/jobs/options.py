@@ -656,6 +656,12 @@ class BenchOptions(TimingOptions):
     state_every: str = option(
         "", "N[,N...]", "Also return the states after every N tokens, as prefix caches do: 64,2k."
     )
+    pool: int = option(
+        0,
+        "SLOTS",
+        "Sequences begin with slots of a pool; steps and drafted tokens are computed in place.",
+        min=0,
+    )
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
     layout: Literal["contiguous", "views", "transposed"] = option(

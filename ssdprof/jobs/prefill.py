@@ -37,13 +37,12 @@ from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
 from ssdprof.jobs.target import Target, refuse_large
 from ssdprof.jobs.target import find as find_layers
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.measure.trace import Trace, traced, work
-from ssdprof.operators.implementations import own_precisions
+from ssdprof.operators.implementations import Resolve, own_precisions
 from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import StepClock, Watcher
 from ssdprof.store.reports import Writer, opened
@@ -150,6 +149,7 @@ def _lengths(
     for bundled, (ids, prompt, segment_length) in product(origins, prompts):
         length = _Length(
             request=request,
+            resolve=resolved.resolve,
             model=loaded.whole,
             ids=ids.to(device).expand(request.copies, -1),
             segment_length=segment_length,
@@ -160,20 +160,15 @@ def _lengths(
             timer=timer,
             profile=partial(traced, device=device),
         )
-        for case, by_operator in _cases(length, target, prompt, resolved):
+        for case in _cases(length, target, prompt, resolved):
             length.cases[case.implementation] = case
-            length.of[case.implementation] = by_operator
         lengths.append(length)
     return lengths
 
 
-def _cases(
-    length: _Length, target: Target, prompt: Prompt, resolved: Resolved
-) -> Iterator[tuple[Case, dict[str, Implementation]]]:
+def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) -> Iterator[Case]:
     """The baseline's case first; other libraries, except a baseline, only with the model's own
     convolution and norm.
-
-    With the implementation, by operator.
     """
     model, config = length.model, length.model.config.get_text_config()
     dtype = dtype_name(model.get_input_embeddings().weight.dtype)
@@ -196,13 +191,10 @@ def _cases(
         left_to_model=length.bundled.left_to_model if length.bundled else (),
     )
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
-        by_operator = {
-            mixer.operator: resolved.resolve(mixer.operator, name) for mixer in length.mixers
-        }
-        known = next(iter(by_operator.values()))
+        known = resolved.resolve(length.layer.operator, name)
         if known.kind == "library" and name != resolved.baseline and length.bundled:
             continue
-        case = Case(
+        yield Case(
             task=prefill,
             batch=batch,
             seqlen=seqlen,
@@ -214,7 +206,6 @@ def _cases(
             baseline="" if known.name == resolved.baseline else resolved.baseline,
             status="ran",
         )
-        yield case, by_operator
 
 
 @dataclass(kw_only=True)
@@ -226,12 +217,13 @@ class _Length:
     mixers: all of its.  layer: the one whose operator is timed alone.
     bundled: the convolution and norm of the model that run; None: its own.
     comparer: of the operators.
-    cases: by implementation.  of: the implementation of each operator.  seen: those whose prefill
-    has begun.
+    resolve: gives the implementations.  cases: by implementation.  seen: those whose prefill has
+    begun.
     logits: (b, vocabulary), fp32, on the CPU: the baseline's.
     """
 
     request: PrefillOptions
+    resolve: Resolve
     model: Any
     ids: torch.Tensor
     segment_length: int
@@ -242,7 +234,6 @@ class _Length:
     timer: CudaTimer
     profile: Callable[[Callable[[], object]], Trace]
     cases: dict[str, Case] = field(default_factory=dict)
-    of: dict[str, dict[str, Implementation]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
     logits: torch.Tensor | None = None
 
@@ -316,7 +307,7 @@ class _Length:
 
     def _compute(self, name: str) -> Compute:
         precision = Precision.named(self.cases[name].precision)
-        return lambda call: self.of[name][call.mixer.operator].run(call.inputs, precision)
+        return lambda call: self.resolve(call.mixer.operator, name).run(call.inputs, precision)
 
     @contextmanager
     def _judging(self, *names: str) -> Iterator[None]:
@@ -365,7 +356,7 @@ class _Length:
         for name, case in self.cases.items():
             bound = Call(
                 operator=call.operator,
-                implementation=self.of[name][call.mixer.operator],
+                implementation=self.resolve(call.mixer.operator, name),
                 inputs=call.inputs,
                 precision=Precision.named(case.precision),
                 label=name,

@@ -138,6 +138,17 @@ def parse_kept(
     )
 
 
+def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+    """Sequences that begin with slots of a pool.  Raises BadInputError for too few slots."""
+    needed = max(cell.sequences for cell in tokens)
+    if slots < needed:
+        raise BadInputError(
+            f"A pool of {slots:,} slots has none for each of {needed:,} sequences.",
+            f"Give --pool {needed} or more.",
+        )
+    return tuple(replace(cell, pool=slots) for cell in tokens)
+
+
 def lengths(words: str) -> tuple[int, ...]:
     """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192)."""
     known: list[int] = []

@@ -32,7 +32,7 @@ from ssdprof.jobs.options import PrefillOptions, RunOptions
 from ssdprof.jobs.reading import STEPS
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
@@ -190,33 +190,7 @@ def resolve_implementations(
 # --- the replay
 
 
-@contextmanager
-def replaying(
-    writer: Writer,
-    options: RunOptions,
-    planner: Planner,
-    cast_to: DType | None,
-    watcher: Watcher,
-    store: CaptureWriter | None,
-    calls: int,
-) -> Iterator[OnLayer]:
-    """The context's value compares implementations on a captured call.
-
-    cast_to: see `cast_inputs`.  calls: expected number.  store: where captures are stored too.
-    """
-    with limits.memory_errors(), watcher.step("Replaying", calls, unit="calls") as advance:
-        replay = _Replay(writer, options, planner, cast_to, watcher)
-
-        def on_layer(captured: CapturedLayer) -> None:
-            if store is not None:
-                store.add(captured)
-            replay.compare(captured)
-            advance(1)
-
-        yield on_layer
-
-
-class _Replay:
+class Replay:
     """Compares implementations on one captured call after another."""
 
     def __init__(
@@ -234,7 +208,8 @@ class _Replay:
         self._cast_to, self._watcher, self._device = cast_to, watcher, limits.device()
         on_gpu = self._device.type == "cuda"
         if on_gpu:
-            ceilings = writer.report.ceilings or measure_ceilings(self._device)
+            with limits.memory_errors():
+                ceilings = writer.report.ceilings or measure_ceilings(self._device)
             writer.update(ceilings=ceilings, clocks=read_clocks())
             forget_peak(self._device)
         # that of a run that goes on exists
@@ -259,7 +234,26 @@ class _Replay:
             on_fault=self._keep,
         )
 
-    def compare(self, captured: CapturedLayer) -> None:
+    @contextmanager
+    def calls(self, count: int, store: CaptureWriter | None = None) -> Iterator[OnLayer]:
+        """The context's value compares implementations on a captured call.
+
+        count: expected number.  store: where captures are stored too.
+        """
+        with (
+            limits.memory_errors(),
+            self._watcher.step("Replaying", count, unit="calls") as advance,
+        ):
+
+            def on_layer(captured: CapturedLayer) -> None:
+                if store is not None:
+                    store.add(captured)
+                self._compare_on(captured)
+                advance(1)
+
+            yield on_layer
+
+    def _compare_on(self, captured: CapturedLayer) -> None:
         """Compare the implementations on a captured call."""
         layer, writer = captured.layer, self._writer
         operator = operators.get(layer.operator)
@@ -457,8 +451,7 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
-    every = sequences(len(inputs.values), inputs.length, inputs.cu_seqlens)
-    spans = [span for span in every if span.length]
+    spans = [span for span in spans_of(inputs) if span.length]
     decays = torch.stack(
         [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
     ).sum(0)

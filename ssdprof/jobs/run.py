@@ -6,7 +6,7 @@ if requested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 
 from ssdprof import kernels, operators, settings
 from ssdprof.capture import store as captures
-from ssdprof.capture.layers import CapturedLayer, OnLayer
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
@@ -40,7 +40,7 @@ from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import Loaded, load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
-from ssdprof.jobs.replay import Resolved, replaying, resolve_implementations
+from ssdprof.jobs.replay import Replay, Resolved, resolve_implementations
 from ssdprof.jobs.target import Sizes, Stored, Target, refuse_large
 from ssdprof.operators.domain import doubts
 from ssdprof.progress import Watcher
@@ -154,13 +154,12 @@ def run(
             storing = source.stored_in(writer.captures, overwrite=True)
         if ranks:
             source = source.shared(ranks)
-        with storing as store:
-            replay = partial(replaying, writer, options, resolved.plan, cast, watcher, store)
-            if isinstance(source, Stored):
-                _replay_stored(source, replay)
-            else:
-                with replay(source.target.calls) as on_layer:
-                    source.run(on_layer)
+        replay = Replay(writer, options, resolved.plan, cast, watcher)
+        if isinstance(source, Stored):
+            _replay_stored(source, replay)
+        else:
+            with storing as store, replay.calls(source.target.calls, store) as on_layer:
+                source.run(on_layer)
         if options.answers and isinstance(source, Loaded):
             compared = (known.name for known in resolved.requested if known.kind != "library")
             asked = AnswersOptions(
@@ -174,11 +173,9 @@ def run(
     return load_report(writer.folder)
 
 
-def _replay_stored(
-    source: Stored, replay: Callable[[int], AbstractContextManager[OnLayer]]
-) -> None:
+def _replay_stored(source: Stored, replay: Replay) -> None:
     _, read = captures.load(source.folder)
-    with replay(len(source.chosen)) as on_layer:
+    with replay.calls(len(source.chosen)) as on_layer:
         for capture in source.chosen:
             on_layer(read(capture, limits.device()))
 

@@ -457,6 +457,8 @@ def bench(
         if other := next((name for name, typed in others.items() if typed), ""):
             raise reading.both(option, other)
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
+    if options.pool:
+        tokens = reading.in_pool(options.pool, tokens)
     if options.verify:  # `fused` takes single steps
         asked, too_large = replace(asked, match_with=asked.match_with or "fused"), ()
         if asked.implementations == declared.COMPARED:

@@ -49,7 +49,10 @@ Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -
 def recorded(
     folder: Path, plant: Plant, slots: tuple[int, ...], keeps: Callable[[str], bool]
 ) -> Path:
-    """Four calls, of which the third begins with planted states; each call is right by itself."""
+    """Four calls, of which the third begins with planted states; each call is right by itself.
+    Without outputs, each holds the server's whole pool of states, if it has slots.
+    """
+    pool = slots and not keeps("out")
     folder.mkdir()
     (folder / MANIFEST).write_text(json.dumps({"operator": "gdn"}))
     left: list[torch.Tensor] = []
@@ -59,7 +62,11 @@ def recorded(
         tensors = gdn(9 + number % 2, None if begin is None else begin.bfloat16().float())
         left.append(tensors["final_states"])
         if slots:
-            tensors["slots"] = torch.tensor(slots)
+            tensors["state_indices" if pool else "slots"] = torch.tensor(slots)
+        if pool:
+            states = torch.zeros(2, 2, 16, 8) if begin is None else tensors["initial_state"]
+            tensors["initial_state"] = torch.randn(7, 2, 16, 8)
+            tensors["initial_state"][list(slots)] = states
         kept = {name: tensor.contiguous() for name, tensor in tensors.items() if keeps(name)}
         save_file(kept, folder / f"7_{number:06}.safetensors")
     return folder
@@ -105,6 +112,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 def test_a_recorded_call_with_a_wrong_state_is_suspected(
     plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
 ) -> None:
+    """Of recordings with outputs and the states of each call, and of pools without outputs."""
     torch.manual_seed(0)
     folder = recorded(
         Path("r"), plant, slots, lambda name: outputs or name not in ("out", "final_states")

@@ -79,10 +79,12 @@ def length(
     seconds: float = 0.01,
 ) -> tuple[_Length, FakeTimer]:
     RAN.clear()
+    by_name = {each.name: each for each in contenders}
     timer, model = FakeTimer(), tiny_models.shared("mamba2")
     mixers = find_mixers(model)
     one = _Length(
         request=PrefillOptions(model="tiny", seconds=seconds),
+        resolve=lambda _, name: by_name[name],
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
@@ -106,7 +108,6 @@ def length(
         convolution="torch",
     )
     for each in contenders:
-        one.of[each.name] = {"ssd": each}
         one.cases[each.name] = Case(
             task=prefill,
             batch=1,

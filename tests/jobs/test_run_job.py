@@ -155,10 +155,8 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     writer: Any = SimpleNamespace(
         report=report, process="one", folder=Path(), update=lambda **_: None
     )
-    with replay.replaying(
-        writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), None, 1
-    ):
-        assert timers == [None]
+    replay.Replay(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher())
+    assert timers == [None]
 
 
 @needs_interpreter

@@ -391,7 +391,10 @@ def beside(name: str, kind: str, *changes: Change) -> Report:
             "unfused did not pass; fused and mine:f are accurate enough at exact, fp32 "
             "states for layer 3 at 131,072 tokens; on this GPU nothing was timed.",
         ),
-        (report(**ONE, conditions=(parse_gate("speedup:9"),)), "fused did not pass; keep unfused."),
+        (
+            report(**ONE, conditions=(parse_gate("speedup:9"), parse_gate("rms:0.1"))),
+            "fused misses speedup:9 and rms:0.1; keep unfused.",
+        ),
         (
             report(**ONE, conditions=(parse_gate("kl:1"),)),
             f"kl:1 could judge no case; {GAIN}; use exact, fp32 states.",
