@@ -24,7 +24,7 @@ from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer
 from ssdprof.report.table import PRECISION, Cells, Table, TableRow, fold_precisions, table
 
 # of a table of errors: the first cells of its rows, a group, and the implementations to show
-Part = tuple[TableRow, Group, Sequence[str]]
+ErrorRows = tuple[TableRow, Group, Sequence[str]]
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
@@ -151,13 +151,13 @@ def errors_by_layer(group: Group) -> Iterator[Table]:
     return _accuracies(f" of each layer {group.where}", parts)
 
 
-def _accuracies(where: str, parts: Sequence[Part]) -> Iterator[Table]:
+def _accuracies(where: str, parts: Sequence[ErrorRows]) -> Iterator[Table]:
     """A table for each tensor."""
     for tensor, name in SHOWN.items():
         yield errors(f"Accuracy of the {name}{where}", tensor, parts)
 
 
-def errors(title: str, tensor: TensorName, parts: Sequence[Part]) -> Table:
+def errors(title: str, tensor: TensorName, parts: Sequence[ErrorRows]) -> Table:
     """A row for each series against its baseline, one against fp64, and one for the floor;
     precisions with the same numbers share a row.
 
