@@ -95,7 +95,7 @@ class _Block:
     def overrun(self) -> str:
         """ "before", "behind" or "around", by which guard has changed; empty if none has."""
         sides = self.memory[: self.start], self.memory[self.stop :]
-        before, behind = (not bool((side == 0xFF).all()) for side in sides)
+        before, behind = (int(side.min()) != 0xFF for side in sides)  # the largest byte
         if before and behind:
             return "around"
         if before:
