@@ -59,7 +59,7 @@ Load = Callable[..., Implementation]
 
 
 def test_a_view_spans_what_its_strides_skip() -> None:
-    assert span(torch.empty(2, 3, 5)[:, :, :4], axes=slice(1, None)) == 14
+    assert span(torch.empty(2, 3, 5)[0, :, :4]) == 14
 
 
 def of_ssd(
