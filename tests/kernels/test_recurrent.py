@@ -104,7 +104,7 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
 
 def pooled(inputs: Any, dtype: torch.dtype) -> Any:
     """Its states in slots of a pool with V before K; the others are NaN."""
-    pool, slots = generate.pool(inputs.initial.to(dtype).mT)
+    pool, slots = generate.pool(inputs.initial.to(dtype).mT, 2 * inputs.sequences)
     return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)
 
 
