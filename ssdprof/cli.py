@@ -223,7 +223,7 @@ for _kind, _functions in _COMMANDS.items():
     _help = "\n\n".join(
         " ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n")
     )
-    _name = _kind.__name__.removesuffix("Options").lower()
+    _name = options.command_name(_kind)
     _first = _help.partition("\n\n")[0]  # a summary that is not cut
     app.command(_name, help=_help, short_help=_first)(
         _command(_kind, _functions) if _functions else _kind

@@ -327,6 +327,12 @@ def report(
     )
 
 
+def two_layers(**fields: Any) -> Report:
+    """A run of two layers at two precisions."""
+    usual: dict[str, Any] = {"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)}
+    return report(**usual | fields)
+
+
 def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     """A complete report of one process.  fields: of the report, or of its process
     (`ProcessLine`).

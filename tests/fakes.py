@@ -222,6 +222,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
     monkeypatch.setattr(
         bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2)
     )
-    monkeypatch.setattr(bench_job, "watch_clocks", lambda: lambda: None)
+    monkeypatch.setattr(bench_job, "read_clocks", lambda: None)
     monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from ssdprof import kernels, operators
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call
+from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import load
 
 pytestmark = [
@@ -31,11 +34,10 @@ NAMES = {"single steps", "accepted tokens"}
 # square states: exchanged axes have their shape
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
 Output = tuple[torch.Tensor, torch.Tensor]
+Planted = Callable[[Any, Callable[[Any], Output]], Output]  # (inputs, a right kernel)
 
 
-def states(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def states(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
 
     def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
@@ -46,16 +48,12 @@ def states(
     return kernel
 
 
-def reads(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def reads(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     """A kernel that reads other initial states."""
     return lambda inputs, right: right(inputs.after(change(inputs.initial)))
 
 
-def slots(
-    change: Callable[[Any], torch.Tensor],
-) -> Callable[[Any, Callable[[Any], Output]], Output]:
+def slots(change: Callable[[Any], torch.Tensor]) -> Planted:
     """A kernel that reads other slots of a pool."""
     return lambda inputs, right: right(
         inputs.after(getattr(inputs, inputs.LINEAR[1])[change(inputs)])
@@ -77,13 +75,19 @@ PLANTED = {
 }
 
 
+SLOTS = 7  # of a pool
 POOLED = {
     name: PLANTED[name] for name in ("wrong_column", "values_first_read", "snapshot_never_written")
 } | {
     "row_instead_of_slot": slots(lambda inputs: torch.arange(inputs.sequences)),
-    "next_slot": slots(lambda inputs: (inputs.state_indices.long() + 1) % (2 * inputs.sequences)),
+    "next_slot": slots(lambda inputs: (inputs.state_indices.long() + 1) % SLOTS),
     "slots_of_others": slots(lambda inputs: inputs.state_indices.long().roll(1)),
 }
+
+
+def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Precision) -> Output:
+    written = inputs.write_indices.roll(1, 1)
+    return gathered(reference, replace(inputs, write_indices=written), precision)
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -105,16 +109,24 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
 
         one = replace(reference, name=name, run=run, pools=pool)
         monkeypatch.setitem(registry._implementations, (operator, name), one)
+    if pool:
+        name = "wrong_column_in_place"
+        one = replace(reference, name=name, in_place=partial(wrong_column_in_place, reference))
+        monkeypatch.setitem(registry._implementations, (operator, name), one)
+        planted_kernels = {**planted_kernels, name: one}
     for name in ("recurrent",) if operator == "ssd" else ("recurrent", "fused"):
         monkeypatch.setitem(
             registry._implementations, (operator, name), noting(name, 50.0, operator, real=True)
         )
     compared = f"--batch 3 --impl fused,{','.join(planted_kernels)}"
-    draw = "--draw pool" if pool else ""
+    slots = f"--pool {SLOTS}" if pool else ""
     shape = SHAPES[operator]
-    ending(1, f"bench {operator} --shape {shape} --verify 2,4 {compared} {draw} --out kept")
+    ending(1, f"bench {operator} --shape {shape} --verify 2,4 {compared} {slots} --out kept")
     report = load("kept")[1]
-    assert {case.size for case in report.cases} == {"3 x 2, every state", "3 x 4, every state"}
+    of_slots = ", pool of 7" * pool
+    assert {case.size for case in report.cases} == {
+        f"3 x {count}, every state{of_slots}" for count in (2, 4)
+    }
     for case in report.cases:
         planted = case.implementation in planted_kernels
         assert case.result in (("inaccurate", "nonfinite") if planted else ("passed",)), (
@@ -122,9 +134,8 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
             case.why,
         )
         if case.implementation == "fused":
-            copies = "copies of states out of the pool; " * pool
             each = f"{case.seqlen} calls, one for each state, and copies that join the states; "
-            assert case.plan.startswith(copies + each)
+            assert case.plan.startswith("in place on a pool" if pool else each)
         if planted:
             assert not case.samples
             assert "states" in case.why or "not finite" in case.why, case.why
@@ -157,8 +168,11 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
     """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
-    reference, tokens = kernels.get(operator, "reference"), dict(sequences=5, shortest=1)
-    inputs = generated(operator, SHAPES[operator], 24, **tokens, ways=("pool",) * pool)
+    reference, tokens = (
+        kernels.get(operator, "reference"),
+        dict(sequences=5, shortest=1, pool=10 * pool),
+    )
+    inputs = generated(operator, SHAPES[operator], 24, **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
@@ -205,21 +219,21 @@ def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> 
     ]
 
 
+def right(inputs: Any) -> Output:
+    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    return out, kept
+
+
 def changed_alone(inputs: Any) -> Output:
     """Wrong for single tokens."""
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    out, kept = right(inputs)
     return out, kept if inputs.length > 1 else kept * 1.01
 
 
 def changed_in_the_middle(inputs: Any) -> Output:
     """Wrong for two tokens, which are left where two of four were accepted."""
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    out, kept = right(inputs)
     return out, kept if inputs.length != 2 else kept.roll(1, 0)
-
-
-def right(inputs: Any) -> Output:
-    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
-    return out, kept
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ class Provenance:
     """Follows the states of each layer from one captured call to the next.
 
     rows_are_sequences: row i of every call is sequence i, as in a capture of a model.  A recording
-    names sequences by their slots in the server's pool, or not at all; then two rows that begin
-    with one state are told.
+    names sequences by their slots in the server's pool, which it may hold whole, or not at all;
+    then two rows that begin with one state are told.
     """
 
     def __init__(self, *, rows_are_sequences: bool) -> None:
@@ -47,17 +47,16 @@ class Provenance:
         self._taken: dict[_State, str] = {}  # by whom
 
     def faults(self, captured: CapturedLayer) -> list[str]:
-        """A sentence, if this call, the next one of its layer, has a row with a wrong state.  Calls
-        on a whole pool are left out.
-        """
-        inputs, call = captured.inputs, _name(captured.call)
-        if inputs.state_indices is not None:
-            return []
+        """A sentence, if this call, the next one of its layer, has a row with a wrong state."""
+        inputs, call, known = captured.inputs, _name(captured.call), captured.slots
+        if inputs.state_indices is not None:  # the states of a whole pool
+            known = tuple(inputs.state_indices.tolist())
+            inputs = inputs.after(inputs.initial)
         earlier = self._left.setdefault(captured.layer.index, deque(maxlen=_REMEMBERED))
         places = [f"row {row}" for row in range(inputs.sequences)]
         slots: list[int | None] = [None] * inputs.sequences
-        if captured.slots:
-            slots = [*captured.slots]
+        if known:
+            slots = [*known]
             places = [f"row {row} (slot {slot})" for row, slot in enumerate(slots)]
         elif self._rows_are_sequences:
             slots = [*range(inputs.sequences)]

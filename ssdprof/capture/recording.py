@@ -35,7 +35,7 @@ from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
@@ -203,7 +203,7 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
     """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
     rise.
     """
-    sequences(1, inputs.length, inputs.cu_seqlens)
+    spans_of(inputs)
     forms = operators.get(inputs.operator).oracle.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):

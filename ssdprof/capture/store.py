@@ -45,7 +45,7 @@ from ssdprof.core.target import (
 )
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import LOCK, check_writable, locked, put, uninterrupted
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.tensors import dtype_named, stored_dtype_name
 
 _SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
@@ -260,7 +260,7 @@ def read_layer(
         if inputs.length != capture.seqlen:
             raise ValueError(f"it does not have {capture.seqlen:,} tokens")
         # kernels do not check the values, and would read out of bounds
-        sequences(1, capture.seqlen, tensors.get("cu_seqlens"))
+        spans_of(inputs)
     except (TypeError, ValueError) as error:
         raise BadInputError(
             f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN

@@ -26,10 +26,11 @@ from ssdprof.core.report import Report
 from ssdprof.core.target import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
-from ssdprof.progress import Advance, LineWatcher
+from ssdprof.progress import Advance, LineWatcher, Watcher
 from ssdprof.report import brief, statements
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
+from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
 _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
@@ -87,7 +88,16 @@ class TerminalWatcher(LineWatcher):
                 self._bars = None if outermost else bars
 
 
-def finish(report: Report, folder: Path, *, as_json: bool) -> None:
+def reports(ranks: Ranks | None) -> bool:
+    """Whether this process reports: the first rank does for all."""
+    return ranks is None or ranks.first
+
+
+def watcher_of(ranks: Ranks | None) -> Watcher:
+    return TerminalWatcher() if reports(ranks) else Watcher()
+
+
+def finish(folder: Path, report: Report, *, as_json: bool) -> None:
     """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
     shown = brief.render(report) if report.kind == "run" else render(compose(report))
     show(report, shown, as_json=as_json, note=f"Kept in {folder}.")

@@ -92,7 +92,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     terminal.say(f"{why}.")
     if rank != str(FIRST):
         raise typer.Exit(ExitCode.GATE_FAILED)
-    output.finish(report, Path(folder), as_json=as_json)
+    output.finish(Path(folder), report, as_json=as_json)
 
 
 # --- accuracy
@@ -113,11 +113,9 @@ def accuracy(options: options.AccuracyOptions) -> None:
         report = report.restricted(implementations=names)
     kept = (*gates, *settings.besides(report.conditions, gates))
     report = report.changed(conditions=(*kept, *settings.besides(limits, kept)))
-    states = parse_states(options.states)
-    table = brief.accuracy_table(
-        report, options.intermediates, states, every_state=options.states != "all"
-    )
-    shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
+    wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
+    table = brief.accuracy_table(report, wanted, every_state=options.states != "all")
+    shown = report.restricted(precisions=wanted)
     output.show(shown, table, as_json=options.json, note=f"From {folder}.")
     output.end(shown)
 
@@ -301,8 +299,8 @@ def models(*, as_json: bool) -> None:
         rows = [_checkpoint(known, outline.words) for known in family.checkpoints]
         title = f"{family.title}: {outline.title}, model type {family.model_type}"
         note = f"{' or '.join(family.typed)} takes {family.flagship}." if family.typed else ""
-        if shown := table(title, rows, ("checkpoint", "operator's sizes"), note=note):
-            terminal.out().print(SplitTable(shown), "")
+        shown = table(title, rows, ("checkpoint", "operator's sizes"), note=note)
+        terminal.out().print(SplitTable(shown), "")
 
 
 def _checkpoint(known: KnownCheckpoint, words: str) -> TableRow:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import model_validator
 
@@ -232,22 +232,13 @@ METRICS: dict[str, Metric] = {
 
 def parse_gate(text: str) -> Condition:
     """ "match@1e-2:99%" -> the gate.  Raises BadInputError, which says what to write."""
-    name, metric = _metric("gate", text)
-    hint = f"Write {name}:{metric.gate}."
     if re.search(":base[+-]", text):
         raise BadInputError(
             f"The gate {text!r} compares with another report.",
             "Give it to 'ssdprof compare --fail-if'.",
         )
-    parts = _GATE.fullmatch(text)
-    if parts is None:
-        raise BadInputError(f"The gate {text!r} cannot be read.", hint)
-    at = _choice("gate", text, metric, parts)
-    limit = float(parts["number"])
-    largest = 100 if metric.is_percent else math.inf
-    if bool(parts["percent"]) != metric.is_percent or math.isinf(limit) or limit > largest:
-        raise BadInputError(f"The gate {text!r} has a limit that does not fit {name}.", hint)
-    return Condition(metric=name, at=at, limit=limit, text=text)
+    at, limit, parts = _parsed("gate", text, _GATE, _gate_fits)
+    return Condition(metric=parts["metric"], at=at, limit=limit, text=text)
 
 
 def parse_change(text: str) -> Change:
@@ -255,42 +246,57 @@ def parse_change(text: str) -> Change:
 
     Changes of a metric in percent are in percentage points: `match:base-0.1`.
     """
-    name, metric = _metric("change", text)
-    hint = f"Write {name}:{metric.change}."
-    parts = _CHANGE.fullmatch(text)
-    if parts is None:
-        raise BadInputError(f"The change {text!r} cannot be read.", hint)
-    at = _choice("change", text, metric, parts)
-    relative, limit = bool(parts["percent"]), float(parts["number"])
+    at, limit, parts = _parsed("change", text, _CHANGE, _change_fits)
+    relative = bool(parts["percent"])
+    if relative:
+        limit /= 100
+    return Change(metric=parts["metric"], at=at, limit=limit, relative=relative, text=text)
+
+
+def _gate_fits(metric: Metric, parts: re.Match[str]) -> bool:
+    """Whether a limit has the metric's unit."""
+    largest = 100 if metric.is_percent else math.inf
+    return bool(parts["percent"]) == metric.is_percent and float(parts["number"]) <= largest
+
+
+def _change_fits(metric: Metric, parts: re.Match[str]) -> bool:
+    """Whether a limit is to the worse, and in points of a metric in percent."""
     worse = parts["sign"] == ("-" if metric.more_is_better else "+")
-    if not worse or (relative and metric.is_percent) or math.isinf(limit):
-        raise BadInputError(f"The change {text!r} has a limit that does not fit {name}.", hint)
-    return Change(
-        metric=name, at=at, limit=limit / 100 if relative else limit, relative=relative, text=text
-    )
+    return worse and not (parts["percent"] and metric.is_percent)
 
 
 def number(value: Measured) -> float:
     return value.value if isinstance(value, Estimate) else value
 
 
-def _metric(what: str, text: str) -> tuple[str, Metric]:
-    """The metric of a gate or a change, and its name.  Raises BadInputError for an unknown one."""
+def _parsed(
+    what: Literal["gate", "change"],
+    text: str,
+    pattern: re.Pattern[str],
+    fits: Callable[[Metric, re.Match[str]], bool],
+) -> tuple[str, float, re.Match[str]]:
+    """What follows @ or the default, the number, and all parts of the pattern.
+
+    fits: whether the metric takes the limit.  Raises BadInputError for an unknown metric, another
+    grammar, and what the metric does not take.
+    """
     name = re.split("[@:]", text, maxsplit=1)[0]
-    if name not in METRICS:
+    metric = METRICS.get(name)
+    if metric is None:
         raise BadInputError(f"The {what} {text!r} is of an unknown metric.", nearest(name, METRICS))
-    return name, METRICS[name]
-
-
-def _choice(what: str, text: str, metric: Metric, parts: re.Match[str]) -> str:
-    """What follows @, or the default.  Raises BadInputError for what the metric does not take."""
-    at = parts["at"] or metric.default
+    hint = f"Write {name}:{metric.gate if what == 'gate' else metric.change}."
+    parts = pattern.fullmatch(text)
+    if parts is None:
+        raise BadInputError(f"The {what} {text!r} cannot be read.", hint)
+    at, limit = parts["at"] or metric.default, float(parts["number"])
     if not metric.has(at):
         raise BadInputError(
             f"The {what} {text!r} has an unknown place.",
-            f"{parts['metric']} takes {', '.join(metric.choices or ()) or 'no @'}.",
+            f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
-    return at
+    if math.isinf(limit) or not fits(metric, parts):
+        raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
+    return at, limit, parts
 
 
 def parse_percent(option: str, text: str) -> float:

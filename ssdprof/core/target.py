@@ -117,20 +117,19 @@ class Serving(Record):
         in one call.
         """
 
-        def numbered(kind: Literal["chunk", "decode"], count: int) -> list[CallRef]:
+        def numbered(
+            kind: Literal["packed", "chunk", "decode"], count: int, sequences: int = batch
+        ) -> list[CallRef]:
             return [
                 CallRef(
-                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch
+                    kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=sequences
                 )
                 for number in range(1, count + 1)
             ]
 
         of_prompt: Sequence[CallRef | None] = [None]
         if self.packed:
-            sequences = len(self.packed)
-            of_prompt = [
-                CallRef(kind="packed", number=1, count=1, prompt_seqlen=seqlen, sequences=sequences)
-            ]
+            of_prompt = numbered("packed", 1, len(self.packed))
         elif self.chunk is not None:
             of_prompt = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
         return (*of_prompt, *numbered("decode", self.decode))

@@ -188,6 +188,12 @@ def _kernels() -> Check:
     return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)
 
 
+WITHOUT_NAMES = (
+    "without a name: attn_gym (not seen to be right: its fused kernels need a GPU and "
+    "cutlass-dsl), kernels of the Hub (those of fla and mamba_ssm again)"
+)
+
+
 def libraries(names: Mapping[str, Sequence[str]]) -> Check:
     """The packages of libraries that --impl knows, with these names, and the versions here."""
     there, absent = [], []
@@ -199,7 +205,7 @@ def libraries(names: Mapping[str, Sequence[str]]) -> Check:
         else:
             absent.append(f"{known} (pip install {package})")
     missing = [f"not installed: {'; '.join(absent)}"] if absent else []
-    return _check("other libraries", "ok", "; ".join([*there, *missing]))
+    return _check("other libraries", "ok", "; ".join([*there, *missing, WITHOUT_NAMES]))
 
 
 def served(words: Mapping[str, str]) -> Iterator[Check]:

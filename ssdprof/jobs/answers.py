@@ -7,13 +7,12 @@ reference -> noise -> every implementation and precision -> every layer alone, i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from ssdprof import operators
@@ -36,58 +35,41 @@ from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, join
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
-from ssdprof.operators.tensors import dtype_name, requested_precisions
+from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
+from ssdprof.store.tuned import use_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Precisions = Callable[[DType], tuple[Precision, ...]]
 
-
-def answers(target: Target, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
+def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
-    target: the whole model, the result of `loaded_as`.  Returns the report's folder and the
-    report.
+    target: the whole model.  Returns the report's folder and the report.
     """
-
-    def precisions(dtype: DType) -> tuple[Precision, ...]:
-        return requested_precisions(
-            "bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states
-        )
-
-    wanted = replace(wanted, weights=_weights(wanted))
-    implementations = check(target, wanted)
+    implementations = check(request, target)
+    if not request.no_tuned:
+        use_saved(watcher.say)
     loaded = load(target, watcher)
     with opened(
-        wanted.out,
+        request.out,
         watcher,
         sources=partial(sources, target, implementations),
         kind="answers",
-        target=target.ref.repo_id,
-        command=wanted.command,
-        model=target.ref,
+        command=request.command,
         environment=collect(),
-        prompts=loaded.prompts,
-        notes=tuple(target.located.caveats),
-        conditions=wanted.conditions,
+        conditions=request.conditions,
         baseline="unfused",
-        segment_length=max(loaded.segment_lengths),
-        placement=loaded.placement,
+        **loaded.header,
     ) as writer:
-        compare_answers(loaded, wanted, precisions, watcher, writer)
+        compare_answers(loaded, request, watcher, writer)
     return load_report(writer.folder)
 
 
-def loaded_as(target: Target, wanted: AnswersOptions) -> Target:
-    """The target in the dtype that its weights are loaded in."""
-    return replace(target, dtype="float32") if _weights(wanted) == "fp32" else target
-
-
-def check(target: Target, wanted: AnswersOptions) -> list[Implementation]:
+def check(request: AnswersOptions, target: Target) -> list[Implementation]:
     """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run`
     calls it too.
     """
@@ -95,39 +77,20 @@ def check(target: Target, wanted: AnswersOptions) -> list[Implementation]:
     limits.check_replay(target.seqlens)
     compared: list[Implementation] = []
     for operator in {layer.operator for layer in target.layers}:
-        compared += [required(resolve_here(operator, name)) for name in wanted.implementations]
+        compared += [required(resolve_here(operator, name)) for name in request.implementations]
     return compared
 
 
-def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:
-    """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error
-    remains.
-    """
-    if wanted.weights == "auto":
-        return "own" if limits.device().type == "cuda" else "fp32"
-    return wanted.weights
-
-
 def compare_answers(
-    loaded: Loaded,
-    request: AnswersOptions,
-    precisions: Precisions,
-    watcher: Watcher,
-    writer: Writer,
+    loaded: Loaded, request: AnswersOptions, watcher: Watcher, writer: Writer
 ) -> None:
     """Compare the answers on every prompt of a whole model.
 
-    precisions: of implementations, by the dtype of the model.
-
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
-    with (
-        limits.memory_errors(),
-        np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
-    ):
+    with limits.memory_errors():
         for run, prompt in zip(loaded.prompt_runs(), loaded.prompts, strict=True):
-            dtype = dtype_name(loaded.whole.dtype)
-            variants = list(_variants(run, dtype, request, precisions, prompt.token_sha256))
+            variants = list(_variants(run, loaded.dtype, request, prompt.token_sha256))
             if all(case.name in writer.earlier for case, *_ in variants):
                 continue
             comparison = _Comparison(run, loaded.whole, request, watcher, variants)
@@ -139,7 +102,7 @@ Variant = tuple[Case, Compute, frozenset[int]]
 
 
 def _variants(
-    prompt: PromptRun, dtype: DType, request: AnswersOptions, precisions: Precisions, inputs: str
+    prompt: PromptRun, dtype: DType, request: AnswersOptions, inputs: str
 ) -> Iterator[Variant]:
     """First noise, then all layers together, then each layer alone.
 
@@ -179,6 +142,8 @@ def _variants(
         return case, compute, computed
 
     operator = operators.get(mixers[0].operator)  # a model has one kind of operator
+    relaxed = "bf16" if dtype == "fp32" else dtype  # no model is served with fp32 intermediates
+    wanted = requested_precisions(relaxed, request.intermediates, request.states)
     exact = implemented(operator.baseline, Precision(), mixers)
     for change, compute in (
         ("last bit of its inputs moved", with_moved_bits(exact)),
@@ -187,7 +152,7 @@ def _variants(
         yield variant(operator.baseline, Precision(), compute, change=change)
     computes: dict[tuple[str, Precision], Compute] = {}
     for name in request.implementations:
-        for precision in own_precisions(resolve(operator, name), dtype, precisions(dtype)):
+        for precision in own_precisions(resolve(operator, name), dtype, wanted):
             computes[name, precision] = implemented(name, precision, mixers)
     for (name, precision), compute in computes.items():
         yield variant(name, precision, compute)
@@ -213,8 +178,7 @@ class _Comparison:
         """Runs the reference.  BadInputError if its logits are not finite."""
         self._prompt, self._whole, self._request = prompt, whole, request
         self._watcher, self._began = watcher, time.monotonic()
-        if prompt.ids.device.type == "cuda":
-            forget_peak(prompt.ids.device)
+        forget_peak(prompt.ids.device)
         # with the reference: its own runs, and for each case the share of the layers that are left
         # to it
         count = len({mixer.layer_index for mixer in prompt.mixers})
@@ -229,7 +193,6 @@ class _Comparison:
 
     def run(self, variants: Sequence[Variant], writer: Writer) -> None:
         """Write every case that an interrupted comparison has not written."""
-        device = self._prompt.ids.device
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
                 if variant[0].name not in writer.earlier:
@@ -237,8 +200,7 @@ class _Comparison:
                     now = time.monotonic()
                     writer.update(seconds=writer.report.first.seconds + now - self._began)
                     self._began = now
-                    if device.type == "cuda":
-                        writer.peaked(peak_bytes(device))
+                    writer.peaked(peak_bytes(self._prompt.ids.device))
                 advance(1)
 
     def _compared(self, variant: Variant) -> Case:

@@ -18,7 +18,7 @@ from ssdprof import kernels, operators
 from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import Dims
-from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
+from ssdprof.environment.machine import collect, kernels_hash, read_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import Comparer, Entry, Verdicts
@@ -42,10 +42,12 @@ from ssdprof.operators.implementations import (
     source_files,
 )
 from ssdprof.operators.operator import Operator
+from ssdprof.operators.serving import in_pool
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import Writer, load, opened
+from ssdprof.store.tuned import use_saved
 
 BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
@@ -60,6 +62,20 @@ NEEDS_GPU = (
         "machine."
     ),
 )
+
+
+def find_and_bench(
+    asked: BenchOptions,
+    names: Sequence[str],
+    too_large: Iterable[Tokens],
+    ranks: Ranks | None,
+    watcher: Watcher,
+) -> tuple[Path, Report]:
+    """Resolve the implementations, as `resolved`, then `bench`."""
+    request = resolved(asked, names, too_large, watcher)
+    if not request.no_tuned:
+        use_saved(watcher.say)
+    return bench(request, operators.get(request.operator), watcher, ranks)
 
 
 def bench(
@@ -97,8 +113,9 @@ def bench(
         absent=tuple(known.absent for known in request.compared if known.absent),
         samplers=request.processes or (1 if ranks else PROCESSES),
     ) as writer:
-        clocks, before = watch_clocks(), writer.report.first.seconds
-        writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))
+        before = writer.report.first.seconds
+        ceilings = writer.report.ceilings or measure_ceilings(device)
+        writer.update(ceilings=ceilings, clocks=read_clocks())
         cells = ranks.share(request.measured) if ranks else request.measured
         end = math.inf if request.budget is None else began + request.budget
         cell_bench = CellBench(request, operator, device, writer, watcher, end)
@@ -109,7 +126,7 @@ def bench(
                         cell, sampling_seconds(end - time.monotonic(), len(cells) - done)
                     )
                     seconds = before + time.monotonic() - began
-                    writer.update(clocks=clocks(), seconds=seconds)
+                    writer.update(clocks=read_clocks(), seconds=seconds)
                 advance(1)
     return load(writer.folder)
 
@@ -169,6 +186,9 @@ def compared(
     )
     if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
         everyone.append(resolve(operator, BY_TOKEN))
+    if cell.tokens.pool and cell.tokens.steps:
+        # others than bundled kernels have pools of their own
+        everyone = [in_pool(known) if known.kind == "bundled" else known for known in everyone]
     cases: list[tuple[Implementation, Precision]] = []
     for known in {known.name: known for known in everyone}.values():
         if known.kind != "bundled":
@@ -214,7 +234,7 @@ class CellBench:
         end: float,
     ) -> None:
         """GPU work: `CudaTimer` allocates."""
-        isolated = IsolatedFirstCall(min(request.first_call, FIRST_CALL_S))
+        isolated = IsolatedFirstCall(min(request.first_call_s, FIRST_CALL_S))
         self._request, self._operator, self._writer = request, operator, writer
         self._device = device
         self._prober = Prober(isolated, only=TURNING_KEYS)
@@ -223,7 +243,7 @@ class CellBench:
             timer=CudaTimer(device),
             ceilings=writer.report.ceilings,
             process=writer.process,
-            first_call_s=request.first_call,
+            first_call_s=request.first_call_s,
             until=end,
             isolated=isolated,
             watcher=watcher,

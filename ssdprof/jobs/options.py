@@ -26,7 +26,6 @@ from typing import (
 )
 
 import typer
-from typer.models import ArgumentInfo
 
 from ssdprof.errors import BadInputError, unreadable
 from ssdprof.files import regular
@@ -142,32 +141,35 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
     """The options of a class: as a Python name, as it is typed, and as a parameter."""
-    for parameter in parameters(kind):
-        declared = getattr(parameter.annotation, "__metadata__", (None,))[0]
-        if isinstance(declared, ArgumentInfo):
-            continue
-        words = (
-            getattr(declared, "default", None),
-            *(getattr(declared, "param_decls", None) or ()),
-        )
-        typed = [word for word in words if isinstance(word, str) and word.startswith("--")]
-        for word in typed or [f"--{parameter.name.replace('_', '-')}"]:
-            yield word.removeprefix("--").replace("-", "_"), word, parameter
+    declared = {parameter.name: parameter for parameter in parameters(kind)}
+    for option in _alone(kind, lambda **_: None).params:
+        for word in option.opts:
+            if word.startswith("--") and option.name in declared:
+                name = word.removeprefix("--").replace("-", "_")
+                yield name, word, declared[option.name]
+
+
+def command_name(kind: type) -> str:
+    """ "run" of `RunOptions`."""
+    return kind.__name__.removesuffix("Options").lower()
 
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
-    def create(**settings: object) -> Kind:
-        return kind(**settings)
-
-    app.command()(as_command(kind, create))
     try:
-        options: Kind = typer.main.get_command(app).main(line, standalone_mode=False)
+        options: Kind = _alone(kind, lambda **values: kind(**values)).main(
+            line, standalone_mode=False
+        )
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # of click
         raise BadInputError(error.format_message().replace("Value error, ", "")) from None
     return options
+
+
+def _alone(kind: type, function: Callable[..., Any]) -> Any:
+    """A command with the options of a class, for itself."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(as_command(kind, function))
+    return typer.main.get_command(app)
 
 
 # --- shared by several commands
@@ -184,15 +186,6 @@ _WAYS = (
 )
 
 Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
-FirstCallOption = Annotated[
-    float,
-    info(
-        "SECONDS",
-        "Longest first call of your own kernel, compilation included.",
-        "--first-call",
-        min=1,
-    ),
-]
 SomeIntermediates = Annotated[
     Literal["exact", "relaxed", "all"],
     info(
@@ -214,9 +207,6 @@ _GATES = (
 )
 GateOption = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
 _SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
-Config = Annotated[
-    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
-]
 NoTuned = Annotated[
     bool,
     info(
@@ -234,6 +224,9 @@ RunFolder = Annotated[
 ]
 OutputOption = Annotated[
     Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)
+]
+Config = Annotated[
+    Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)
 ]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
@@ -259,8 +252,8 @@ def _implementations() -> Any:
     )
 
 
-def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
-    return words("D[,D...]", _STATES, shown=shown)
+def _states() -> Any:
+    return words("D[,D...]", _STATES, shown="fp32 with exact, the inputs' or 16 bit with relaxed")
 
 
 def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
@@ -269,10 +262,6 @@ def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
         "have intervals."
     )
     return option(default, "N", how, min=1, max=9, shown=shown)
-
-
-def _smallest_difference() -> Any:
-    return words("P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%")
 
 
 @options
@@ -309,7 +298,6 @@ class ModelOptions:
     chunk: int | None = derived(None)
     decode: int = derived(0)
     command: tuple[str, ...] = derived(())  # as typed
-    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -336,11 +324,34 @@ class ServedModelOptions(ModelOptions):
     )
 
 
+@options
+class TimingOptions:
+    """What is compared, at which speed, and what must hold."""
+
+    implementations: tuple[str, ...] = _implementations()
+    smallest_difference: float = words(
+        "P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%"
+    )
+    first_call_s: float = option(
+        180,
+        "SECONDS",
+        "Longest first call of your own kernel, in a bench of any, compilation included.",
+        "--first-call",
+        min=1,
+    )
+    gate: GateOption = None
+    config: Config = None
+    no_tuned: NoTuned = False
+    json: Json = False
+    command: tuple[str, ...] = derived(())  # as typed
+    conditions: tuple[Condition, ...] = derived(())
+
+
 # --- the commands
 
 
 @options
-class RunOptions(ServedModelOptions):
+class RunOptions(TimingOptions, ServedModelOptions):
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its
     layers.
 
@@ -365,9 +376,7 @@ class RunOptions(ServedModelOptions):
     dtype: Literal["fp16", "bf16", "fp32"] | None = option(
         None, "", "Replay the captured inputs in this dtype.", shown="the model's"
     )
-    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCallOption = 180
     laws: Literal["quick", "default", "all"] = option(
         "default", "", "Laws that are tested: quick: causality and cut in two; all: in every case."
     )
@@ -381,14 +390,9 @@ class RunOptions(ServedModelOptions):
     )
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
-    smallest_difference: float = _smallest_difference()
     processes: int = _processes()
-    gate: GateOption = None
-    config: Config = None
-    no_tuned: NoTuned = False
     dry_run: DryRunOption = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    json: Json = False
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 
@@ -453,7 +457,7 @@ class AnswersOptions(ModelOptions):
 
     placement: PlacementOption = None
     intermediates: SomeIntermediates = "all"
-    states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
+    states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
@@ -480,6 +484,7 @@ class AnswersOptions(ModelOptions):
     no_tuned: NoTuned = False
     dry_run: DryRunOption = False
     json: Json = False
+    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -556,7 +561,7 @@ class CompareOptions:
 
 
 @options
-class PrefillOptions(ModelOptions):
+class PrefillOptions(TimingOptions, ModelOptions):
     """Time a whole model up to its first token, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's
@@ -567,9 +572,7 @@ class PrefillOptions(ModelOptions):
     copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
     intermediates: OneIntermediates = "exact"
     state_dtype: OneState = "fp32"
-    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call_s: FirstCallOption = 180
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
@@ -583,11 +586,11 @@ class PrefillOptions(ModelOptions):
         None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1
     )
     out: RunFolder = None
-    gate: GateOption = None
-    config: Config = None
-    smallest_difference: float = _smallest_difference()
-    no_tuned: NoTuned = False
-    json: Json = False
+
+    @property
+    def states(self) -> tuple[DType, ...]:
+        """As of `RunOptions`."""
+        return (self.state_dtype,)
 
 
 @options
@@ -632,7 +635,7 @@ class StallsOptions:
 
 
 @options
-class BenchOptions:
+class BenchOptions(TimingOptions):
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
@@ -653,6 +656,12 @@ class BenchOptions:
     state_every: str = option(
         "", "N[,N...]", "Also return the states after every N tokens, as prefix caches do: 64,2k."
     )
+    pool: int = option(
+        0,
+        "SLOTS",
+        "Sequences begin with slots of a pool; steps and drafted tokens are computed in place.",
+        min=0,
+    )
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
     layout: Literal["contiguous", "views", "transposed"] = option(
@@ -667,7 +676,6 @@ class BenchOptions:
     )
     intermediates: SomeIntermediates = "exact"
     states: tuple[DType, ...] | None = _states()
-    implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
     baseline: str | None = option(
         None,
@@ -687,7 +695,6 @@ class BenchOptions:
         "Chunk sizes from which implementations that do not choose their own take the fastest.",
         shown="128,256 for SSD",
     )
-    smallest_difference: float = _smallest_difference()
     processes: int | None = _processes(None, "3, with torchrun 1")
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
@@ -695,22 +702,13 @@ class BenchOptions:
     budget: float | None = option(
         None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1
     )
-    first_call: float = option(
-        180.0, "SECONDS", "Longest first call of an implementation, compilation included.", min=1
-    )
-    gate: GateOption = None
-    config: Config = None
     out: Path | None = option(
         None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path
     )
-    no_tuned: NoTuned = False
-    json: Json = False
-    conditions: tuple[Condition, ...] = derived(())
     measured: tuple[Cell, ...] = derived(())
     # those that are unavailable are left out, and the report says so
     compared: tuple[Implementation, ...] = derived(())
     sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
-    command: tuple[str, ...] = derived(())
     sampler: int = derived(0)  # number of the process, if it only adds samples to `out`
 
 

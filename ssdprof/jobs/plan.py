@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -27,19 +27,12 @@ from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_lay
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint import devices, transformers
-from ssdprof.checkpoint.load import (
-    DType,
-    LocalCheckpoint,
-    check_fetch,
-    fetch,
-    fetch_tokenizer,
-    load_model,
-)
+from ssdprof.checkpoint.load import LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import quiet_transformers
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.checkpoint.weights import layer_index
-from ssdprof.core.base import PlacementKind
+from ssdprof.core.base import DType, PlacementKind
 from ssdprof.core.target import (
     DECODED_ON_LOAD,
     Allocation,
@@ -60,8 +53,9 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.target import Stored, Target
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import source_files
-from ssdprof.operators.tensors import dtype_named
+from ssdprof.operators.tensors import dtype_name, dtype_named
 from ssdprof.progress import Watcher
+from ssdprof.store.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -515,6 +509,28 @@ class Loaded:
     files: LocalCheckpoint
     whole: Any = None
 
+    @property
+    def dtype(self) -> DType:
+        return dtype_name(self.model.dtype)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on it."""
+        located = self.target.located
+        return {
+            "target": located.ref.repo_id,
+            "model": located.ref,
+            "prompts": self.prompts,
+            "segment_length": max(self.segment_lengths),
+            "placement": self.placement,
+            "notes": tuple(located.caveats),
+        }
+
+    def shared(self, ranks: Ranks) -> Loaded:
+        """With the layers of this rank."""
+        layers = ranks.share(self.target.layers)
+        return replace(self, target=replace(self.target, layers=layers))
+
     def prompt_runs(self) -> Iterator[PromptRun]:
         """The prompts, in the order of `prompts`, for the model."""
         target = self.target
@@ -571,9 +587,11 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.step(f"Loading {target.ref.repo_id}"),
         quiet_transformers(),
     ):
-        dtype: DType = "auto" if target.dtype is None else getattr(torch, target.dtype)
         loaded = load_model(
-            local, device=limits.device(), dtype=dtype, device_map=chosen.device_map
+            local,
+            device=limits.device(),
+            dtype="auto" if target.dtype is None else getattr(torch, target.dtype),
+            device_map=chosen.device_map,
         )
     return Loaded(
         target=target,

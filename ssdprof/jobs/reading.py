@@ -73,7 +73,7 @@ def parse_states(states: str) -> tuple[DType, ...]:
     """ "fp32,bf16" -> ("fp32", "bf16"); "all" is every one."""
     if states == "all":
         return STATE_DTYPES
-    return _known("--states", states.split(","), STATE_DTYPES, ", separated by commas, or all")
+    return _known("--states", states, STATE_DTYPES, ", separated by commas, or all")
 
 
 def parse_implementations(option: str, words: str) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
 
     Whether they exist depends on the operator, and is not checked here.
     """
-    names = tuple(dict.fromkeys(word.strip() for word in words.split(",")))
-    if "" in names:
+    names = tuple(dict.fromkeys(_words(words)))
+    if not names or "" in names:
         raise BadInputError(
             f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
         )
@@ -138,6 +138,17 @@ def parse_kept(
     )
 
 
+def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+    """Sequences that begin with slots of a pool.  Raises BadInputError for too few slots."""
+    needed = max(cell.sequences for cell in tokens)
+    if slots < needed:
+        raise BadInputError(
+            f"A pool of {slots:,} slots has none for each of {needed:,} sequences.",
+            f"Give --pool {needed} or more.",
+        )
+    return tuple(replace(cell, pool=slots) for cell in tokens)
+
+
 def lengths(words: str) -> tuple[int, ...]:
     """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192)."""
     known: list[int] = []
@@ -174,24 +185,25 @@ def expand(
 
 def parse_dtypes(words: str) -> tuple[InputDType, ...]:
     """ "bf16,fp16" -> ("bf16", "fp16").  Raises BadInputError."""
-    return _known("--dtype", _words(words), INPUT_DTYPES)
+    return _known("--dtype", words, INPUT_DTYPES)
 
 
 def parse_chunk_sizes(words: str) -> tuple[int, ...]:
     """ "64,128" -> (64, 128); "best" -> (): those of the operator.  Raises BadInputError."""
-    return () if words == "best" else _known("--chunk-size", words.split(","), CHUNK_SIZES)
+    return () if words == "best" else _known("--chunk-size", words, CHUNK_SIZES)
 
 
-def _known(option: str, words: Sequence[str], known: Sequence[K], more: str = "") -> tuple[K, ...]:
+def _known(option: str, words: str, known: Sequence[K], more: str = "") -> tuple[K, ...]:
     """The values that the words name, each once."""
     named = {str(value): value for value in known}
-    for word in map(str.strip, words):
+    asked = _words(words)
+    for word in asked or [words]:
         if word not in named:
             raise BadInputError(
                 f"{option} does not know {word!r}.",
                 f"Give one or more of {', '.join(named)}{more}.",
             )
-    return tuple(dict.fromkeys(named[word.strip()] for word in words))
+    return tuple(dict.fromkeys(named[word] for word in asked))
 
 
 def _batches(words: str) -> Iterable[int]:
@@ -222,9 +234,7 @@ def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, 
     """
     if words is None:
         words = next(iter(known.shapes))
-    names = (
-        tuple(known.shapes) if words == "all" else tuple(word.strip() for word in words.split(","))
-    )
+    names = known.shapes if words == "all" else _words(words) or [words]
     return tuple(dict.fromkeys(_shape(known, name) for name in names))
 
 
@@ -243,7 +253,7 @@ def parse_ways(operator: Operator, words: str) -> tuple[str, ...]:
     BadInputError.
     """
     known = operator.generated.ways
-    wanted = {word.strip() for word in words.split(",") if word.strip()}
+    wanted = {*filter(None, _words(words))}
     for word in sorted(wanted - known.keys()):
         meanings = ", ".join(f"{name} ({meaning})" for name, meaning in known.items())
         raise BadInputError(

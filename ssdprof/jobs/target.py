@@ -6,7 +6,7 @@ function raises BadInputError; those that find a model, ModelUnavailableError if
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,14 @@ from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.conditions import Condition, parse_gate, parse_percent
-from ssdprof.core.target import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
+from ssdprof.core.target import (
+    CaptureManifest,
+    CheckpointRef,
+    LayerCapture,
+    LayerRef,
+    Prompt,
+    Serving,
+)
 from ssdprof.core.words import words
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
@@ -32,6 +39,8 @@ from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, check_folder
 
 Options = TypeVar("Options")
+# of the operators of layers, by the operators' names for them
+Sizes = Sequence[tuple[LayerRef, Mapping[str, int]]]
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
     "seqlens": reading.parse_seqs,
     "seqlen": reading.parse_seq,
@@ -74,6 +83,11 @@ class Target:
     @property
     def batch(self) -> int:
         return self.request.batch
+
+    @property
+    def sizes(self) -> Sizes:
+        every = zip(self.located.layers, self.located.mixers, strict=True)
+        return [(layer, mixer.sizes) for layer, mixer in every if layer in self.layers]
 
     @property
     def deepest_layer(self) -> int | None:
@@ -126,6 +140,28 @@ class Stored:
     def serving(self) -> Serving:
         """How each prompt is served; it is the same for all."""
         return self.manifest.prompts[0].serving
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        return self.manifest.prompts
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Fields of a report on them."""
+        return {
+            "target": self.ref.repo_id,
+            "model": self.ref,
+            "prompts": self.prompts,
+            "segment_length": self.manifest.segment_length,
+            "capture_complete": self.manifest.complete,
+        }
+
+    def shared(self, ranks: Ranks) -> Stored:
+        """With the layers of this rank."""
+        layers = ranks.share(self.layers)
+        return replace(
+            self, chosen=tuple(capture for capture in self.chosen if capture.layer in layers)
+        )
 
 
 def captures_of(request: declared.ModelOptions) -> Path | None:
@@ -187,7 +223,7 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     folder = captures_of(request)
     if folder is None:
         target = find(request, whole=request.answers)
-        refuse_large(target)
+        refuse_large(target.ref, target.sizes)
         return target
     if request.answers:
         raise BadInputError(
@@ -221,24 +257,18 @@ def _model_options(request: declared.ServedModelOptions) -> set[str]:
     }
 
 
-def refuse_large(target: Target) -> None:
-    """BadInputError for layers that are too large for bundled implementations (`largest` of the
-    operator's outline).
+def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
+    """BadInputError for a layer with a size above the maximum of the bundled implementations
+    (`largest` of the operator's outline).
     """
-    for layer, mixer in zip(target.located.layers, target.located.mixers, strict=True):
-        if layer in target.layers:
-            refuse_larger(target.ref, layer, mixer.sizes)
-
-
-def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
-    """BadInputError for a layer with a size above the maximum of the bundled implementations."""
-    for name, most in operators.get(layer.operator).generated.largest.items():
-        if sizes[name] > most:
-            raise BadInputError(
-                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
-                f"take at most {most}.",
-                "Choose a model with smaller layers.",
-            )
+    for layer, sizes in sizes_of_layers:
+        for name, most in operators.get(layer.operator).generated.largest.items():
+            if sizes[name] > most:
+                raise BadInputError(
+                    f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels "
+                    f"take at most {most}.",
+                    "Choose a model with smaller layers.",
+                )
 
 
 # --- options
@@ -390,8 +420,14 @@ def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, 
     asked = read(options)
     check_folder(asked.out)
     target = find(asked, whole=True)
-    refuse_large(target)
-    return asked, target
+    refuse_large(target.ref, target.sizes)
+    from ssdprof.jobs import limits  # imports torch, as in `find`
+
+    if asked.weights == "auto":
+        # no model is served in 16 bit without a GPU: only the operators' error remains
+        on_gpu = limits.device().type == "cuda"
+        asked = replace(asked, weights="own" if on_gpu else "fp32")
+    return asked, replace(target, dtype="float32") if asked.weights == "fp32" else target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
@@ -405,9 +441,9 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
 
 def bench(
     options: declared.BenchOptions,
-) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
-    """The request, the names of all implementations, other libraries first, and cells that
-    --max-tokens leaves out.
+) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...], Ranks | None]:
+    """The request, the names of all implementations, other libraries first, cells that --max-tokens
+    leaves out, and the processes that share the others.
     """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
     asked, operator = read(options), operators.get(options.operator)
@@ -421,6 +457,8 @@ def bench(
         if other := next((name for name, typed in others.items() if typed), ""):
             raise reading.both(option, other)
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
+    if options.pool:
+        tokens = reading.in_pool(options.pool, tokens)
     if options.verify:  # `fused` takes single steps
         asked, too_large = replace(asked, match_with=asked.match_with or "fused"), ()
         if asked.implementations == declared.COMPARED:
@@ -446,7 +484,7 @@ def bench(
         or next(iter(libraries), "fused" if options.verify else operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *asked.implementations), too_large
+    return request, (*libraries, *asked.implementations), too_large, join()
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:

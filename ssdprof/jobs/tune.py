@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ssdprof import operators
 from ssdprof.core import statistics
 from ssdprof.core.base import Intermediates, grouped
 from ssdprof.core.case import Case
@@ -27,6 +28,7 @@ from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.jobs.bench import generated_task
 from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.jobs.options import TuneOptions
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
@@ -91,7 +93,7 @@ def problems(
     operator: Operator, cells: Sequence[Cell], intermediates: Intermediates, device: torch.device
 ) -> Iterator[Problem]:
     """The problems of one layer's cells: one for each, or one for all if they share a tuned
-    configuration configuration configuration.
+    configuration.
     """
     waiting: dict[str, list[tuple[Cell, Inputs]]] = {}
     for cell in cells:
@@ -112,7 +114,7 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of inputs that share a tuned, the shortest first."""
+    """The problem of inputs that share a tuned configuration, the shortest first."""
     tuning = operator.tunable
     together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
     cell, longest = together[-1]
@@ -153,29 +155,27 @@ def gpu_to_tune() -> torch.device:
 
 
 def tune(
-    operator: Operator,
+    options: TuneOptions,
     cells: Sequence[Cell],
-    intermediates: Sequence[Intermediates],
     device: torch.device,
     watcher: Watcher,
     on_search: Callable[[Report, TunedCalls, TunedConfig | None], object],
-    *,
-    budget: float | None = None,
-    command: tuple[str, ...] = (),
 ) -> Report:
     """Search for every cell.  The report has a case for each candidate on each input, and a note
     for each search that found nothing.
 
     on_search: called after each with the report so far, the calls that it was for, and what it
     found.
-    budget: seconds of wall clock after which no search begins; None: no limit.
     Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
-    began, timer = time.monotonic(), CudaTimer(device)
+    began, timer, operator = time.monotonic(), CudaTimer(device), operators.get(options.operator)
+    intermediates: tuple[Intermediates, ...] = (
+        ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
+    )
     header = draft(
         kind="tune",
         target=operator.name,
-        command=command,
+        command=options.command,
         environment=collect(),
         baseline=COMMITTED,
         smallest_difference=MARGIN,
@@ -187,8 +187,8 @@ def tune(
         try:
             for problem in problems(operator, cells_of_layer, wanted, device):
                 spent = time.monotonic() - began
-                if budget is not None and spent >= budget:
-                    writer.leave_out(str(problem), f"the budget of {budget:g} s was spent")
+                if options.budget is not None and spent >= options.budget:
+                    writer.leave_out(str(problem), f"the budget of {options.budget:g} s was spent")
                     continue
                 with watcher.step(f"Tuning {problem}"):
                     cases, outcome = search(problem, timer)
@@ -258,7 +258,7 @@ def _screened(trials: _Trials) -> Config | None:
 
 
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
-    """The tuned, or the reason why the committed configuration stays."""
+    """The tuned configuration, or the reason why the committed configuration stays."""
     problem, tuning = trials.problem, trials.problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:

@@ -566,8 +566,23 @@ def fingerprint(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(_fingerprint(tensor) for tensor in tensors)
 
 
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: _fingerprint(tensor) for name, tensor in tensors.items()}
+
+
+def changes(before: Mapping[str, int], inputs: Mapping[str, Tensor]) -> str:
+    """A phrase if bits of a call's inputs are no longer those of `before`; else empty."""
+    changed = [name for name, after in fingerprints(inputs).items() if after != before[name]]
+    return f"it changes its inputs: {', '.join(changed)}" if changed else ""
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """As integers."""
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+
+
 def _fingerprint(tensor: Tensor) -> int:
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+    bits = bits_of(tensor).flatten()
     weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), _BLOCK):

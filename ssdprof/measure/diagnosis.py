@@ -11,10 +11,10 @@ from torch import Tensor
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import joined
+from ssdprof.kernels.oracle import joined, spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, block_length, oracle_output
-from ssdprof.measure.sequences import alone, longest_of, rows_of_states, spans_of
+from ssdprof.measure.sequences import alone, longest_of, rows_of_states
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name

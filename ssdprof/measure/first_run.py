@@ -448,15 +448,19 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
 
 def forget_peak(device: torch.device) -> None:
     """Reset `peak_bytes`."""
-    torch.cuda.reset_peak_memory_stats(device)
-    _peaks_before_reset.pop(_index(device), None)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        _peaks_before_reset.pop(_index(device), None)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began.
+    """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began; 0
+    on the CPU.
 
     torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
     """
+    if device.type != "cuda":
+        return 0
     return max(_peaks_before_reset.get(_index(device), 0), torch.cuda.max_memory_allocated(device))
 
 

@@ -40,7 +40,7 @@ from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.accuracy import fingerprint
+from ssdprof.measure.accuracy import changes, fingerprint, fingerprints
 from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations
 
@@ -95,7 +95,7 @@ class _Block:
     def overrun(self) -> str:
         """ "before", "behind" or "around", by which guard has changed; empty if none has."""
         sides = self.memory[: self.start], self.memory[self.stop :]
-        before, behind = (not bool((side == 0xFF).all()) for side in sides)
+        before, behind = (int(side.min()) != 0xFF for side in sides)  # the largest byte
         if before and behind:
             return "around"
         if before:
@@ -116,16 +116,12 @@ class GuardedInputs:
             self._blocks.append((block, block.bits()))
             copies |= of_block
         self.inputs = replace(inputs, **copies)
-        self._elements = {name: fingerprint(tensor) for name, tensor in copies.items()}
+        self._elements = fingerprints(copies)
 
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
-        now = self.inputs.tensors
-        changed = [
-            name for name, before in self._elements.items() if fingerprint(now[name]) != before
-        ]
-        if changed:
-            return f"it changes its inputs: {', '.join(changed)}"
+        if words := changes(self._elements, self.inputs.tensors):
+            return words
         for block, bits in self._blocks:
             if where := block.overrun() or (
                 "between the elements of" if block.bits() != bits else ""
@@ -140,6 +136,11 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocks: list[_Block] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, in a second, to keep it out of the next method."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """In place of a tensor that torch allocates, one between guards."""

@@ -21,11 +21,20 @@ from torch import Tensor
 
 from ssdprof.core import words
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import REPEATS
+from ssdprof.core.base import REPEATS, Probe
+from ssdprof.environment import child
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
+from ssdprof.measure.accuracy import (
+    Candidate,
+    changes,
+    compare,
+    fingerprints,
+    oracle_output,
+    unravel,
+)
 from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
@@ -38,7 +47,6 @@ from ssdprof.measure.sequences import (
     longest_of,
     output_of,
     rows_of_states,
-    spans_of,
 )
 from ssdprof.operators import generate
 from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
@@ -65,6 +73,27 @@ class Broken(Exception):
 
 class NotApplicable(Exception):
     """The message is the reason."""
+
+
+def tested(name: str, law: Callable[[], str | None]) -> Probe:
+    """Whether a law holds, with the limits that it returns.  Raises MissingCapabilityError if a
+    fault made the GPU unusable.
+    """
+    child.alive()
+    try:
+        return Probe(name=name, holds="yes", detail=law() or "")
+    except Broken as error:
+        return Probe(name=name, holds="no", detail=str(error))
+    except NotApplicable as error:
+        why = str(error)
+    except torch.OutOfMemoryError:
+        why = "out of memory"
+    return Probe(name=name, holds="not applicable", detail=why)
+
+
+def untested(_: object) -> None:
+    """In place of a law that takes too long."""
+    raise NotApplicable("Triton's interpreter runs it; --laws all tests it")
 
 
 # --- calls and what is judged
@@ -104,6 +133,8 @@ class Trial:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
         output, fields = call.first_run(launches=False)
         if output is not None:
+            if self.implementation.pools:  # a later call may write the same slots
+                output = output[0], output[1].clone()
             self.latest[:] = [(inputs, output)]
             return output
         reason: str = fields["reason"]
@@ -328,12 +359,10 @@ def repeats_bitwise(trial: Trial) -> None:
 
 
 def inputs_unchanged(trial: Trial) -> None:
-    tensors = trial.inputs.tensors
-    before = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    before = fingerprints(trial.inputs.tensors)
     trial.run(trial.inputs)
-    changed = [name for name, tensor in tensors.items() if fingerprint(tensor) != before[name]]
-    if changed:
-        raise Broken(f"it changes its inputs: {', '.join(changed)}")
+    if words := changes(before, trial.inputs.tensors):
+        raise Broken(words)
 
 
 def other_sequences(trial: Trial) -> None:

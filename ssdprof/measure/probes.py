@@ -8,13 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-import torch
-
 from ssdprof import operators
-from ssdprof.core.base import Holds, Laws, Probe
-from ssdprof.environment import child
+from ssdprof.core.base import Laws, Probe
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure import pools
@@ -24,13 +22,12 @@ from ssdprof.measure.laws import (
     LONGEST,
     OF_THE_SAME_FORM,
     TURNING_KEYS,
-    Broken,
-    Law,
-    NotApplicable,
     Trial,
     laws_of,
+    tested,
+    untested,
 )
-from ssdprof.measure.sequences import is_packed, joined, spans_of
+from ssdprof.measure.sequences import is_packed, joined
 from ssdprof.operators.operator import Output
 
 MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
@@ -103,20 +100,22 @@ class Prober:
             return ()
         trial = self._trial(implementation, inputs, precision, every, interpreted)
         laws = laws_of(trial)
-        test = partial(tested, trial, keep=keep)
-        if self._only or not new_kind:
-            return tuple(test(name, law) for name, law in laws.items() if name in names)
-        if skipped:
-            why = "Triton's interpreter runs it; --laws all tests it"
-            probes = [Probe(name=name, holds="not applicable", detail=why) for name in laws]
-        else:
-            if implementation.isolated and not self._quick:
-                self._isolated.prepare(implementation, list(trial.forms()), precision)
-            wanted = set(laws) if every else set(OF_THE_SAME_FORM)
+        of_kind = new_kind and not self._only
+        if of_kind and skipped:
+            names, laws = set(laws), dict.fromkeys(laws, untested)
+        elif of_kind:
+            names = set(laws) if every else set(OF_THE_SAME_FORM)
             if self._quick:
-                wanted &= QUICK
-            probes = [test(name, law) for name, law in laws.items() if name in wanted]
-        if not self._quick and pools.applies(implementation, inputs):
+                names &= QUICK
+            elif implementation.isolated:
+                self._isolated.prepare(implementation, list(trial.forms()), precision)
+        probes: list[Probe] = []
+        for name, law in laws.items():
+            if name in names:
+                probes.append(tested(name, partial(law, trial)))
+                if probes[-1].holds == "no" and keep and trial.latest:
+                    keep(name, *trial.latest[0])
+        if of_kind and not self._quick and pools.applies(implementation, inputs):
             probes += pools.try_laws(implementation, inputs, precision, quick=skipped)
         return tuple(probes)
 
@@ -167,21 +166,3 @@ class Prober:
             inputs.state_every,
         )
         return kind, (kind, dims.batch, dims.seqlen, inputs.sequences)
-
-
-def tested(trial: Trial, name: str, law: Law, keep: Keep | None) -> Probe:
-    """Whether the law holds.  Raises MissingCapabilityError if a fault made the GPU unusable."""
-    child.alive()
-    holds: Holds = "not applicable"
-    try:
-        detail = law(trial) or ""
-        holds = "yes"
-    except Broken as error:
-        holds, detail = "no", str(error)
-        if keep and trial.latest:
-            keep(name, *trial.latest[0])
-    except NotApplicable as error:
-        detail = str(error)
-    except torch.OutOfMemoryError:
-        detail = "out of memory"
-    return Probe(name=name, holds=holds, detail=detail)

@@ -9,15 +9,9 @@ from itertools import accumulate
 import torch
 
 from ssdprof import operators
-from ssdprof.kernels import oracle
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import Span
+from ssdprof.kernels.oracle import Span, spans_of
 from ssdprof.operators.operator import Output
-
-
-def spans_of(inputs: Inputs) -> list[Span]:
-    """The positions of every sequence."""
-    return oracle.sequences(inputs.values.shape[0], inputs.values.shape[1], inputs.cu_seqlens)
 
 
 def longest_of(inputs: Inputs) -> Span:

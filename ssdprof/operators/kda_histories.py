@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels import GDNInputs, oracle
-    from ssdprof.operators.rounding import Span
 else:
     oracle = lazy("ssdprof.kernels.oracle")
 
@@ -36,7 +35,7 @@ def histories(like: GDNInputs, heads: Sequence[int]) -> Iterator[Iterator[Histor
     With fewer heads than kinds of windows there is a call for each kind.  Several heads are first
     tried as a pack with initial states.
     """
-    longest = max(span.length for span in _spans(like))
+    longest = max(span.length for span in oracle.spans_of(like))
     fitting = [window for window in WINDOWS if 2 * window <= longest]
     if not fitting:
         return
@@ -120,7 +119,7 @@ def _turn(
     q, k, g, beta = _two_windows(window, x, y, normal)
     count = WINDOWS[window] + 1
     turned = math.cos(math.pi / 2 / count) ** count  # what is left of a state
-    for span in _spans(inputs):
+    for span in oracle.spans_of(inputs):
         rows = slice(span.start, span.stop)
         at = torch.arange(span.length, device=device) % (2 * window)
         for tensor, values in ((inputs.q, q), (inputs.k, k)):
@@ -143,10 +142,6 @@ def _turn(
             heads=heads,
             expected=inputs.scale_or_default * decaying_sums(terms, turned * KEPT),
         )
-
-
-def _spans(inputs: GDNInputs) -> list[Span]:
-    return oracle.sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
 
 
 def _two_windows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 from ssdprof import kernels
 from ssdprof.operators import gdn_inputs, generate
@@ -20,7 +21,6 @@ WAYS = {
         "every fourth value head forgets most channels at every token: g is below -50 in the mean"
     ),
     LOW_GATES: "g in the model's dtype, as in bailing_hybrid",
-    **generate.POOL,
 }
 
 
@@ -45,10 +45,13 @@ draw = partial(gdn_inputs.draw, kind="KDAInputs", gates=gates)
 
 
 def edges(like: kernels.GDNInputs) -> list[list[EdgeInputs[kernels.GDNInputs]]]:
-    """As of GDN; the first form of each kind has channels that forget everything, too."""
+    """As of GDN; the first form of each kind has channels that forget everything, too, and that of
+    rows of whole chunks `DECAYED` and `LOW`.
+    """
     kinds = gdn_inputs.edges(like, draw)
-    for forms in kinds:
-        forms[0] = replace(forms[0], traits=(*forms[0].traits, FORGETTING))
+    for lengths, forms in zip_longest(generate.EDGES, kinds):
+        more = (DECAYED, LOW) if lengths == generate.EDGES[-1] else ()
+        forms[0] = replace(forms[0], traits=(*forms[0].traits, FORGETTING, *more))
     return kinds
 
 
@@ -57,6 +60,22 @@ def forgetting_channels(inputs: kernels.GDNInputs) -> None:
     inputs.g[:, ::11, 1:3, ::3] = -torch.inf
 
 
+def decayed_state(inputs: kernels.GDNInputs) -> None:
+    """In one head, by 2^-46 within a chunk, and large beside what is written."""
+    if inputs.initial_state is not None:
+        inputs.initial_state[:, 5] *= 2.0**8
+    inputs.v[:, :, 5] *= 2.0**-8
+    inputs.g[:, :32, 5] = -1
+
+
+def low_gates(inputs: kernels.GDNInputs) -> kernels.GDNInputs:
+    return replace(inputs, g=inputs.g.to(inputs.q.dtype))
+
+
+DECAYED: Trait[kernels.GDNInputs] = Trait(
+    "a state that decays in all channels", decayed_state, "what is left of it is read"
+)
+LOW: Trait[kernels.GDNInputs] = Trait("g in the dtype of q", low_gates, "g is summed in fp32")
 FORGETTING: Trait[kernels.GDNInputs] = Trait(
     "g of -inf in some channels", forgetting_channels, "exp(-inf) is 0, and never NaN"
 )

@@ -28,15 +28,18 @@ from ssdprof.core.target import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.operators.generate import InputGenerator, Library
-from ssdprof.operators.late import precision, rounding, torch
+from ssdprof.operators.late import lazy, precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ssdprof.kernels import oracle
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.oracle import Block
     from ssdprof.operators.tuning import Tuning
+else:
+    oracle = lazy("ssdprof.kernels.oracle")
 
 I = TypeVar("I", bound="Inputs", default=Any)
 Output: TypeAlias = "tuple[Tensor, Tensor]"  # out, final_states
@@ -206,9 +209,12 @@ class OracleSpec(Generic[I]):
         return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
-        """A half and a quarter of `chunk_size`, the sizes that kernels take besides."""
+        """A half and a quarter of `chunk_size`, the sizes that kernels take besides; only those
+        that divide a sequence.
+        """
         size = self.chunk_size(inputs)
-        return tuple(part for part in (size // 2, size // 4) if part >= LEAST_CHUNK)
+        longest = self.fitting_chunk(inputs, max(span.length for span in oracle.spans_of(inputs)))
+        return tuple(part for part in (size // 2, size // 4) if LEAST_CHUNK <= part < longest)
 
     def rounded(self, inputs: Inputs, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""

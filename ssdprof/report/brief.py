@@ -7,23 +7,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Group as Renderables
 from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import (
-    PRECISIONS,
-    DType,
-    Intermediates,
-    PrecisionName,
-    grouped,
-    intermediates_of,
-    precisions_for,
-    states_of,
-)
+from ssdprof.core.base import PRECISIONS, PrecisionName, grouped, intermediates_of, states_of
 from ssdprof.core.case import Case
 from ssdprof.core.outcome import ListedRun, Outcome
 from ssdprof.core.pairs import compared
@@ -101,7 +91,7 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
 # --- its two tables: one row for each series of a compared implementation
 
 
-def _speed(prompts: Sequence[Group]) -> Table | None:
+def _speed(prompts: Sequence[Group]) -> Table:
     timed = [series for series in _compared(prompts) if series.timed]
     rows = list(map(calls.speed, timed))
     for row in rows:
@@ -109,7 +99,7 @@ def _speed(prompts: Sequence[Group]) -> Table | None:
     return _table("Speed", timed, rows)
 
 
-def _accuracy(prompts: Sequence[Group]) -> Table | None:
+def _accuracy(prompts: Sequence[Group]) -> Table:
     pooled = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
     return _table("Accuracy of the output", pooled, list(map(_errors, pooled)))
 
@@ -136,13 +126,13 @@ def _errors(series: Series) -> TableRow:
     }
 
 
-def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table | None:
+def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
     """A row of numbers for each series; equal precisions share a row.
 
     Names that are equal in all rows are in the title, and equal numbers in the note.
     """
     if not every:
-        return None
+        return table(title, (), ())
     named = [{"tokens": series.group.size} | calls.names(series) for series in every]
     names, in_title = split_columns(named, keep=(PRECISION,))
     layers, *others = {len(series.group.layers) for series in every}
@@ -191,21 +181,16 @@ def split_columns(
 
 
 def accuracy_table(
-    report: Report,
-    intermediates: Intermediates | Literal["all"] = "all",
-    state_dtypes: Sequence[DType] = ("fp32", "fp16", "bf16"),
-    *,
-    every_state: bool = False,
+    report: Report, wanted: Sequence[PrecisionName] = PRECISIONS, *, every_state: bool = False
 ) -> RenderableType:
-    """A recommendation, and the match table of the chosen precisions, under a verdict.
+    """A recommendation, and the match table of the wanted precisions, under a verdict.
 
     Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also
-    if it compared nothing at one of the state dtypes.
+    if it compared nothing at one of their state dtypes.
     """
-    wanted = precisions_for("fp32", intermediates, state_dtypes)
     chosen = _compared_at(report, wanted)
     present = {states_of(series.precision) for series in _compared(chosen)}
-    absent = [state for state in state_dtypes if state not in present]
+    absent = [state for state in dict.fromkeys(map(states_of, wanted)) if state not in present]
     if not chosen or (every_state and absent):
         kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
@@ -256,7 +241,7 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
 # --- ssdprof runs
 
 
-def runs(listed: Sequence[ListedRun]) -> Table | None:
+def runs(listed: Sequence[ListedRun]) -> Table:
     """A row for each report, readable or not."""
     note = "  ".join(f"{run.name}: {run.reason}" for run in listed if run.reason)
     words = ("run", "kind", "started", "model", "GPU", "verdict")
@@ -304,8 +289,7 @@ def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Ta
                 }
             )
         title = f"{target}, {gpu}, {fmt.plural(len(names), 'compared case')}"
-        if shown := table(title, rows, ("commit", "newest run", "started", "verdict")):
-            yield shown
+        yield table(title, rows, ("commit", "newest run", "started", "verdict"))
 
 
 def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:

@@ -21,15 +21,7 @@ from ssdprof.core.base import (
 from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
-from ssdprof.report.table import (
-    PRECISION,
-    Cells,
-    Table,
-    TableRow,
-    fold_precisions,
-    table,
-    without_empty_columns,
-)
+from ssdprof.report.table import PRECISION, Cells, Table, TableRow, fold_precisions, table
 
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
@@ -85,12 +77,12 @@ def speed(series: Series) -> TableRow:
 
 def speeds(
     title: str, rows: Sequence[tuple[TableRow, Series]], words: Sequence[str], *notes: str
-) -> Table | None:
-    """The first cells of each row, by which it is identified, and its series; None if nothing was
-    timed.  words: headings of those cells that are texts.
+) -> Table:
+    """The first cells of each row, by which it is identified, and its series; no row if nothing
+    was timed.  words: headings of those cells that are texts.
     """
     if not any(series.timed for _, series in rows):
-        return None
+        return table(title, (), words)
     compared = []
     for _, series in rows:
         compared += [(series.precision, baseline) for baseline in series.baselines]
@@ -101,7 +93,7 @@ def speeds(
     return table(title, cells, words, note=note, keys=keys)
 
 
-def total_speed(group: Group) -> Table | None:
+def total_speed(group: Group) -> Table:
     """Every series, summed over its calls."""
     every, unit = group.calls, "layers" if group.calls == len(group.layers) else "calls"
     rows = [(names(series), series) for series in group.series()]
@@ -121,7 +113,7 @@ def total_speed(group: Group) -> Table | None:
     return speeds(title, rows, NAMES, *notes)
 
 
-def speed_by_layer(group: Group) -> Table | None:
+def speed_by_layer(group: Group) -> Table:
     """Every series, layer by layer."""
     rows = []
     for layer in group.by_layer():
@@ -144,7 +136,7 @@ def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
 # --- accuracy
 
 
-def accuracies(group: Group) -> Iterator[Table | None]:
+def accuracies(group: Group) -> Iterator[Table]:
     """A table for each tensor: all calls of the group pooled."""
     extent = f"{group.extent} pooled" if group.calls > 1 else group.extent
     shown = (*group.compared, group.baseline)
@@ -154,7 +146,7 @@ def accuracies(group: Group) -> Iterator[Table | None]:
         )
 
 
-def errors_by_layer(group: Group) -> Iterator[Table | None]:
+def errors_by_layer(group: Group) -> Iterator[Table]:
     for tensor, name in SHOWN.items():
         parts = [
             ({"layer": str(layer.layers[0])}, layer, group.compared) for layer in group.by_layer()
@@ -164,7 +156,7 @@ def errors_by_layer(group: Group) -> Iterator[Table | None]:
 
 def errors(
     title: str, tensor: TensorName, parts: Sequence[tuple[TableRow, Group, Sequence[str]]]
-) -> Table | None:
+) -> Table:
     """A row for each series against its baseline, one against fp64, and one for the floor;
     precisions with the same numbers share a row.
 
@@ -189,9 +181,8 @@ def errors(
     keys = (*parts[0][0], *NAMES, "against")
     note = f"Compared with {baselines(compared)}." if compared else ""
     words = (*keys, "its position")
-    return without_empty_columns(
-        table(title, fold_precisions(rows), words, keys=len(keys), note=note)
-    )
+    whole = table(title, fold_precisions(rows), words, keys=len(keys), note=note)
+    return whole.without_empty_columns()
 
 
 def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "") -> TableRow:
@@ -235,7 +226,7 @@ def _within_budget(series: Series, tensor: TensorName) -> str:
     return "NO" if len(errors) == 1 else f"NO: {outside}/{len(errors)}"
 
 
-def laws(report: Report) -> Iterator[Table | None]:
+def laws(report: Report) -> Iterator[Table]:
     """Which laws each implementation and precision obeys, "no" if any case breaks one; then those
     of a pool of states between calls.
     """
@@ -272,7 +263,7 @@ def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
 # --- launches, and what did not pass
 
 
-def launches(report: Report) -> Table | None:
+def launches(report: Report) -> Table:
     """Every kernel as it was launched; equal launches share a row, which lists their precisions and
     sizes.
     """
@@ -297,9 +288,8 @@ def launches(report: Report) -> Table | None:
     note = "Registers and spills are per thread, shared memory per block." if known else ""
     words = ("implementation", "variant", "kernel", "configuration", "used for")
     title = "Kernels as they were launched"
-    return without_empty_columns(
-        table(title, rows, words, keys=3, wraps="configuration", note=note)
-    )
+    shown = table(title, rows, words, keys=3, wraps="configuration", note=note)
+    return shown.without_empty_columns()
 
 
 def resources(launch: Launch) -> TableRow:
@@ -333,7 +323,7 @@ def _place_or_size(case: Case) -> str:
     return case.case_key if isinstance(case.task, Generated) else case.size
 
 
-def reasons(report: Report) -> Table | None:
+def reasons(report: Report) -> Table:
     """Every case that did not pass, or passed with a remark; those with the same reason share a
     row.
     """
@@ -350,15 +340,13 @@ def reasons(report: Report) -> Table | None:
         }
         for (*_, why, first), cases in grouped(remarkable, _trouble).items()
     ]
-    hidden = len(rows) - _MOST_ROWS
-    more = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
+    note, hidden = "", len(rows) - _MOST_ROWS
+    if hidden > 0:
+        note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
     title = "Failures, refusals, remarks"
     words = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
-    return without_empty_columns(
-        table(
-            title, rows[:_MOST_ROWS], words, keys=3, wraps="reason", note=more if hidden > 0 else ""
-        )
-    )
+    shown = table(title, rows[:_MOST_ROWS], words, keys=3, wraps="reason", note=note)
+    return shown.without_empty_columns()
 
 
 def _trouble(case: Case) -> Cells:
@@ -388,7 +376,7 @@ def again(report: Report, case: Case) -> str:
     return words and f".  Again: {words}"
 
 
-def repeats(report: Report) -> Table | None:
+def repeats(report: Report) -> Table:
     """The command that runs it again, of every case that did not pass or passed with a remark."""
     rows = [
         {"id": case.id, "case": case.name, "command": shlex.join(report.again(case))}
@@ -418,7 +406,7 @@ def by_shape(report: Report) -> dict[str, list[Group]]:
 _SIZE = "sequences x\ntokens"
 
 
-def speed_of_bench(report: Report) -> Iterator[Table | None]:
+def speed_of_bench(report: Report) -> Iterator[Table]:
     for title, same in by_shape(report).items():
         rows = []
         for group in same:
@@ -439,7 +427,7 @@ def _of_bench(series: Series) -> TableRow:
     }
 
 
-def accuracy_of_bench(report: Report) -> Iterator[Table | None]:
+def accuracy_of_bench(report: Report) -> Iterator[Table]:
     for title, same in by_shape(report).items():
         for tensor, name in SHOWN.items():
             parts = [({_SIZE: group.size}, group, group.implementations) for group in same]

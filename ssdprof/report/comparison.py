@@ -12,7 +12,7 @@ from ssdprof.core.base import distinct, short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.facts import versions_of
 from ssdprof.report.table import (
     PRECISION,
     Document,
@@ -89,7 +89,7 @@ _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
 
 
 def compose(
-    comparison: Comparison, stalls: Sequence[Table | None] = (), *, every: bool = False
+    comparison: Comparison, stalls: Sequence[Table] = (), *, every: bool = False
 ) -> Document:
     """every: also cases that did not change."""
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
@@ -178,9 +178,7 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             yield f"Errors cannot be compared: {reason}."
 
 
-def _sections(
-    comparison: Comparison, stalls: Sequence[Table | None], every: bool
-) -> Iterator[Section]:
+def _sections(comparison: Comparison, stalls: Sequence[Table], every: bool) -> Iterator[Section]:
     """Speed, then what else differs side by side, then what was not compared.
 
     every: also cases that did not change.
@@ -204,7 +202,7 @@ def _sections(
     yield section("What ran", _facts(comparison))
 
 
-def _totals(totals: Sequence[Total]) -> Table | None:
+def _totals(totals: Sequence[Total]) -> Table:
     """A row for each mean over cases."""
     rows = [
         {
@@ -245,7 +243,7 @@ def _speedup(side: Side, case: Case) -> str:
 
 def _differences(
     title: str, described: Sequence[tuple[TableRow, TableRow, TableRow]], every: bool
-) -> Table | None:
+) -> Table:
     """The cells of BASE and NEW side by side; without `every` only cases with another cell, and
     columns that differ.
 
@@ -266,7 +264,7 @@ def _differences(
     return table(f"{title}, side by side", rows, _NAMES, keys=3, note=note)
 
 
-def _unpaired(pairs: Sequence[CasePair]) -> Table | None:
+def _unpaired(pairs: Sequence[CasePair]) -> Table:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
     rows = []
     for pair in pairs:
@@ -284,7 +282,7 @@ def _results(pair: CasePair) -> str:
     return ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
 
 
-def _facts(comparison: Comparison) -> Table | None:
+def _facts(comparison: Comparison) -> Table:
     """What both ran, and on which machine."""
     columns = [_facts_of(report) for _, report in (comparison.base, comparison.new)]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -293,14 +291,9 @@ def _facts(comparison: Comparison) -> Table | None:
 
 
 def _facts_of(report: Report) -> TableRow:
-    gpu, packages = report.environment.gpu, report.environment.packages
-    names = ("triton", "torch", "transformers")
     return {
         "what": f"{report.kind}: {target(report)}",
         "started": report.created,
         "commit": report.commit or fmt.MISSING,
-        "GPU": gpu_name(report.environment),
-        "driver": gpu.driver if gpu else fmt.MISSING,
-        "ssdprof": report.ssdprof_version,
-        **{name: packages.get(name, fmt.MISSING) for name in names},
+        **versions_of(report, ("triton", "torch", "transformers"), fmt.MISSING),
     }

@@ -111,7 +111,7 @@ def of_tuning(report: Report) -> Document:
     )
 
 
-def _search(report: Report, cases: Sequence[Case]) -> Table | None:
+def _search(report: Report, cases: Sequence[Case]) -> Table:
     """The candidates that were timed, the fastest first, then those that failed."""
     committed = next(case for case in cases if case.implementation == report.baseline)
     timed = sorted((case for case in cases if case.device_us), key=_device_us)

@@ -41,7 +41,7 @@ from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, target
-from ssdprof.report.facts import gpu_name
+from ssdprof.report.facts import gpu_name, versions_of
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Table
 
@@ -317,14 +317,10 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         skipped=_count(tests, "skipped"),
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
     )
-    gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": target(report),
-        "GPU": gpu_name(report.environment),
-        "driver": gpu.driver if gpu else "none",
-        "ssdprof": report.ssdprof_version,
-        **{name: packages.get(name, "none") for name in ("torch", "triton")},
+        **versions_of(report, ("torch", "triton"), "none"),
     }
     properties = SubElement(suite, "properties")
     for key, value in values.items():

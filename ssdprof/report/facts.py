@@ -5,7 +5,7 @@ ran".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
 from ssdprof.core import words as fmt
@@ -67,6 +67,17 @@ def gpu_name(environment: Environment, none: str = "none") -> str:
     return environment.gpu.name if environment.gpu else none
 
 
+def versions_of(report: Report, packages: Iterable[str], missing: str) -> dict[str, str]:
+    """The GPU, its driver, ssdprof and some packages.  missing: the word for what is not there."""
+    gpu, installed = report.environment.gpu, report.environment.packages
+    return {
+        "GPU": gpu_name(report.environment),
+        "driver": gpu.driver if gpu else missing,
+        "ssdprof": report.ssdprof_version,
+        **{name: installed.get(name, missing) for name in packages},
+    }
+
+
 def weights(ref: CheckpointRef) -> str:
     """ "random", "from the hub, revision 0123456789ab", "from a local folder, quantised (fp8)"."""
     if ref.random_weights:
@@ -88,7 +99,7 @@ def when(created: str) -> str:
 # --- what ran
 
 
-def what_ran(report: Report) -> Table | None:
+def what_ran(report: Report) -> Table:
     """The model, the prompt, the machine and the settings behind every number."""
     rows = (*_target(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), rows)
@@ -214,10 +225,8 @@ def _settings(report: Report) -> Iterator[Fact]:
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
-    tuned: Counter[str] = Counter()
-    for case in cases:
-        parts = (part for part in case.plan.split("; ") if part.startswith("tuned "))
-        tuned.update(f"{case.implementation}: {part}" for part in parts)
+    parts = [(case.implementation, part) for case in cases for part in case.plan.split("; ")]
+    tuned = Counter(f"{name}: {part}" for name, part in parts if part.startswith("tuned "))
     every = fmt.plural(len(cases), "case")
     yield "tuned", "; ".join(f"{what} ({count} of {every})" for what, count in tuned.items())
 

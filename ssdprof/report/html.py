@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:
 _INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 
-Picture = tuple[str, Markup, Table | None]  # title, SVG, its numbers
+Picture = tuple[str, Markup, Table]  # title, SVG, its numbers
 Pictures = dict[str, dict[str, plots.Drawing | None]]
 # title, anchor, pictures, blocks, folded (collapsed under its title), level
 PagePart = dict[str, object]

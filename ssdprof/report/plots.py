@@ -50,7 +50,7 @@ _STROKE = 0.01  # of the height of a plot
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
-Drawing = tuple[str, Table | None]  # the SVG, and its numbers
+Drawing = tuple[str, Table]  # the SVG, and its numbers
 _Points = dict[str, list[tuple[float, float, str]]]  # of each label, in the legend
 
 

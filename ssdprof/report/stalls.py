@@ -166,20 +166,15 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table | None]:
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table]:
     """A table of the stages of each implementation that was profiled in both."""
     if base is None or new is None:
         return
     before = {group.name: group for group in kernel_groups(base)}
     for group in kernel_groups(new):
-        if group.name in before:
-            sides = {"BASE": before[group.name], "NEW": group}
-            yield side_by_side(
-                [
-                    KernelGroup(f"{group.name} in {side}", each.kernels, each.words)
-                    for side, each in sides.items()
-                ]
-            )
+        name = group.name
+        if name in before:
+            yield side_by_side({f"{name} in BASE": before[name], f"{name} in NEW": group})
 
 
 # --- the document
@@ -216,7 +211,7 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     """Kernels, their stages and hints, then what a page folds."""
     yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
-    stages = (side_by_side(profiled), *map(by_stage, profiled))
+    stages = (side_by_side({group.name: group for group in profiled}), *map(by_stage, profiled))
     yield section(STAGES, *stages, reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = chain.from_iterable(group.hints for group in profiled)
@@ -261,7 +256,7 @@ def _caveats(report: StallReport) -> Iterator[str]:
 # --- tables
 
 
-def _resources(report: StallReport) -> Table | None:
+def _resources(report: StallReport) -> Table:
     """What Triton says of the kernels, where ncu measured nothing."""
     rows = []
     for launched in report.launched if report.missing else ():
@@ -282,7 +277,7 @@ def _resources(report: StallReport) -> Table | None:
     return table(title, rows, ("implementation", "variant", "kernel"), keys=3, note=note)
 
 
-def _kernels(report: StallReport) -> Table | None:
+def _kernels(report: StallReport) -> Table:
     note = (
         "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler "
         "issued.  Registers: at launch, per thread; spills: loads and stores of spilled registers, "
@@ -326,7 +321,7 @@ def _grid(kernel: KernelStalls) -> str:
     return "x".join(map(fmt.count, sizes)) or fmt.MISSING
 
 
-def by_stage(group: KernelGroup) -> Table | None:
+def by_stage(group: KernelGroup) -> Table:
     """Stage x reason for one group, with the parts of a stage under their sum."""
     shown = [reason for reason, _ in most(group.all)[:_MOST_REASONS]]
 
@@ -353,28 +348,32 @@ def by_stage(group: KernelGroup) -> Table | None:
     return strings(f"{group.name}: stages and stall reasons", headers, rows, note=note)
 
 
-def side_by_side(profiled: Sequence[KernelGroup]) -> Table | None:
-    """The time of each stage in each group."""
-    sampled = [group for group in profiled if group.is_sampled and group.duration_us is not None]
+def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
+    """The time of each stage in each group, by the names of the groups."""
+    sampled = {
+        name: group
+        for name, group in profiled.items()
+        if group.is_sampled and group.duration_us is not None
+    }
     if len(sampled) < 2:
-        return None
+        return table("", (), ())
     order: dict[str, int] = {}  # of the stages in any group: the last place
-    for group in sampled:
+    for group in sampled.values():
         for place, stage in enumerate((*group.whole, "all")):
             order[stage] = max(place, order.get(stage, 0))
     rows = []
     for stage in sorted(order, key=order.__getitem__):
         row = {"stage": stage}
-        for group in sampled:
+        for name, group in sampled.items():
             pct = group.pct(stage)
-            row[f"{group.name},\ntime"] = fmt.duration(group.us(pct))
-            row[f"{group.name},\nshare"] = fmt.share(pct, 1)
+            row[f"{name},\ntime"] = fmt.duration(group.us(pct))
+            row[f"{name},\nshare"] = fmt.share(pct, 1)
         rows.append(row)
-    title = f"Stage by stage: {fmt.words(group.name for group in sampled)}"
+    title = f"Stage by stage: {fmt.words(sampled)}"
     return table(title, rows, ("stage",))
 
 
-def _averages(report: StallReport) -> Table | None:
+def _averages(report: StallReport) -> Table:
     """Reason x kernel, where ncu counted warps and took no samples."""
     kernels = [kernel for kernel in report.kernels if kernel.average]
     averages = [kernel.average for kernel in kernels]
@@ -394,7 +393,7 @@ def _averages(report: StallReport) -> Table | None:
     return strings(title, headers, rows, (0, last), wraps=last, note=note)
 
 
-def _hottest_lines(group: KernelGroup) -> Table | None:
+def _hottest_lines(group: KernelGroup) -> Table:
     """The lines with the most samples, and what their warps wait for."""
     rows = [
         {
@@ -446,7 +445,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     )
 
 
-def _self_checks(report: StallReport) -> Table | None:
+def _self_checks(report: StallReport) -> Table:
     """Those of the report, then of each kernel; the checks with the same result share a row."""
     rows = _checks("report", report.checks)
     for kernel in report.kernels:

@@ -229,10 +229,7 @@ def _doubt(series: Series, every: Sequence[Series]) -> str:
         return ""
     divergence, noise = _divergence(series)
     if divergence and noise:
-        if divergence <= _NOISE * noise:
-            return ""
-        times = divergence / noise
-        return f"its answers diverge {times:,.0f} times as far as by the model's own noise"
+        return _beyond_noise(divergence, noise)
     errors = [other.pooled("vs_oracle") for other in (series, *exact)]
     rms, *others = [error.rms_ratio if error else math.inf for error in errors]
     least = min(others)
@@ -285,24 +282,30 @@ def _decision(report: Report, group: Group) -> VerdictLine:
     if not (faulty or outcome.broken or outcome.passed):
         return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
     words = []
-    for name, same in grouped(faulty, lambda names: names[0]).items():
-        precisions = [precision for _, precision in same]
+    for (name, fault), same in grouped(faulty, lambda fault: fault[:2]).items():
+        precisions = [precision for *_, precision in same]
         every = {case.precision for case in report.cases if case.implementation == name}
         where = f" at {fmt.words(precisions)}" if set(precisions) < every else ""
-        words.append(f"{name} did not pass{where}")
+        words.append(f"{name} {fault}{where}")
     for verdict in outcome.broken:
         if not verdict.case:
             words.append(f"{verdict.condition} could judge no case")
-    advised, good = _recommendation(group, set(faulty))
+    unusable = {(name, precision) for name, _, precision in faulty}
+    advised, good = _recommendation(group, unusable)
     return VerdictLine("; ".join([*words, advised]), good and outcome.passed)
 
 
-def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, PrecisionName]]:
-    """Each implementation and precision that failed, was refused or misses a limit."""
-    offenders = {verdict.case for verdict in outcome.broken}
+def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, str, PrecisionName]]:
+    """Each implementation that failed, was refused or misses a limit, which of these, and the
+    precision.
+    """
+    broken = grouped(outcome.broken, lambda verdict: verdict.case)
     for case in report.cases:
-        if case in outcome.faulty or case.name in offenders:
-            yield case.implementation, case.precision
+        if case in outcome.faulty:
+            yield case.implementation, "did not pass", case.precision
+        elif case.name in broken:
+            missed = fmt.words(verdict.condition for verdict in broken[case.name])
+            yield case.implementation, f"misses {missed}", case.precision
 
 
 def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
@@ -358,8 +361,13 @@ def _answers_words(series: Series) -> str:
         return "the model's answers were not compared"
     if not noise:
         return f"its answers diverge by {fmt.small(divergence)} nats"
+    return _beyond_noise(divergence, noise) or "its answers stay within the model's own noise"
+
+
+def _beyond_noise(divergence: float, noise: float) -> str:
+    """How far the answers are beyond the model's noise; empty if they are within it."""
     if divergence <= _NOISE * noise:
-        return "its answers stay within the model's own noise"
+        return ""
     times = f"{divergence / noise:,.1f} times"
     return f"its answers diverge {times} as far as by the model's own noise"
 

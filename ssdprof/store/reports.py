@@ -85,7 +85,6 @@ class Writer:
         lines, line = _lines(Path(file.name)) if file else ([], None)
         self.folder, self.earlier = folder, _joined(lines)
         line = line or ProcessLine(process=uuid4().hex[:8])
-        self._clocks = line.clocks
         cases = tuple(self.earlier.values())
         self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
         self._file = file
@@ -125,11 +124,11 @@ class Writer:
             self.update(captured=(*self.report.first.captured, layer))
 
     def update(self, **fields: Any) -> None:
-        """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds,
-        steps, left_out.
+        """Fields of the process's line (`ProcessLine`): ceilings, peak_bytes, seconds, steps,
+        left_out; clocks: the latest reading.
         """
-        if (clocks := fields.get("clocks")) and self._clocks:
-            fields["clocks"] = self._clocks.until(clocks)
+        if (before := self.report.first.clocks) and "clocks" in fields:
+            fields["clocks"] = before.until(fields["clocks"] or before)
         line = ProcessLine(**(self.report.first.own | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
@@ -161,8 +160,9 @@ class Writer:
             self.update(doubts=doubts)
 
     def peaked(self, size: int) -> None:
-        """The peak of this process's GPU memory so far is `size` bytes."""
-        self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
+        """The peak of this process's GPU memory so far is `size` bytes; 0: no GPU is used."""
+        if size:
+            self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
     def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
         """Heads of a layer by how long they remember, unless they are known."""

@@ -31,7 +31,10 @@ Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -
 def recorded(
     folder: Path, plant: Plant, slots: tuple[int, ...], keeps: Callable[[str], bool]
 ) -> Path:
-    """Four calls, of which the third begins with planted states; each call is right by itself."""
+    """Four calls, of which the third begins with planted states; each call is right by itself.
+    Without outputs, each holds the server's whole pool of states, if it has slots.
+    """
+    pool = slots and not keeps("out")
     left: list[torch.Tensor] = []
     calls = []
     for number in range(4):
@@ -42,7 +45,11 @@ def recorded(
         tensors = gdn_call(length, (0, 4, length), states, forgets=1 / 9)
         left.append(tensors["final_states"])
         if slots:
-            tensors["slots"] = torch.tensor(slots)
+            tensors["state_indices" if pool else "slots"] = torch.tensor(slots)
+        if pool:
+            states = torch.zeros(2, 2, 16, 8) if begin is None else tensors["initial_state"]
+            tensors["initial_state"] = torch.randn(7, 2, 16, 8)
+            tensors["initial_state"][list(slots)] = states
         calls.append({name: tensor for name, tensor in tensors.items() if keeps(name)})
     return record(folder, "gdn", calls, processes=(7,))
 
@@ -87,6 +94,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 def test_a_recorded_call_with_a_wrong_state_is_suspected(
     plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
 ) -> None:
+    """Of recordings with outputs and the states of each call, and of pools without outputs."""
     torch.manual_seed(0)
     folder = recorded(
         Path("r"), plant, slots, lambda name: outputs or name not in ("out", "final_states")

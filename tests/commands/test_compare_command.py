@@ -8,7 +8,6 @@ from pathlib import Path
 
 import cases
 import pytest
-from cases import EXACT_FP32, RELAXED_FP32
 from command_line import Answer
 from test_schemas import keeps_to
 
@@ -26,9 +25,7 @@ def compare(words: str) -> Answer:
 
 
 def run(change: Callable[[Case], Case] = lambda case: case, **fields: object) -> Report:
-    return cases.report(
-        **{"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32), "change": change} | fields
-    )
+    return cases.two_layers(change=change, **fields)
 
 
 def kept(name: str, report: Report) -> None:

@@ -102,7 +102,7 @@ def test_the_conditions_of_every_command() -> None:
 
 
 def test_the_cells_and_names_of_a_bench() -> None:
-    request, names, too_large = target.bench(
+    request, names, too_large, _ = target.bench(
         BenchOptions(
             operator="ssd",
             shape="4x16x16x1",

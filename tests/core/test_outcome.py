@@ -18,15 +18,11 @@ from cases import (
     of_prefill,
     prefill,
 )
+from cases import two_layers as report
 
 from ssdprof.core.conditions import parse_gate
 from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
-
-
-def report(**fields: Any) -> Report:
-    """A run of two layers at two precisions with all requested cases."""
-    return cases.report(**({"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)} | fields))
 
 
 def with_result(result: str, *names: str) -> Any:

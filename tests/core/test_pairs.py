@@ -21,6 +21,7 @@ from cases import (
     of_answers,
     of_prefill,
 )
+from cases import two_layers as run
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
@@ -31,10 +32,6 @@ from ssdprof.errors import BadInputError
 
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 ROW = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
-
-
-def run(**fields: Any) -> Report:
-    return cases.report(**({"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)} | fields))
 
 
 def with_inputs(report: Report, digest: str) -> Report:

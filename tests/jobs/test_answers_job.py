@@ -19,7 +19,7 @@ from ssdprof.core.outcome import broken
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions
-from ssdprof.jobs.target import find
+from ssdprof.jobs.target import answers
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
@@ -37,8 +37,7 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
         states=("fp32",),
         **({"weights": "fp32"} | wanted),
     )
-    target = job.loaded_as(find(asked, whole=True), asked)
-    folder, report = job.answers(target, asked, Watcher())
+    folder, report = job.answers(*answers(asked), Watcher())
     assert load(folder)[1] == report
     return report
 

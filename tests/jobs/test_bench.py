@@ -158,14 +158,21 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
 
 
-def test_a_further_process_repeats_the_command_of_the_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further processes are calls in this one."""
+
     def sample_again(folder: Path, number: int) -> None:
         monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
         sample.main()
 
     monkeypatch.setattr(reports, "sample_again", sample_again)
+
+
+@pytest.mark.usefixtures("sampled_here")
+def test_a_further_process_repeats_the_command_of_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = "bench ssd --shape 4x16x16x1 --seq 36 --dtype fp32"
     passing(f"{words} --processes 2 --out kept")
@@ -174,14 +181,10 @@ def test_a_further_process_repeats_the_command_of_the_report(
     assert all(len({one.process for one in case.samples}) == 2 for case in report.cases)
 
 
+@pytest.mark.usefixtures("sampled_here")
 def test_a_further_process_that_fails_leaves_the_report_incomplete(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def sample_again(folder: Path, number: int) -> None:
-        monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
-        sample.main()
-
-    monkeypatch.setattr(reports, "sample_again", sample_again)
     command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
     report = benched(*cells(36), processes=2, command=command)
     assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
@@ -291,7 +294,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
 ) -> None:
     slow = replace(kernels.get("ssd", "fused"), run=compiling)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
-    report = benched(*cells(40), first_call=4)
+    report = benched(*cells(40), first_call_s=4)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
     assert report.cases[1].why == "its first call was stopped after 4 s"
     (one,) = benched(

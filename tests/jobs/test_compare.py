@@ -19,7 +19,7 @@ from ssdprof.core.target import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import Comparer, Entry
-from ssdprof.jobs.run import planned
+from ssdprof.jobs.replay import planned
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Call, TimeIsUp

@@ -448,6 +448,13 @@ def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: S
     return counted.peak
 
 
+def shapes_of(name: str) -> tuple[Any, set[int]]:
+    """A wide model without memory, and the layers with an operator."""
+    with torch.device("meta"):
+        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
+    return shapes, {site.layer_index for site in find_mixers(shapes)}
+
+
 def layers_of(model: Any, name: str) -> Any:
     known = tiny_models.layer_refs(name)
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
@@ -483,9 +490,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
     # torch's CausalBias cannot be constructed under a dispatch mode.
     monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
     model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    wanted = {site.layer_index for site in find_mixers(shapes)}
+    shapes, wanted = shapes_of(name)
     predicted, _ = predict_memory(
         shapes,
         wanted,
@@ -520,9 +525,7 @@ def test_operator_calls_of_one_form_are_tried_once(
     name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The predicted peak is the same as if every call were tried."""
-    with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    wanted = {site.layer_index for site in find_mixers(shapes)}
+    shapes, wanted = shapes_of(name)
     tried: list[int] = []  # not the calls, because a call holds its tensors
     stand_in = OperatorCall.replacement
 
@@ -549,8 +552,7 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> N
     """At the call, or after the prompt if its segments are collected.  A GPU's memory has
     fragments, too.
     """
-    with torch.device("meta"):
-        shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
+    shapes, _ = shapes_of("mamba2")
     layer = 1024 * capture_bytes_per_token(find_mixers(shapes)[0])
 
     def peaks(segment_length: int) -> tuple[int, int]:

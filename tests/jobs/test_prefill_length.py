@@ -79,10 +79,12 @@ def length(
     seconds: float = 0.01,
 ) -> tuple[_Length, FakeTimer]:
     RAN.clear()
+    by_name = {each.name: each for each in contenders}
     timer, model = FakeTimer(), tiny_models.shared("mamba2")
     mixers = find_mixers(model)
     one = _Length(
         request=PrefillOptions(model="tiny", seconds=seconds),
+        resolve=lambda _, name: by_name[name],
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
@@ -106,7 +108,6 @@ def length(
         convolution="torch",
     )
     for each in contenders:
-        one.of[each.name] = {"ssd": each}
         one.cases[each.name] = Case(
             task=prefill,
             batch=1,
@@ -296,14 +297,14 @@ def test_a_model_that_bypasses_its_operator_is_refused() -> None:
 def test_every_step_is_told_with_its_seconds() -> None:
     steps: list[tuple[str, float]] = []
     ticking = Ticking()
-    clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now).within("12 tokens")
+    clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now)
     one, _ = length(contender("unfused"), contender("fused"), profile=ticking.profile)
     timed(one, clock)
     assert steps == [
-        ("12 tokens, one layer's operator alone", 0),
-        ("12 tokens, unfused: a profiled prefill", 1),
-        ("12 tokens, fused: a profiled prefill", 1),
-        ("12 tokens, prefills in turns", 0),
+        (f"{one.what}, one layer's operator alone", 0),
+        (f"{one.what}, unfused: a profiled prefill", 1),
+        (f"{one.what}, fused: a profiled prefill", 1),
+        (f"{one.what}, prefills in turns", 0),
     ]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from ssdprof.jobs.target import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
-from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -52,7 +50,7 @@ def captured(*chosen: int) -> RunOptions:
 
 def replayed(*layers: int, **wanted: Any) -> Report:
     request = replace(captured(*layers), **wanted, out=Path("kept"), command=("ssdprof", "run"))
-    folder, report = job.run(find_to_replay(request), request, Watcher())
+    folder, report = job.run(request, find_to_replay(request), None, Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -151,14 +149,14 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     monkeypatch.setattr(replay, "INTERPRETED", True)
     for name in ("measure_ceilings", "forget_peak"):
         monkeypatch.setattr(replay, name, lambda _: None)
-    monkeypatch.setattr(replay, "watch_clocks", lambda: lambda: None)
+    monkeypatch.setattr(replay, "read_clocks", lambda: None)
     monkeypatch.setattr(replay, "Comparer", lambda **own: timers.append(own["timer"]))
     report = SimpleNamespace(prompts=(), ceilings=None)
     writer: Any = SimpleNamespace(
         report=report, process="one", folder=Path(), update=lambda **_: None
     )
-    with replay.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
-        assert timers == [None]
+    replay.Replay(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher())
+    assert timers == [None]
 
 
 @needs_interpreter
@@ -181,7 +179,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
         place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
         target.run(RunOptions(**place))
         request = RunOptions(**place, intermediates="exact", states=("fp32",))
-        return job.run(find_to_replay(request), request, Watcher())[1]
+        return job.run(request, find_to_replay(request), None, Watcher())[1]
 
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
@@ -206,12 +204,13 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
 
 
 def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
-    resolved = job.resolve_implementations(("fused",), "unfused", LAYERS[:1])
+    asked = RunOptions(
+        model="", implementations=("fused",), intermediates="exact", states=("fp32", "bf16")
+    )
+    resolved = replay.resolve_implementations(asked, ("ssd",))
     of = prompt(50, serving=Serving(chunk=40, decode=1))
-    precisions = partial(requested_precisions, intermediates="exact", states=("fp32", "bf16"))
-    pairs = partial(resolved.plan, precisions)
     found: Any = SimpleNamespace(layers=LAYERS[:1])
-    requested = [", ".join(one) for one in job._requested(found, [of], pairs, "bf16", 0)]
+    requested = [", ".join(one) for one in job._requested(found, [of], resolved, "bf16", 0)]
     assert requested == [
         *(
             (

@@ -504,9 +504,9 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
-        ("{", "", "is not what 'ssdprof tune' writes"),
-        ('"segment": 4', '"segment": 0', "is not what 'ssdprof tune' writes"),
-        ('"long_count": 0', '"long_count": 1', "is not what 'ssdprof tune' writes"),
+        ("{", "", "is not valid JSON: "),
+        ('"segment": 4', '"segment": 0', "is damaged at "),
+        ('"long_count": 0', '"long_count": 1', "is damaged at "),
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )

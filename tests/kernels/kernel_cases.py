@@ -19,7 +19,7 @@ BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
 RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
 PRECISIONS = tuple(
-    replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES
+    replace(precision, state_dtype=dtype) for precision in (EXACT, RELAXED_FP32) for dtype in DTYPES
 )
 TOKENS = {SSDInputs: ("x", "dt", "B", "C", "z"), GDNInputs: ("q", "k", "v", "g", "beta")}
 TOKENS[KDAInputs] = TOKENS[GDNInputs]
@@ -136,7 +136,7 @@ class GDNCase(Case):
         )
         k = self.collinear * key + (1 - self.collinear) * k
         if not self.l2norm:
-            q, k = (one / one.norm(dim=-1, keepdim=True) for one in (q, k))
+            q, k = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
         state = (
             normal(self.sequences, heads, self.key_dim, self.value_dim)
             if self.initial_states
@@ -235,9 +235,9 @@ def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
     state, alone = inputs.initial, {}
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
-            one = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
-            own = {} if state is None else {inputs.LINEAR[1]: state[i : i + 1]}
-            alone[i] = cut(inputs, start, stop, cu_seqlens=one, **own)
+            pack = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
+            initial = {} if state is None else {inputs.LINEAR[1]: state[i : i + 1]}
+            alone[i] = cut(inputs, start, stop, cu_seqlens=pack, **initial)
     return alone
 
 
@@ -255,33 +255,40 @@ def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
 def with_steps(inputs: SSDInputs, step: float | torch.Tensor, A: float | None = None) -> SSDInputs:
     """These steps, a number in fp32, without softplus and bias."""
     dt = torch.full_like(inputs.dt, step, dtype=FP32) if isinstance(step, float) else step
-    found = replace(inputs, dt=dt, dt_bias=None, dt_softplus=False)
-    return found if A is None else replace(found, A=torch.full_like(inputs.A, A))
+    A_of_heads = inputs.A if A is None else torch.full_like(inputs.A, A)
+    return replace(inputs, dt=dt, A=A_of_heads, dt_bias=None, dt_softplus=False)
 
 
 # --- comparisons
 
 
-def assert_bitwise(ours: Any, theirs: Any) -> None:
-    for name, a, b in zip(("out", "final_states"), ours, theirs, strict=True):
+def assert_bitwise(output: Any, expected: Any) -> None:
+    for name, a, b in zip(("out", "final_states"), output, expected, strict=True):
         assert torch.isfinite(a).all(), f"{name} is not finite"
         assert torch.equal(a, b), name
 
 
-def head_errors(ours: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def head_errors(output: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS error of each head's output and final states, relative to its RMS."""
-    found = []
-    for a, b, head in zip(ours, exact, (2, 1), strict=True):
+    of_tensors = []
+    for a, b, head in zip(output, exact, (2, 1), strict=True):
         over = [axis for axis in range(4) if axis != head]
         error, b = (
             (a.double() - b).square().mean(over).sqrt(),
             b.double().square().mean(over).sqrt(),
         )
-        found.append(error / b.clamp_min(1e-30))
-    return found[0], found[1]
+        of_tensors.append(error / b.clamp_min(1e-30))
+    return of_tensors[0], of_tensors[1]
 
 
-def assert_close(ours: Any, exact: Any, limit: float) -> None:
+def assert_no_less_exact(output: Any, other: Any, exact: Any) -> None:
+    """No head has an error that is more than 1 % larger than the other output's."""
+    both = (head_errors(each, exact) for each in (output, other))
+    for name, errors, others in zip(("out", "final_states"), *both, strict=True):
+        assert (errors <= 1.01 * others).all(), f"{name}: {(errors / others).tolist()}"
+
+
+def assert_close(output: Any, exact: Any, limit: float) -> None:
     """The error of every head."""
-    for name, errors in zip(("out", "final_states"), head_errors(ours, exact), strict=True):
+    for name, errors in zip(("out", "final_states"), head_errors(output, exact), strict=True):
         assert (errors <= limit).all(), f"{name}: {errors.tolist()}"

@@ -141,11 +141,11 @@ def ssd_hopper(cut: Cut | Callable[[SSDInputs], Cut]) -> Run:
 
     def run(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         assert not inputs.x.is_cuda or unsupported(inputs) == ""
-        given, free = (
+        segments, free = (
             cut(inputs) if callable(cut) else cut,
             SSDHopperConfig.choose(inputs, H200, batch_invariant=False),
         )
-        return ssd_hopper_launch(inputs, precision, replace(free, **asdict(given)))(inputs)
+        return ssd_hopper_launch(inputs, precision, replace(free, **asdict(segments)))(inputs)
 
     return run
 
@@ -286,11 +286,17 @@ SSD_FINE = ("ssd fine", *(f"ssd hopper, {name}" for name in ("fine", "uneven", "
 SSD_EVERY = SSD_CHOSEN + SSD_FINE
 
 
+def slow(*values: Any) -> list[Any]:
+    """Parameters of the slow tier; a tuple has a value for each name."""
+    several = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
+
+
 def listed(
     *names: str, slow: Any = (), emulated: Any = (), emulated_slow: Any = (), gpu: Any = ()
 ) -> list[Any]:
     """Parameters: these targets in the interpreter, in the emulator and on a GPU."""
-    found = []
+    parameters = []
     for where, device, chosen in (
         ("", "cpu", names),
         ("", "cpu", slow),
@@ -302,10 +308,10 @@ def listed(
             marks = [pytest.mark.slow] * (chosen is slow or chosen is emulated_slow)
             if device == "cuda":
                 marks = [pytest.mark.gpu] + [ON_HOPPER] * TARGETS[name].only_hopper
-            found.append(
+            parameters.append(
                 pytest.param(replace(TARGETS[name], device=device), id=name + where, marks=marks)
             )
-    return found
+    return parameters
 
 
 def targets(*names: str, **others: Any) -> pytest.MarkDecorator:

@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
+from kernel_cases import (
+    BF16,
+    EXACT,
+    FP16,
+    FP32,
+    RELAXED,
+    RELAXED_FP32,
+    GDNCase,
+    KDACase,
+    SSDCase,
+    assert_bitwise,
+)
+from targets import slow
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels import (
@@ -93,12 +105,6 @@ def inputs_of(operator: str, case: str) -> Any:
     return CASES[operator][case].inputs()
 
 
-def equal(ours: Any, theirs: Any) -> None:
-    for name, a, b in zip(("out", "final_states"), ours, theirs, strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
-        assert torch.equal(a, b), name
-
-
 @pytest.mark.parametrize(
     ("operator", "function", "case"),
     [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
@@ -110,9 +116,9 @@ def test_the_function_is_the_implementation(operator: str, function: Function, c
     )
     inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
     expected = get(operator, function.implementation).run(inputs, precision)
-    equal(function(inputs, precision=precision), expected)
+    assert_bitwise(function(inputs, precision=precision), expected)
     if operator == "ssd":
-        equal(function(inputs, precision=precision, batch_invariant=True), expected)
+        assert_bitwise(function(inputs, precision=precision, batch_invariant=True), expected)
 
 
 @pytest.mark.parametrize(
@@ -128,19 +134,14 @@ def test_the_unfused_functions_take_what_the_inputs_take(
         for name, value in vars(inputs).items()
         if name not in ("state_every", "state_indices", "write_indices", "accepted")
     }
-    equal(unfused(**given), get(operator, "unfused").run(inputs, EXACT))
+    assert_bitwise(unfused(**given), get(operator, "unfused").run(inputs, EXACT))
 
 
 GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DELTA, "batch")]
 
 
 @pytest.mark.parametrize(
-    ("operator", "function", "case"),
-    [
-        GRAPHS[0],
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in GRAPHS[1:-2]),
-        *GRAPHS[-2:],
-    ],
+    ("operator", "function", "case"), [GRAPHS[0], *slow(*GRAPHS[1:-2]), *GRAPHS[-2:]]
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str
@@ -167,8 +168,8 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
 
     torch._dynamo.reset()  # it compiles only so many calls of one function
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    equal(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
-    equal(op(*arguments), function(inputs))  # with V first in memory alone
+    assert_bitwise(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
+    assert_bitwise(op(*arguments), function(inputs))  # with V first in memory alone
 
 
 # --- states of GDN with V before K
@@ -182,7 +183,7 @@ def test_states_with_v_first(function: Function, case: GDNCase) -> None:
     inputs = case.inputs()
     k_first = function(inputs)
     v_first = function(inputs, initial_state=inputs.initial.mT.contiguous(), state_v_first=True)
-    equal((v_first.out, v_first.final_states.mT), k_first)
+    assert_bitwise((v_first.out, v_first.final_states.mT), k_first)
     assert v_first.final_states.is_contiguous()
 
 
@@ -240,7 +241,7 @@ def test_a_plan_names_the_precision_that_has_the_same_bits(
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
     assert "the same as" not in implementation.plan(inputs, EXACT).reason
     relaxed = implementation.run(inputs, RELAXED)
-    equal(relaxed, implementation.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
+    assert_bitwise(relaxed, implementation.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
     assert torch.equal(relaxed.out, implementation.run(inputs, EXACT).out) == (same == "exact")
 
 
@@ -273,10 +274,10 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
         ours = fused.run(inputs, batch_invariant=batch_invariant)
         if kernel is _ssd_recurrent_kernel:
             theirs = ssd_recurrent(inputs)
-            equal(ours, theirs)
+            assert_bitwise(ours, theirs)
             assert [one.stride() for one in ours] == [one.stride() for one in theirs]
     fused.run(one)  # signatures are kept apart
-    equal(fused.run(inputs), ours)
+    assert_bitwise(fused.run(inputs), ours)
     assert len(fused.FUSED.launches) == 3 - (case == STEP)
     assert launched(lambda: fused.run(inputs), monkeypatch)[-1] == kernel.__name__
 
@@ -305,7 +306,7 @@ def test_mamba_drop_in() -> None:
     inputs = SSD["batch"].inputs()
     expected = get("ssd", "fused").run(inputs, EXACT)
     assert torch.equal(mamba(inputs), expected.out)
-    equal(mamba(inputs, return_final_states=True), expected)
+    assert_bitwise(mamba(inputs, return_final_states=True), expected)
     for name in ("seq_idx", "cu_seqlens", "return_varlen_states"):
         value = True if name == "return_varlen_states" else torch.zeros(2, dtype=torch.int32)
         with pytest.raises(UnsupportedError, match=f"no {name}"):
@@ -346,7 +347,7 @@ def test_fla_drop_in(function: Any) -> None:
     out, final_state = fla(
         inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True
     )
-    equal((out, final_state.mT), expected)
+    assert_bitwise((out, final_state.mT), expected)
 
 
 def test_kda_drop_in_takes_hints() -> None:
@@ -375,7 +376,7 @@ def test_recurrent_drop_in_computes_mixed_dtypes_in_the_widest_and_needs_no_gate
     mixed = inputs.__class__.unchecked(**vars(inputs) | {"v": inputs.v.half()})
     out, state = fla(mixed, fused_recurrent_gated_delta_rule, output_final_state=True)
     expected = DELTA(replace(inputs, v=inputs.v.half().float()))
-    equal((out, state), (expected.out.to(FP16), expected.final_states))
+    assert_bitwise((out, state), (expected.out.to(FP16), expected.final_states))
     out, _ = fla(inputs, fused_recurrent_gated_delta_rule, g=None, beta=None)
     ones, zeros = torch.ones_like(inputs.beta), torch.zeros_like(inputs.g)
     assert torch.equal(out, DELTA(replace(inputs, g=zeros, beta=ones)).out)

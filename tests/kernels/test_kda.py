@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
-from targets import TARGETS, Target, targets
+from targets import TARGETS, Target, slow, targets
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -76,9 +76,7 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str
-)
+@pytest.mark.parametrize("dtype", [BF16, *slow(FP16, FP32)], ids=str)
 @pytest.mark.parametrize("gates", GATES)
 @targets(
     "kda unfused",
@@ -191,9 +189,7 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*SIZES[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[3:])], ids=str
-)
+@pytest.mark.parametrize("case", [*SIZES[:3], *slow(*SIZES[3:])], ids=str)
 @targets("kda unfused", "kda fused", "kda wide", "kda recurrent")
 def test_sizes(kernel: Target, case: dict[str, Any]) -> None:
     inputs = KDACase(**dict(dtype=FP16) | case).inputs()

@@ -10,10 +10,10 @@ from generated_inputs import generated
 
 from ssdprof import operators
 from ssdprof.kernels import GDNInputs
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare, oracle_output
 from ssdprof.measure.diagnosis import diagnosed
-from ssdprof.measure.sequences import spans_of
 from ssdprof.operators.operator import Output
 
 

@@ -12,7 +12,7 @@ from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
 
 from ssdprof import operators
-from ssdprof.kernels.oracle import sequences
+from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
@@ -106,7 +106,8 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     operator, given = operators.get(name), generated(name, "1/1x128x128", 4096)
     inputs = replace(given, g=-2 * step * torch.rand_like(given.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
-    gate = operator.oracle.gate(inputs, (span := sequences(1, 4096, None)[0]), chunk)
+    (span,) = spans_of(inputs)
+    gate = operator.oracle.gate(inputs, span, chunk)
     out, state = operator.oracle.rounded(inputs, relaxed).advance(inputs, span, gate)
     assert_passes((out[None], state[None]), inputs, relaxed)
 

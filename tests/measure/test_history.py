@@ -18,7 +18,7 @@ from measure.test_probes import Here, law, probed
 from ssdprof import kernels, operators
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.reference import kda_recurrence
-from ssdprof.kernels.oracle import Span, sequences
+from ssdprof.kernels.oracle import Span, spans_of
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
@@ -50,7 +50,7 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
     only: "packs": nowhere else; "states": drops the initial states alone.
     """
     out, states = oracle_output(inputs)
-    spans = sequences(inputs.sequences, inputs.length, inputs.cu_seqlens)
+    spans = spans_of(inputs)
     if only == "packs" and inputs.cu_seqlens is None:
         return out, states
     if only == "states" and inputs.initial is None:
@@ -151,7 +151,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
         for history in histories:
             inputs, found = history.inputs, []
             rounded = operator.oracle.rounded(inputs, precision)
-            for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+            for span in spans_of(inputs):
                 gate = operator.oracle.gate(inputs, span, chunk)
                 found.append(rounded.advance(inputs, span, gate)[0])
             out = torch.cat(found)

@@ -38,12 +38,16 @@ def good(inputs: Any) -> Output:
     return gathered(reference, inputs, kernels.Precision())
 
 
-def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
-    """Where the law does not hold; empty if it does."""
+def working_in_place(kernel: Kernel, operator: str = "gdn") -> Any:
+    """A user's implementation."""
     kernel = partial(kernel)
     kernel.in_place = True  # type: ignore[attr-defined]
-    one = replace(own_implementation(operators.get(operator), "mine:kernel", kernel), **more)
-    assert one.in_place is not None
+    return own_implementation(operators.get(operator), "mine:kernel", kernel)
+
+
+def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
+    """Where the law does not hold; empty if it does."""
+    one = replace(working_in_place(kernel, operator), **more)
     try:
         pools.LAWS[law](pools.Room(one, one.in_place, step(operator), Precision()))
     except pools.Broken as error:
@@ -56,6 +60,10 @@ def reads(inputs: Any) -> list[int]:
     if inputs.accepted is not None:
         slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
     return [int(slot) for slot in slots]
+
+
+def positional(inputs: Any) -> dict[str, torch.Tensor]:
+    return operators.get(inputs.operator).binding.positional(inputs)
 
 
 # --- wrong kernels
@@ -214,7 +222,7 @@ def raising(inputs: Any) -> Output:
          "call 1: it changes slot 8, head 0, beside one that is written, which no row writes"),
         ("other slots keep their bits", writing_between_slots, "the memory behind slot 3"),
         ("other slots keep their bits", returning_a_copy, "another tensor than the pool"),
-        ("other slots keep their bits", changing_the_tokens, "call 1: it changes v"),
+        ("other slots keep their bits", changing_the_tokens, "call 1: it changes its inputs: v"),
         ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
         ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
         ("padded rows touch nothing", advancing_the_slot_before_the_first, "behind slot -1"),
@@ -223,7 +231,7 @@ def raising(inputs: Any) -> Output:
          "call 1: it changes slot 0, head 0, the first slot"),
         ("new sequences begin with zeros", beginning_with_what_the_slot_holds, "call 1, row 0"),
         ("a shared prefix", updating_its_source, "call 1: it changes slot 3"),
-        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 0"),
+        ("drafted tokens", one_accepted_too_many, "call 1, row 0, token 0, head 1"),
         ("drafted tokens", keeping_the_last_state_alone, "call 2, row 0, token 0"),
         ("drafted tokens", a_step_reads_the_first_column, "call 3, row 0, token 0"),
         ("order and number of rows", one_row_is_special, "call 3, row 0, token 0"),
@@ -237,6 +245,13 @@ def raising(inputs: Any) -> Output:
 )  # fmt: skip
 def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> None:
     assert place in tried(law, kernel)
+
+
+def test_a_call_of_padding_alone_changes_no_slot() -> None:
+    inputs = step(ways=("pool",))
+    before = inputs.initial_state.clone()
+    good(replace(inputs, state_indices=torch.full_like(inputs.state_indices, -1)))
+    torch.testing.assert_close(inputs.initial_state, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_bits_are_compared_where_batch_invariance_is_declared() -> None:
@@ -290,8 +305,7 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others() -> None:
             raise UnsupportedError("one token")
         return good(inputs)
 
-    steps_alone.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", steps_alone)
+    one = working_in_place(steps_alone)
     probes = {
         probe.name.removeprefix(BETWEEN_CALLS): (probe.holds, probe.detail)
         for probe in pools.try_laws(one, step(), Precision(), quick=True)
@@ -324,8 +338,7 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     def kernel(inputs: Any) -> Output:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
-    kernel.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
+    one = working_in_place(kernel)
     prober, several = Prober(IsolatedFirstCall()), (step(), step(), step(sequences=3))
     found = [prober.probe(one, inputs, Precision()) for inputs in several]
     between = [
@@ -334,20 +347,28 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
     assert between == [["no"], [], []]
 
 
-def test_a_call_without_a_pool_runs_on_copies() -> None:
-    """A kernel that works in place gives the final states, and those after each token."""
-
-    def kernel(inputs: Any) -> Output:
-        return good(inputs)
-
-    kernel.in_place = True  # type: ignore[attr-defined]
-    one = own_implementation(operators.get("gdn"), "mine:kernel", kernel)
-    for inputs in (step(), step(seqlen=3, state_every=1), step(seqlen=9, shortest=2)):
+def test_a_call_without_a_pool_runs_on_one_of_its_own() -> None:
+    """A kernel that works in place gives the final states, and those after each token; again, too,
+    and of a pool, whose slots it does not write.
+    """
+    one = working_in_place(good)
+    row = {name: tensor[:1] for name, tensor in positional(step(seqlen=5)).items()}
+    with_an_empty_sequence = replace(step(), **row, cu_seqlens=torch.tensor([0, 5, 5]))
+    for inputs in (
+        step(),
+        step(seqlen=3, state_every=1),
+        step(seqlen=9, shortest=2),
+        step(pool=5),
+        with_an_empty_sequence,
+    ):
         before = inputs.initial_state.clone()
-        for ours, expected in zip(
-            one.run(inputs, kernels.Precision()),
-            kernels.get("gdn", "reference").run(inputs, kernels.Precision()),
-            strict=True,
-        ):
-            assert torch.equal(ours, expected)
-        assert torch.equal(inputs.initial_state, before)
+        for _ in range(2):
+            for ours, expected in zip(
+                one.run(inputs, kernels.Precision()),
+                kernels.get("gdn", "reference").run(
+                    inputs.after(inputs.initial), kernels.Precision()
+                ),
+                strict=True,
+            ):
+                assert torch.equal(ours, expected)
+        assert torch.equal(inputs.initial_state.nan_to_num(), before.nan_to_num())

@@ -43,12 +43,19 @@ class Here(IsolatedFirstCall):
 
 
 def probed(
-    kernel: Kernel, inputs: Any, prober: Prober | None = None, neglects: float = 0.0
+    kernel: Kernel,
+    inputs: Any,
+    prober: Prober | None = None,
+    *,
+    interpreted: bool = False,
+    **changes: Any,
 ) -> dict[str, Probe]:
-    prober = prober or Prober(Here())
+    """changes: of a user's implementation."""
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
-    implementation = replace(implementation, neglects=neglects)
-    return {one.name: one for one in prober.probe(implementation, inputs, Precision())}
+    results = (prober or Prober(Here())).probe(
+        replace(implementation, **changes), inputs, Precision(), interpreted=interpreted
+    )
+    return {probe.name: probe for probe in results}
 
 
 def law(name: str, kernel: Kernel, inputs: Any, neglects: float = 0.0) -> Probe:
@@ -169,10 +176,11 @@ def with_contiguous_states(inputs: Any) -> Any:
     return oracle_output(replace(inputs, initial_states=states))
 
 
-def leaking_over_a_border(inputs: Any) -> Any:
+def leaking_to(position: int, inputs: Any) -> Any:
+    """From the position after it."""
     out, states = oracle_output(inputs)
-    if inputs.x.shape[1] > 64:
-        out[:, 63] += (0.001 * inputs.x[:, 64]).to(out.dtype)
+    if inputs.length > position + 1:
+        out[:, position] += (0.001 * inputs.x[:, position + 1]).to(out.dtype)
     return out, states
 
 
@@ -206,7 +214,8 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (with_the_states_of_a_length_that_chunks_divide, "edge inputs"),
         (WithTheFirstBounds(), "edge inputs"),
         (with_contiguous_states, "edge inputs"),
-        (leaking_over_a_border, "causality"),
+        (partial(leaking_to, 63), "causality"),  # over the border of a chunk
+        (partial(leaking_to, 64), "causality"),  # within one
         (random_and_leaking, "causality"),
     ],
 )
@@ -379,17 +388,13 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(
 
 
 def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
-    implementation, given = (
-        own_implementation(operators.get("ssd"), "mine:slow", oracle_output),
-        ssd(seqlen=20),
-    )
-    found = Prober(Here()).probe(implementation, given, Precision(), interpreted=True)
-    assert {one.detail for one in found} == {"Triton's interpreter runs it; --laws all tests it"}
-    assert {one.holds for one in found} == {"not applicable"}
-    thorough = Prober(Here(), laws="all").probe(
-        implementation, given, Precision(), interpreted=True
-    )
-    assert "yes" in {one.holds for one in thorough}
+    given = ssd(seqlen=20)
+    skipped = probed(oracle_output, given, interpreted=True).values()
+    assert {(probe.holds, probe.detail) for probe in skipped} == {
+        ("not applicable", "Triton's interpreter runs it; --laws all tests it")
+    }
+    thorough = probed(oracle_output, given, Prober(Here(), laws="all"), interpreted=True)
+    assert "yes" in {probe.holds for probe in thorough.values()}
 
 
 @pytest.mark.gpu
@@ -424,32 +429,24 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
         return kernel(inputs)
 
     for kernel, holds in ((oracle_output, "yes"), (forgetting_the_start, "no")):
-        bundled = own_implementation(operators.get("ssd"), "fused", partial(noted, kernel))
-        found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), Precision())
-        assert {one.name: one.holds for one in found}["amplified history"] == holds
+        results = probed(partial(noted, kernel), ssd(seqlen=600), kind="bundled")
+        assert results["amplified history"].holds == holds
     assert lengths == {600}
 
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
 def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str) -> None:
-    one = replace(
-        own_implementation(operators.get("ssd"), "one", without_bias_in_a_step), kind=kind
-    )
-    found = {one.name: one.holds for one in Prober(Here()).probe(one, ssd(), Precision())}
-    assert found["edge inputs"] == holds
+    assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 
 def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probes, "INTERPRETED", True)
-    bundled = replace(
-        own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled"
-    )
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds
-    every = Prober(Here(), laws="all").probe(bundled, given, Precision())
+    every = probed(oracle_output, given, Prober(Here(), laws="all"), kind="bundled")
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
-    some = Prober(Here()).probe(bundled, given, Precision())
-    assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]
+    some = probed(oracle_output, given, kind="bundled")
+    assert list(some) == [name for name in every if name in OF_THE_SAME_FORM]
     assert 0 < len(some) < len(every)

@@ -59,7 +59,7 @@ Load = Callable[..., Implementation]
 
 
 def test_a_view_spans_what_its_strides_skip() -> None:
-    assert span(torch.empty(2, 3, 5)[:, :, :4], axes=slice(1, None)) == 14
+    assert span(torch.empty(2, 3, 5)[0, :, :4]) == 14
 
 
 def of_ssd(
@@ -118,19 +118,19 @@ def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
 def as_fla(calls: Calls) -> Callable[..., Any]:
     """q and k are normalised inside if requested."""
 
-    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **given: Any) -> Any:
-        calls.append({"q": given["q"], "output_final_state": output_final_state})
-        return gdn_recurrence(GDNInputs(**given, use_qk_l2norm=use_qk_l2norm_in_kernel))
+    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **fields: Any) -> Any:
+        calls.append({"q": fields["q"], "output_final_state": output_final_state})
+        return gdn_recurrence(GDNInputs(**fields, use_qk_l2norm=use_qk_l2norm_in_kernel))
 
     return function
 
 
 def v_first(
-    kind: Any, initial_state: Any, *, use_qk_l2norm_in_kernel: bool, **given: Any
+    kind: Any, initial_state: Any, *, use_qk_l2norm_in_kernel: bool, **fields: Any
 ) -> tuple[Any, Any]:
     """The recurrence with states that have V before K."""
     inputs = kind(
-        **given,
+        **fields,
         initial_state=None if initial_state is None else initial_state.mT,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
     )
@@ -145,10 +145,11 @@ def as_flashinfer(calls: Calls) -> Callable[..., Any]:
         *tensors: Any, output_final_state: bool, initial_state: Any, backend: str, **options: Any
     ) -> Any:
         assert output_final_state
-        assert all(one.is_contiguous() for one in (*tensors, initial_state))
-        given = dict(zip(QKV, tensors, strict=True))
-        calls.append(given | options | {"backend": backend})
-        rows = {name: one[None] for name, one in given.items()} | {"g": given["g"].log()[None]}
+        assert all(tensor.is_contiguous() for tensor in (*tensors, initial_state))
+        tokens = dict(zip(QKV, tensors, strict=True))
+        calls.append(tokens | options | {"backend": backend})
+        rows = {name: part[None] for name, part in tokens.items()}
+        rows["g"] = rows["g"].log()
         out, states = v_first(GDNInputs, initial_state, **rows, **options)
         return out[0], states
 
@@ -180,8 +181,8 @@ def as_flash_kda(
 ) -> None:  # fmt: skip
     """The gate and beta before their activations."""
     *tokens, scale = tensors
-    assert all(one.is_contiguous() for one in (*tokens, out, A_log, dt_bias, final_state))
-    assert {one.dtype for one in (*tokens, out)} == {BF16}
+    assert all(tensor.is_contiguous() for tensor in (*tokens, out, A_log, dt_bias, final_state))
+    assert {tensor.dtype for tensor in (*tokens, out)} == {BF16}
     q, k, v, g, beta = tokens
     assert (A_log.shape, dt_bias.shape) == (q.shape[2:3], q.shape[2:])
     gates = {
@@ -201,26 +202,26 @@ def as_cudnn(
     assert output_final_state
     assert plan_name == "kda_hopper_cuda", "other plans are other kernels"
     *tokens, cu_seqlens = tensors
-    assert all(one.is_contiguous() for one in tokens)
-    assert [one.dtype for one in tensors[3:]] == [FP32, FP32, torch.int32]
-    rows = {name: one[None] for name, one in zip(QKV, tokens, strict=True)}
+    assert all(tensor.is_contiguous() for tensor in tokens)
+    assert [tensor.dtype for tensor in tensors[3:]] == [FP32, FP32, torch.int32]
+    rows = {name: part[None] for name, part in zip(QKV, tokens, strict=True)}
     out, states = v_first(KDAInputs, initial_state, **rows, **options, cu_seqlens=cu_seqlens)
     return out[0], states
 
 
-def as_vllm(*, output_final_state: bool, **given: Any) -> Any:
+def as_vllm(*, output_final_state: bool, **fields: Any) -> Any:
     assert output_final_state
-    return v_first(GDNInputs, **given)
+    return v_first(GDNInputs, **fields)
 
 
 def as_sglang(kind: Any) -> Callable[..., Any]:
     """A kernel that overwrites its arguments."""
 
-    def function(*, initial_state: Any, initial_state_indices: Any, **given: Any) -> Any:
+    def function(*, initial_state: Any, initial_state_indices: Any, **fields: Any) -> Any:
         assert initial_state_indices.tolist() == list(range(len(initial_state)))
-        out, states = v_first(kind, initial_state, **given)
+        out, states = v_first(kind, initial_state, **fields)
         initial_state.copy_(states)
-        return (out, None, None) if kind is GDNInputs else given["v"].copy_(out)
+        return (out, None, None) if kind is GDNInputs else fields["v"].copy_(out)
 
     return function
 
@@ -436,15 +437,15 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "precision", "words"), REFUSED)
+@pytest.mark.parametrize(("name", "call", "precision", "words"), REFUSED)
 def test_what_they_do_not_do(
-    name: str, given: Any, precision: Precision, words: str, load: Load, calls: Calls
+    name: str, call: Any, precision: Precision, words: str, load: Load, calls: Calls
 ) -> None:
-    inputs = of_ssd(**given) if isinstance(given, dict) else given
+    inputs = of_ssd(**call) if isinstance(call, dict) else call
     implementation = load(name, inputs.operator)
-    for call in (implementation.run, implementation.plan):
+    for function in (implementation.run, implementation.plan):
         with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
-            call(inputs, precision)
+            function(inputs, precision)
     assert not calls
 
 
@@ -469,17 +470,17 @@ def test_a_library_from_a_checkout_has_no_version() -> None:
 def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls) -> None:
     library = load("mamba_ssm")
     assert (library.name, library.version) == ("mamba_ssm", "9.9")
-    given = of_ssd(D=torch.ones(2), dt_bias=torch.ones(2), dt_softplus=True, dt_limit=(0.0, 1.0))
-    out, states = library.run(given, OF_BF16)
-    assert all(getattr(given, name) is value for name, value in calls[0].items())
-    assert out is given.x
+    inputs = of_ssd(D=torch.ones(2), dt_bias=torch.ones(2), dt_softplus=True, dt_limit=(0.0, 1.0))
+    out, states = library.run(inputs, OF_BF16)
+    assert all(getattr(inputs, name) is value for name, value in calls[0].items())
+    assert out is inputs.x
     assert bool((states == 1).all())
     assert [str(precision) for precision in own_precisions(library, "bf16", ())] == [
         "exact, bf16 states"
     ]
-    assert [str(one) for one in own_precisions(load("selective_state_update"), "bf16", ())] == [
-        "exact, fp32 states"
-    ]
+    assert [
+        str(precision) for precision in own_precisions(load("selective_state_update"), "bf16", ())
+    ] == ["exact, fp32 states"]
 
 
 def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
@@ -495,11 +496,11 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
         sys.modules[f"{TRITON}.ssd_combined"], "_mamba_chunk_scan_combined_fwd", forward
     )
     library = load("mamba_ssm")
-    found = {
-        dtype: [str(one) for one in own_precisions(library, dtype, ())]
+    precisions = {
+        dtype: [str(precision) for precision in own_precisions(library, dtype, ())]
         for dtype in ("fp16", "fp32")
     }
-    assert found == {
+    assert precisions == {
         "fp16": ["exact, fp16 states", "exact, fp32 states"],
         "fp32": ["relaxed, fp32 states"],
     }
@@ -521,8 +522,8 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
     monkeypatch.setitem(sys.modules, softplus, installed)
     run = load("published").run
     assert sys.modules[softplus] is installed
-    found, options = run(of_ssd(FP16), EXACT).final_states
-    assert found == "of the checkout"
+    beside, options = run(of_ssd(FP16), EXACT).final_states
+    assert beside == "of the checkout"
     assert options["chunk_size"] == 128
 
 
@@ -559,8 +560,10 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load) -> No
 
     def compared(cell: Cell) -> list[tuple[str, str]]:
         request = BenchOptions(operator="ssd", states=("fp32",), compared=of, sizes=sizes)
-        assert all(bench.sizes(request, SSD, one) == sizes for one in of)
-        return [(one.name, str(precision)) for one, precision in bench.compared(request, SSD, cell)]
+        assert all(bench.sizes(request, SSD, each) == sizes for each in of)
+        return [
+            (each.name, str(precision)) for each, precision in bench.compared(request, SSD, cell)
+        ]
 
     assert compared(replace(CELL, dtype="fp16")) == [
         ("published", "exact, fp32 states"),
@@ -591,15 +594,15 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
     name: str, load: Load, calls: Calls
 ) -> None:
     run = load(name, "gdn").run
-    given = replace(of_gdn(), q=of_gdn().q.repeat(1, 1, 1, 2)[..., ::2])
-    run(given, EXACT)
-    run(given, EXACT)
+    inputs = replace(of_gdn(), q=of_gdn().q.repeat(1, 1, 1, 2)[..., ::2])
+    run(inputs, EXACT)
+    run(inputs, EXACT)
     assert calls[0]["q"] is calls[1]["q"]
     first = weakref.ref(calls[0]["q"])
-    run(replace(given, scale=2.0), EXACT)
+    run(replace(inputs, scale=2.0), EXACT)
     assert calls[2]["q"] is not calls[0]["q"]
     calls.clear()
-    del given
+    del inputs
     gc.collect()
     assert first() is None, "those inputs are gone"
 
@@ -614,11 +617,11 @@ def test_flashinfers_arguments(load: Load, calls: Calls) -> None:
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
 def test_copies_of_the_inputs_are_named(name: str, load: Load) -> None:
     """So that v and the states can be changed at their addresses, as replays read them."""
-    implementation, given = load(name, "gdn"), of_gdn()
-    before = implementation.run(given, EXACT)
-    for tensor in (given.v, *implementation.copies(given)):
+    implementation, inputs = load(name, "gdn"), of_gdn()
+    before = implementation.run(inputs, EXACT)
+    for tensor in (inputs.v, *implementation.copies(inputs)):
         tensor.mul_(2)
-    after = implementation.run(given, EXACT)
+    after = implementation.run(inputs, EXACT)
     torch.testing.assert_close(after.out, before.out * 2, rtol=0, atol=1e-6)
 
 

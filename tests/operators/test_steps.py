@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pools import step
+from measure.test_pools import step
 from torch.nn import functional as F
 
 from ssdprof import kernels, operators

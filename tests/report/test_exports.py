@@ -6,12 +6,12 @@ import csv
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cases
 import junitparser
 import pytest
 from cases import CALL_US, answers, bench, cell, failed, in_calls, prefill, report
+from cases import two_layers as small
 from lxml import etree
 from report.test_contents import result
 
@@ -27,11 +27,6 @@ from ssdprof.store import reports
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 PREFILL = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
-
-
-def small(**fields: object) -> Report:
-    usual: dict[str, Any] = {"layers": (0, 9), "precisions": (EXACT_FP32, cases.RELAXED_FP32)}
-    return report(**usual | fields)
 
 
 def ending(word: str, reason: str = "") -> Report:

@@ -1,6 +1,7 @@
 """`ssdprof stalls` as a user calls it, on a machine without a GPU."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
-from ssdprof.jobs.options import RunOptions, StallsOptions
+from ssdprof.jobs.options import ModelOptions, RunOptions, StallsOptions
 from ssdprof.progress import Watcher
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
@@ -258,11 +259,10 @@ def test_a_run_profiles_its_middle_layer(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     layers = tuple(map(layer, LAYERS))
-    run = run_report()
-    run = run.changed(processes=(run.first.changed(captured=layers),))
-    asked = RunOptions(model=str(captured))
-    (tmp_path / "run").mkdir()
-    report = stalls_job.profile_run(asked, tmp_path / "run", run, Watcher())
+    run = run_report(command=("ssdprof", "run", str(captured)))
+    keep(tmp_path / "run", run.changed(processes=(run.first.changed(captured=layers),)))
+    asked = StallsOptions(where=str(tmp_path / "run"))
+    _, report = stalls_job.profile(asked, Watcher())
     assert gpu == [("unfused", 5), ("fused", 5)]
     assert report.layer == layers[1]
     assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()
@@ -284,16 +284,27 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
     assert words in ending(ExitCode.BAD_INPUT, "stalls a").err
 
 
-def test_a_layer_of_a_run_is_captured_again() -> None:
+def test_a_layer_of_a_run_is_captured_again(tmp_path: Path) -> None:
     """The middle one at the longest prompt, unless others are asked for."""
     run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
     run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))
-    again = [
-        stalls_job._of_run(run, StallsOptions(**asked))
-        for asked in ({}, {"layer": 0, "seqlen": 1024})
-    ]
-    assert [(one.layers, one.seqlens) for one in again] == [("9", (2048,)), ("0", (1024,))]
+    file = tmp_path / "prompt.txt"
+    file.write_text("Before the run.")
+    os.utime(file, (0, 0))
+    command = RunOptions(model="demo", prompt_file=file, chunk=256, decode=2)
+
+    def again(**asked: Any) -> ModelOptions:
+        request = stalls_job._of_run(run, StallsOptions(**asked))
+        return stalls_job._captured_again(command, run, request)
+
+    assert [
+        (one.layers, one.seqlens, one.prompt_file, one.chunk, one.decode)
+        for one in (again(), again(layer=0, seqlen=1024))
+    ] == [("9", (2048,), file, None, 0), ("0", (1024,), file, None, 0)]
     for asked in ({"layer": 3}, {"seqlen": 3}):
         with pytest.raises(BadInputError, match="no such layer or prompt") as caught:
-            stalls_job._of_run(run, StallsOptions(**asked))
+            again(**asked)
         assert caught.value.hint == "Its prompts have 1024, 2048 tokens, its layers are 0, 9, 18."
+    file.write_text("After it.")
+    with pytest.raises(BadInputError, match="has changed since the run"):
+        again()

@@ -72,8 +72,7 @@ def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> Non
     assert (unfused.name, unfused.duration_us, unfused.us(75.0)) == ("unfused", 40.0, 30.0)
     assert unfused.stages == {"chunk_scan.current": {"wait": 75.0}, "loads": {"barrier": 25.0}}
     assert fused.stages == {"loads": {"barrier": 75.0}, "chunk_scan.current": {"wait": 25.0}}
-    table = side_by_side((unfused, fused))
-    assert table is not None
+    table = side_by_side({"unfused": unfused, "fused": fused})
     assert {row[0]: row[1:] for row in table.rows} == {
         "loads": ("10.0 µs", "25.0%", "3.75 µs", "75.0%"),
         "chunk_scan": ("30.0 µs", "75.0%", "1.25 µs", "25.0%"),
@@ -89,7 +88,6 @@ def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh() -> None
         assert not set(group.stages) & {IDLE_WARPS, AHEAD}
         assert pct(group.all) == pytest.approx(100.0)
         table = by_stage(group)
-        assert table is not None
         assert "idle warps 25.0%" in table.note
         assert not any("idle" in row[0] for row in table.rows)
         assert table.rows[-1][:3] == ("all", "100.0%", time)

@@ -33,10 +33,12 @@ from ssdprof.kernels.functions import (
     LOG2_E,
     decay_exp,
     decay_exp2,
+    load_at,
     ptr_offset,
     sequence_bounds,
     slot_to_read,
     softplus,
+    store_at,
 )
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
@@ -120,25 +122,23 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
     i_g = i_h // S.HEADS_PER_GROUP
-    x_ptr += ptr_offset((i_b, begin, i_h), x_strides[:3]) + o_p.to(tl.int64) * x_strides[3]
-    out_ptr += ptr_offset((i_b, begin, i_h), out_strides[:3]) + o_p.to(tl.int64) * out_strides[3]
-    B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3]) + o_n.to(tl.int64) * B_strides[3]
-    C_ptr += ptr_offset((i_b, begin, i_g), C_strides[:3]) + o_n.to(tl.int64) * C_strides[3]
+    x_ptr += ptr_offset((i_b, begin, i_h), x_strides) + o_p.to(tl.int64) * x_strides[3]
+    out_ptr += ptr_offset((i_b, begin, i_h), out_strides) + o_p.to(tl.int64) * out_strides[3]
+    B_ptr += ptr_offset((i_b, begin, i_g), B_strides) + o_n.to(tl.int64) * B_strides[3]
+    C_ptr += ptr_offset((i_b, begin, i_g), C_strides) + o_n.to(tl.int64) * C_strides[3]
     dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
     if z_ptr is not None:
-        z_ptr += ptr_offset((i_b, begin, i_h), z_strides[:3]) + o_p.to(tl.int64) * z_strides[3]
-    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
+        z_ptr += ptr_offset((i_b, begin, i_h), z_strides) + o_p.to(tl.int64) * z_strides[3]
+    A = load_at(A_ptr, A_strides, (i_h,)).to(tl.float32)
     dt_bias = 0.0
     if dt_bias_ptr is not None:
-        dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+        dt_bias = load_at(dt_bias_ptr, dt_bias_strides, (i_h,)).to(tl.float32)
     D = tl.zeros((S.BLOCK_P,), tl.float32)
     if D_ptr is not None:
         if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )
+            D = load_at(D_ptr, D_strides, (i_h, o_p), mask=m_p).to(tl.float32)
         else:
-            D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+            D += load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
 
     # stage setup.load
     final_row, m_final = sequence, m_state  # of the final state
@@ -150,9 +150,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
             if S.IN_PLACE:
                 m_read = tl.where(slot >= 0, m_state, False)
         index = (slot, i_h, o_p[:, None], o_n[None, :])
-        initial = tl.load(
-            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_read, other=0.0
-        )
+        initial = load_at(initial_states_ptr, initial_states_strides, index, mask=m_read)
         state = initial.to(tl.float32)
         if S.IN_PLACE and slots_ptr is not None:
             final_row = slot
@@ -179,7 +177,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_p)
         if S.EVERY_STATE:
             row = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
-            tl.store(final_states_ptr + ptr_offset(row, final_states_strides), state, mask=m_state)
+            store_at(final_states_ptr, final_states_strides, row, state, mask=m_state)
         if len(writes_strides) == 2:
             new = tl.load(writes_ptr + step * writes_strides[1])
             at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
@@ -188,9 +186,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
 
     # stage setup.store
     if not S.EVERY_STATE and len(writes_strides) != 2:
-        index = (final_row, i_h, o_p[:, None], o_n[None, :])
-        final = final_states_ptr + ptr_offset(index, final_states_strides)
-        tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_final)
+        row = (final_row, i_h, o_p[:, None], o_n[None, :])
+        store_at(final_states_ptr, final_states_strides, row, state, mask=m_final)
 
 
 def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
@@ -269,27 +266,21 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
 
-    dt = tl.load(dt_ptr + ptr_offset((i_b, 0, i_h), dt_strides)).to(tl.float32)
+    dt = load_at(dt_ptr, dt_strides, (i_b, 0, i_h)).to(tl.float32)
     if dt_bias_ptr is not None:
-        dt += tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+        dt += load_at(dt_bias_ptr, dt_bias_strides, (i_h,)).to(tl.float32)
     if S.DT_SOFTPLUS:
         dt = softplus(dt)
     dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
-    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
-    x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(
-        tl.float32
-    )
+    A = load_at(A_ptr, A_strides, (i_h,)).to(tl.float32)
+    x = load_at(x_ptr, x_strides, (i_b, 0, i_h, o_p), mask=m_p).to(tl.float32)
     i_g = i_h // S.HEADS_PER_GROUP
-    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_g, o_n), B_strides), mask=m_n, other=0.0).to(
-        tl.float32
-    )
+    B = load_at(B_ptr, B_strides, (i_b, 0, i_g, o_n), mask=m_n).to(tl.float32)
     state = (dt * x)[:, None] * B[None, :]
     if initial_states_ptr is not None:
-        initial = tl.load(
-            initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0
-        )
+        initial = load_at(initial_states_ptr, initial_states_strides, index, mask=m_state)
         state += initial.to(tl.float32) * decay_exp2(dt * A * LOG2_E)
-    tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+    store_at(final_states_ptr, final_states_strides, index, state, mask=m_state)
 
 
 @triton.jit
@@ -300,35 +291,21 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
     i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
-    state = tl.load(
-        states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0
-    )
+    state = load_at(states_ptr, states_strides, index, mask=m_p[:, None] & m_n[None, :])
     i_g = i_h // S.HEADS_PER_GROUP
-    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_g, o_n), C_strides), mask=m_n, other=0.0).to(
-        tl.float32
-    )
+    C = load_at(C_ptr, C_strides, (i_b, 0, i_g, o_n), mask=m_n).to(tl.float32)
     out = tl.sum(state * C[None, :], axis=1)
     if D_ptr is not None:
-        x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(
-            tl.float32
-        )
+        x = load_at(x_ptr, x_strides, (i_b, 0, i_h, o_p), mask=m_p).to(tl.float32)
         if len(D_strides) == 2:
-            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(
-                tl.float32
-            )
+            D = load_at(D_ptr, D_strides, (i_h, o_p), mask=m_p).to(tl.float32)
         else:
-            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+            D = load_at(D_ptr, D_strides, (i_h,)).to(tl.float32)
         out += D * x
     if z_ptr is not None:
-        z = tl.load(z_ptr + ptr_offset((i_b, 0, i_h, o_p), z_strides), mask=m_p, other=0.0).to(
-            tl.float32
-        )
+        z = load_at(z_ptr, z_strides, (i_b, 0, i_h, o_p), mask=m_p).to(tl.float32)
         out *= z / (1.0 + tl.exp2(-z * LOG2_E))
-    tl.store(
-        out_ptr + ptr_offset((i_b, 0, i_h, o_p), out_strides),
-        out.to(out_ptr.dtype.element_ty),
-        mask=m_p,
-    )
+    store_at(out_ptr, out_strides, (i_b, 0, i_h, o_p), out, mask=m_p)
 
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
