@@ -228,7 +228,7 @@ def _of_prefill(row: Mapping[str, str]) -> float | None:
     """
     calls = {
         case.implementation: case.call_us.value
-        for case in load(RESULTS / row["result"], "prefill")[1].of_prefill
+        for case in load(RESULTS / row["result"], "prefill")[1].cases
         if f"{case.seqlen:,}" == row["at"]
         and isinstance(case.task, Prefill)
         and case.task.conv_and_norm == "bundled"

@@ -318,7 +318,7 @@ def run(file: str) -> Report:
 
 def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float]:
     """Microseconds of each implementation."""
-    own = [case for case in run(f"h200-prefill/{model}.json").of_prefill if case.seqlen == seqlen]
+    own = [case for case in run(f"h200-prefill/{model}.json").cases if case.seqlen == seqlen]
     return {
         case.implementation: case.call_us.value
         for case in own

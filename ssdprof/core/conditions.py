@@ -237,7 +237,7 @@ def parse_gate(text: str) -> Condition:
             f"The gate {text!r} compares with another report.",
             "Give it to 'ssdprof compare --fail-if'.",
         )
-    at, limit, parts = _parsed("gate", text, _GATE, _gate_fits)
+    at, limit, parts = _parsed("gate", text)
     return Condition(metric=parts["metric"], at=at, limit=limit, text=text)
 
 
@@ -246,55 +246,43 @@ def parse_change(text: str) -> Change:
 
     Changes of a metric in percent are in percentage points: `match:base-0.1`.
     """
-    at, limit, parts = _parsed("change", text, _CHANGE, _change_fits)
+    at, limit, parts = _parsed("change", text)
     relative = bool(parts["percent"])
     if relative:
         limit /= 100
     return Change(metric=parts["metric"], at=at, limit=limit, relative=relative, text=text)
 
 
-def _gate_fits(metric: Metric, parts: re.Match[str]) -> bool:
-    """Whether a limit has the metric's unit."""
-    largest = 100 if metric.is_percent else math.inf
-    return bool(parts["percent"]) == metric.is_percent and float(parts["number"]) <= largest
-
-
-def _change_fits(metric: Metric, parts: re.Match[str]) -> bool:
-    """Whether a limit is to the worse, and in points of a metric in percent."""
-    worse = parts["sign"] == ("-" if metric.more_is_better else "+")
-    return worse and not (parts["percent"] and metric.is_percent)
-
-
 def number(value: Measured) -> float:
     return value.value if isinstance(value, Estimate) else value
 
 
-def _parsed(
-    what: Literal["gate", "change"],
-    text: str,
-    pattern: re.Pattern[str],
-    fits: Callable[[Metric, re.Match[str]], bool],
-) -> tuple[str, float, re.Match[str]]:
-    """What follows @ or the default, the number, and all parts of the pattern.
+def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.Match[str]]:
+    """What follows @ or the default, the number, and all parts of the grammar.
 
-    fits: whether the metric takes the limit.  Raises BadInputError for an unknown metric, another
-    grammar, and what the metric does not take.
+    Raises BadInputError for an unknown metric, another grammar, and what the metric does not take.
     """
     name = re.split("[@:]", text, maxsplit=1)[0]
     metric = METRICS.get(name)
     if metric is None:
         raise BadInputError(f"The {what} {text!r} is of an unknown metric.", nearest(name, METRICS))
-    hint = f"Write {name}:{metric.gate if what == 'gate' else metric.change}."
+    pattern, example = (_GATE, metric.gate) if what == "gate" else (_CHANGE, metric.change)
+    hint = f"Write {name}:{example}."
     parts = pattern.fullmatch(text)
     if parts is None:
         raise BadInputError(f"The {what} {text!r} cannot be read.", hint)
-    at, limit = parts["at"] or metric.default, float(parts["number"])
+    at, limit, percent = parts["at"] or metric.default, float(parts["number"]), parts["percent"]
     if not metric.has(at):
         raise BadInputError(
             f"The {what} {text!r} has an unknown place.",
             f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
-    if math.isinf(limit) or not fits(metric, parts):
+    if what == "gate":  # in the metric's unit
+        fits = bool(percent) == metric.is_percent and (limit <= 100 or not percent)
+    else:  # to the worse; in points of a metric in percent
+        worse = parts["sign"] == ("-" if metric.more_is_better else "+")
+        fits = worse and not (percent and metric.is_percent)
+    if math.isinf(limit) or not fits:
         raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
     return at, limit, parts
 

@@ -228,10 +228,6 @@ class Report(Record):
     def of_answers(self) -> tuple[Case, ...]:
         return tuple(case for case in self.cases if isinstance(case.task, Answers))
 
-    @property
-    def of_prefill(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if isinstance(case.task, Prefill))
-
     @cached_property
     def _by_key(self) -> dict[tuple[str, str], list[Case]]:
         return grouped(self.cases, lambda case: (case.case_key, case.implementation))

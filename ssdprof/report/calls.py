@@ -23,6 +23,8 @@ from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
 from ssdprof.report.table import PRECISION, Cells, Table, TableRow, fold_precisions, table
 
+# of a table of errors: the first cells of its rows, a group, and the implementations to show
+ErrorRows = tuple[TableRow, Group, Sequence[str]]
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
@@ -137,30 +139,28 @@ def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
 
 
 def accuracies(group: Group) -> Iterator[Table]:
-    """A table for each tensor: all calls of the group pooled."""
+    """All calls of the group pooled."""
     extent = f"{group.extent} pooled" if group.calls > 1 else group.extent
     shown = (*group.compared, group.baseline)
-    for tensor, name in SHOWN.items():
-        yield errors(
-            f"Accuracy of the {name} {group.where}, {extent}", tensor, [({}, group, shown)]
-        )
+    return _accuracies(f" {group.where}, {extent}", [({}, group, shown)])
 
 
 def errors_by_layer(group: Group) -> Iterator[Table]:
+    layers = list(group.by_layer())
+    parts = [({"layer": str(layer.layers[0])}, layer, group.compared) for layer in layers]
+    return _accuracies(f" of each layer {group.where}", parts)
+
+
+def _accuracies(where: str, parts: Sequence[ErrorRows]) -> Iterator[Table]:
+    """A table for each tensor."""
     for tensor, name in SHOWN.items():
-        parts = [
-            ({"layer": str(layer.layers[0])}, layer, group.compared) for layer in group.by_layer()
-        ]
-        yield errors(f"Accuracy of the {name} of each layer {group.where}", tensor, parts)
+        yield errors(f"Accuracy of the {name}{where}", tensor, parts)
 
 
-def errors(
-    title: str, tensor: TensorName, parts: Sequence[tuple[TableRow, Group, Sequence[str]]]
-) -> Table:
+def errors(title: str, tensor: TensorName, parts: Sequence[ErrorRows]) -> Table:
     """A row for each series against its baseline, one against fp64, and one for the floor;
     precisions with the same numbers share a row.
 
-    parts: the first cells of its rows, a group, and its implementations that are shown.
     """
     rows: list[TableRow] = []
     compared: list[tuple[PrecisionName, str]] = []
@@ -429,6 +429,5 @@ def _of_bench(series: Series) -> TableRow:
 
 def accuracy_of_bench(report: Report) -> Iterator[Table]:
     for title, same in by_shape(report).items():
-        for tensor, name in SHOWN.items():
-            parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
-            yield errors(f"Accuracy of the {name}: {title}", tensor, parts)
+        parts = [({_SIZE: group.size}, group, group.implementations) for group in same]
+        yield from _accuracies(f": {title}", parts)

@@ -14,10 +14,10 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
-from ssdprof.core.stalls import StallReport
+from ssdprof.core.stalls import StallReport, most_first
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.groups import Against, Group, deviation
-from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, most, summed
+from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, summed
 from ssdprof.report.table import Cells, Table, strings
 
 if TYPE_CHECKING:
@@ -179,9 +179,8 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
         axes.set_xlim(low, high)
         _log_ticks(axes)
         axes.set_ylim(min(rates) / 3, ceiling * 2)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set(xlabel=f"floating-point operations\nper {per}", ylabel="TFLOP/s by device time")
 
     numbers = strings("", ("what", f"operations per {per}", "TFLOP/s"), cells)
@@ -260,7 +259,7 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     """Name -> (title, drawing): a picture of each group that was sampled, and the roofline."""
     pictures: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
-    reasons = [reason for reason, _ in most(summed(group.all for group in sampled))]
+    reasons = list(most_first(summed(group.all for group in sampled)))
     shares = chain.from_iterable(group.stages.values() for group in sampled)
     longest = max((sum(share.values()) for share in shares), default=0.0)
     for group in sampled:
@@ -384,7 +383,6 @@ def _points(
         axes.set_yticks(heights, [textwrap.fill(name, 24) for name in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         _log_ticks(axes)
-        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel(xlabel)
 
     cells = [
@@ -396,12 +394,13 @@ def _points(
 
 
 def _log_ticks(axes: Axes) -> None:
-    """The powers of ten alone may be one tick."""
+    """Plain numbers along x, where the powers of ten alone may be one tick."""
     from matplotlib.ticker import LogLocator
 
     low, high = axes.get_xlim()
     if high < _WIDE * low:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
 
 

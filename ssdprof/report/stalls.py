@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped
-from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport
+from ssdprof.core.base import distinct, grouped
+from ssdprof.core.stalls import KernelStalls, Line, SelfChecks, StallReport, most_first
 from ssdprof.report.calls import resources
 from ssdprof.report.facts import Fact, gpu, software, when
 from ssdprof.report.table import (
@@ -62,11 +62,6 @@ _MOST_REASONS = 7
 
 # stall reason -> percent of an implementation's busy time; the stage's is their sum
 Share = Mapping[str, float]
-
-
-def most(share: Share) -> list[tuple[str, float]]:
-    """Reasons, the largest first."""
-    return sorted(share.items(), key=lambda item: (-item[1], item[0]))
 
 
 def summed(shares: Iterable[Share]) -> Share:
@@ -218,8 +213,8 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     headers = ("kernel", "evidence, and what may help")
     yield section("Hints", facts("What the numbers point to", headers, hints))
     yield section("Hottest lines", *map(_hottest_lines, profiled))
-    reasons = chain.from_iterable(most(group.all) for group in profiled)
-    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason, _ in reasons}
+    reasons = distinct(most_first(group.all) for group in profiled)
+    meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason in reasons}
     headers = ("reason", "what the warp does")
     words = facts("Stall reasons", headers, meanings.items())
     ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
@@ -323,7 +318,7 @@ def _grid(kernel: KernelStalls) -> str:
 
 def by_stage(group: KernelGroup) -> Table:
     """Stage x reason for one group, with the parts of a stage under their sum."""
-    shown = [reason for reason, _ in most(group.all)[:_MOST_REASONS]]
+    shown = list(most_first(group.all))[:_MOST_REASONS]
 
     def row(title: str, share: Share) -> tuple[str, ...]:
         pcts, whole = [share.get(reason, 0.0) for reason in shown], sum(share.values())

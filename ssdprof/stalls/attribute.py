@@ -25,14 +25,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ssdprof import operators
-from ssdprof.core.stalls import Line, StallSamples
+from ssdprof.core.stalls import Line, StallSamples, most_first
 from ssdprof.operators.operator import AHEAD, Stages
 from ssdprof.stalls.read import RawKernel, base_name
 
-Number = TypeVar("Number", int, float)
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
 UNKNOWN = "unknown"
@@ -85,12 +84,6 @@ def attribute(
     lines.sort(key=lambda line: (-line.total, line.file, line.line, line.stage, line.text))
     stages = sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
     return {name: most_first(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
-
-
-def most_first(samples: Mapping[str, Number]) -> dict[str, Number]:
-    """By stall reason, the most frequent one first, without those that have no samples."""
-    by_count = sorted(samples.items(), key=lambda item: (-item[1], item[0]))
-    return {reason: count for reason, count in by_count if count}
 
 
 def is_idle(stage: str) -> bool:

@@ -12,9 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ssdprof import __version__, operators
-from ssdprof.core.stalls import CheckResult, KernelStalls, Launched, SelfChecks, StallReport
+from ssdprof.core.stalls import (
+    CheckResult,
+    KernelStalls,
+    Launched,
+    SelfChecks,
+    StallReport,
+    most_first,
+)
 from ssdprof.operators.operator import Stages
-from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle, most_first
+from ssdprof.stalls.attribute import UNKNOWN, SourceFiles, attribute, is_idle
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
 # field of KernelStalls -> metrics with its value, best first

@@ -403,7 +403,8 @@ def _note_end(writer: Writer, error: BaseException) -> str:
     report = writer.report
     if not (writer.folder / HEADER).is_file():
         return "What was done could not be kept."
-    cases, answers = len(report.of_calls) + len(report.of_prefill), len(report.of_answers)
+    answers = len(report.of_answers)
+    cases = len(report.cases) - answers
     of = f" of {plural(len(report.captured), 'layer')}" if report.captured else ""
     parts = [plural(cases, "case") + of] if cases or not answers else []
     parts += [f"{plural(answers, 'case')} of answers"] if answers else []

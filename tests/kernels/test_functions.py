@@ -14,7 +14,6 @@ import torch
 from kernel_cases import (
     BF16,
     EXACT,
-    FP16,
     FP32,
     RELAXED,
     RELAXED_FP32,
@@ -37,7 +36,7 @@ from ssdprof.kernels import (
     ssd_recurrent,
     ssd_unfused,
 )
-from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule
 from ssdprof.kernels.kda.compat import chunk_kda
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused
@@ -325,9 +324,7 @@ def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -
     return function(inputs.q, inputs.k, inputs.v, **(options | overrides))
 
 
-BOTH = pytest.mark.parametrize(
-    "function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, chunk_kda]
-)
+BOTH = pytest.mark.parametrize("function", [chunk_gated_delta_rule, chunk_kda])
 
 
 def gdn_or_kda(function: Any) -> tuple[Function, Any]:
@@ -371,17 +368,6 @@ def test_fla_drop_in_takes_hints() -> None:
     assert torch.equal(state, DELTA(inputs).final_states.mT)
 
 
-def test_recurrent_drop_in_computes_mixed_dtypes_in_the_widest_and_needs_no_gate_or_beta() -> None:
-    inputs = GDN["batch"].but(dtype=FP32, seqlen=4).inputs(use_qk_l2norm=False)
-    mixed = inputs.__class__.unchecked(**vars(inputs) | {"v": inputs.v.half()})
-    out, state = fla(mixed, fused_recurrent_gated_delta_rule, output_final_state=True)
-    expected = DELTA(replace(inputs, v=inputs.v.half().float()))
-    assert_bitwise((out, state), (expected.out.to(FP16), expected.final_states))
-    out, _ = fla(inputs, fused_recurrent_gated_delta_rule, g=None, beta=None)
-    ones, zeros = torch.ones_like(inputs.beta), torch.zeros_like(inputs.g)
-    assert torch.equal(out, DELTA(replace(inputs, g=zeros, beta=ones)).out)
-
-
 REFUSED = {
     "use_beta_sigmoid_in_kernel": True,
     "allow_neg_eigval": True,
@@ -394,12 +380,8 @@ REFUSED = {
 @BOTH
 def test_fla_drop_in_refuses_by_name(function: Any) -> None:
     _, inputs = gdn_or_kda(function)
-    others = {
-        chunk_gated_delta_rule: ("cp_context", "head_first"),
-        fused_recurrent_gated_delta_rule: ("gk", "gv"),
-        chunk_kda: ("cp_context", "return_intermediate_states"),
-    }[function]
-    for name in (*REFUSED, *others):
+    other = "return_intermediate_states" if function is chunk_kda else "head_first"
+    for name in (*REFUSED, "cp_context", other):
         with pytest.raises(UnsupportedError, match=f"no {name}"):
             fla(inputs, function, **{name: REFUSED.get(name, True)})
     with pytest.raises(TypeError, match="unheard_of"):
@@ -408,9 +390,6 @@ def test_fla_drop_in_refuses_by_name(function: Any) -> None:
 
 # names, order and defaults in state-spaces/mamba e9594ce and in flash-linear-attention 0.6.0
 REQUIRED = inspect.Parameter.empty
-FLA_SHARED = dict(
-    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None
-)
 FLA_STATE = dict(
     scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False
 )
@@ -426,8 +405,10 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     | dict(state_dtype=None),
     chunk_gated_delta_rule: dict.fromkeys(QKV, REQUIRED)
     | FLA_STATE
-    | FLA_SHARED
-    | dict(cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED),
+    | dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False)
+    | dict(
+        cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED
+    ),
     chunk_kda: dict.fromkeys(QKV, REQUIRED)
     | FLA_STATE
     | dict(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False)
@@ -435,11 +416,6 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
     | dict(return_intermediate_states=False, state_v_first=False, cu_seqlens=None)
     | dict(cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None)
     | dict(kwargs=REQUIRED),
-    fused_recurrent_gated_delta_rule: dict.fromkeys(("q", "k", "v"), REQUIRED)
-    | dict.fromkeys(("g", "gk", "gv", "beta"))
-    | FLA_STATE
-    | dict(use_gate_in_kernel=False, A_log=None, dt_bias=None)
-    | FLA_SHARED,
 }
 
 
