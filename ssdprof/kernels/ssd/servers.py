@@ -40,7 +40,7 @@ _TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 
 
 # (pool) -> out
-PoolCall = Callable[[torch.Tensor], torch.Tensor]
+StepCall = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _bounds(inputs: SSDInputs) -> torch.Tensor:
@@ -177,7 +177,7 @@ def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
     }
 
 
-def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> PoolCall:
+def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     arguments = _step_arguments(inputs, lambda tensor: tensor.flatten(0, 1))
     arguments |= _tables(inputs, slots)
 
@@ -189,7 +189,7 @@ def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> PoolCall:
     return run
 
 
-def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> PoolCall:
+def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     """A verification leaves the pool alone, and writes all states to a buffer."""
     slots.refuse_tables("sglang_step")
     arguments = _step_arguments(inputs, lambda tensor: tensor)
@@ -203,7 +203,7 @@ def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> PoolCall:
     return run
 
 
-def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> PoolCall:
+def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])
     slots.refuse_tables(_MAMBA)
 
