@@ -177,20 +177,17 @@ def _random_ids(
     """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size`
     ids.
     """
-    vocabulary = torch.arange(vocab_size or 0)
+    vocabulary: Sequence[int] = range(vocab_size or 0)  # no table: a config may say any number
     if tokenizer is not None:
         with refusals("the tokenizer", _AGAIN):
-            vocabulary = torch.tensor(
-                sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
-            )
-    if not len(vocabulary):
+            vocabulary = sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids})
+    if not vocabulary:
         raise BadInputError(
             "There is no vocabulary to draw random tokens from.",
             "Name a tokenizer with --tokenizer.",
         )
-    return vocabulary[
-        torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
-    ]
+    drawn = torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))
+    return torch.tensor([vocabulary[index] for index in drawn.tolist()])
 
 
 def _first_ids(

@@ -56,7 +56,7 @@ _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 @dataclass(eq=False)
 class LocalCheckpoint:
-    """A checkpoint on this machine, cut to its first `depth` decoder layers.
+    """A checkpoint on this machine, cut to its first decoder layers.
 
     folder: loads with stock transformers, except for the original format, which `load_model` reads.
     Its config names no remote code and no vision tower.  It is temporary and goes when this object
@@ -67,7 +67,6 @@ class LocalCheckpoint:
 
     model: Model
     folder: Path
-    depth: int
     empty: PreTrainedModel
     fit: Fit | None
     tensors: Stored | None = None
@@ -108,7 +107,7 @@ def fetch(
     try:
         empty, fit = _check_fit(model, deepest_layer, head=head)
         folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
-        local = LocalCheckpoint(model, folder, depth, empty, fit)
+        local = LocalCheckpoint(model, folder, empty, fit)
         weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
         config = model.load_config(depth, model.dtype)
         # Infinities as the checkpoints write them
@@ -196,8 +195,7 @@ def load_model(
     dtype: DType = "auto",
     device_map: Mapping[str, int | str] | None = None,
 ) -> PreTrainedModel:
-    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`, in eval
-    mode.
+    """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode.
 
     With its language-model head if it was fetched with one.
 

@@ -216,16 +216,11 @@ def gated_rms_norm(
         raise UnsupportedError(
             f"gated_rms_norm: groups of at most {MAX_GROUP_SIZE} channels, not {group_size}"
         )
-    if (
-        x.ndim not in (2, 3)
-        or gate.shape != x.shape
-        or weight.shape != (width,)
-        or width % group_size
-    ):
+    fit = x.ndim in (2, 3) and gate.shape == x.shape and weight.shape == (width,)
+    if not fit or width % group_size:
         raise ValueError(
             f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and "
-            f"groups of {group_size} "
-            "do not fit together"
+            f"groups of {group_size} do not fit together"
         )
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     rows = x.numel() // group_size

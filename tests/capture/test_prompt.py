@@ -317,6 +317,12 @@ def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_p
     assert "5 pieces of it that overlap" in prompt.source
 
 
+def test_random_tokens_take_no_room_for_their_vocabulary() -> None:
+    ids, _ = build_prompt(None, 100, kind="random", vocab_size=10**12)
+    assert int(ids.max()) < 10**12
+    assert len(set(ids[0].tolist())) == 100
+
+
 def test_a_batch_of_random_tokens(tokenizer_folder: Path) -> None:
     ids, _ = build_prompt(tokenizer_folder, 8, kind="random", batch=4)
     assert ids.shape == (4, 8)

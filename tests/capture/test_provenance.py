@@ -4,7 +4,6 @@ itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,33 +13,16 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import capture
+from capture.recordings import gdn_call, record
 from command_line import passing
-from safetensors.torch import save_file
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
-from ssdprof.capture.recording import MANIFEST, open_recording
+from ssdprof.capture.recording import open_recording
 from ssdprof.core.target import Serving
-from ssdprof.kernels import GDNInputs
-from ssdprof.kernels.gdn.reference import gdn_recurrence
 
 SLOTS = (5, 2)  # of the two sequences, in every call
-
-
-def gdn(length: int, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """A call on two packed sequences, with what it computes."""
-    inputs = {
-        "q": torch.randn(1, length, 1, 16),
-        "k": torch.nn.functional.normalize(torch.randn(1, length, 1, 16), dim=-1),
-        "v": torch.randn(1, length, 2, 8),
-        "g": -torch.rand(1, length, 2) / 9,
-        "beta": torch.rand(1, length, 2),
-        "cu_seqlens": torch.tensor([0, 4, length]),
-        **({} if states is None else {"initial_state": states}),
-    }
-    out, final_states = gdn_recurrence(GDNInputs(**inputs))
-    return {**inputs, "out": out.float(), "final_states": final_states.float()}
 
 
 Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -> the next one's
@@ -53,13 +35,14 @@ def recorded(
     Without outputs, each holds the server's whole pool of states, if it has slots.
     """
     pool = slots and not keeps("out")
-    folder.mkdir()
-    (folder / MANIFEST).write_text(json.dumps({"operator": "gdn"}))
     left: list[torch.Tensor] = []
+    calls = []
     for number in range(4):
         begin = (left[-1] if number != 2 else plant(left)) if left else None
         # a pass ends where the lengths change
-        tensors = gdn(9 + number % 2, None if begin is None else begin.bfloat16().float())
+        length = 9 + number % 2
+        states = None if begin is None else begin.bfloat16().float()
+        tensors = gdn_call(length, (0, 4, length), states, forgets=1 / 9)
         left.append(tensors["final_states"])
         if slots:
             tensors["state_indices" if pool else "slots"] = torch.tensor(slots)
@@ -67,9 +50,8 @@ def recorded(
             states = torch.zeros(2, 2, 16, 8) if begin is None else tensors["initial_state"]
             tensors["initial_state"] = torch.randn(7, 2, 16, 8)
             tensors["initial_state"][list(slots)] = states
-        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if keeps(name)}
-        save_file(kept, folder / f"7_{number:06}.safetensors")
-    return folder
+        calls.append({name: tensor for name, tensor in tensors.items() if keeps(name)})
+    return record(folder, "gdn", calls, processes=(7,))
 
 
 def one_head(left: list[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from capture.recordings import gdn_call, record
 from command_line import Answer, ending, passing
 from safetensors.torch import save_file
 
@@ -25,7 +26,7 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import MANIFEST, open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.kernels import GDNInputs, SSDInputs
+from ssdprof.kernels import SSDInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.reference import ssd_recurrence
@@ -303,42 +304,15 @@ def test_huge_foreign_and_empty_recordings_are_refused(
     ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
 
 
-def record(folder: Path, operator: str, *calls: dict[str, torch.Tensor], **arguments: Any) -> Path:
-    """A folder in the generic form, of two processes."""
-    folder.mkdir()
-    (folder / MANIFEST).write_text(
-        json.dumps({"operator": operator, "source": "mine", "arguments": arguments})
-    )
-    for process in (10, 9):
-        for number, tensors in enumerate(calls):
-            save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()},
-                folder / f"{process}_{number:06d}.safetensors",
-            )
-    return folder
-
-
-def gdn(length: int, *bounds: int) -> dict[str, torch.Tensor]:
-    packed = {"cu_seqlens": torch.tensor(bounds)} if bounds else {}
-    count = max(1, len(bounds) - 1)
-    inputs = {
-        "q": torch.randn(1, length, 1, 16),
-        "k": torch.randn(1, length, 1, 16),
-        "v": torch.randn(1, length, 2, 8),
-        "g": -torch.rand(1, length, 2),
-        "beta": torch.rand(1, length, 2),
-        "initial_state": torch.randn(count, 2, 16, 8),
-        **packed,
-    }
-    out, final_states = gdn_recurrence(GDNInputs(**inputs, use_qk_l2norm=True))
-    return {**inputs, "out": out.float(), "final_states": final_states.float()}
-
-
 def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
-    passes = [gdn(70), gdn(70), gdn(12, 0, 5, 5, 12), gdn(12, 0, 5, 5, 12), gdn(9), gdn(9)]
-    recorded = open_recording(
-        record(tmp_path / "r", "gdn", *passes, use_qk_l2norm=True), "safetensors"
-    )
+    states = torch.randn(3, 2, 16, 8)
+    shapes: list[tuple[int, tuple[int, ...]]] = [(70, ()), (12, (0, 5, 5, 12)), (9, ())]
+    passes = [
+        gdn_call(length, bounds, states[: max(1, len(bounds) - 1)])
+        for length, bounds in shapes
+        for _ in range(2)
+    ]
+    recorded = open_recording(record(tmp_path / "r", "gdn", passes), "safetensors")
     assert recorded.ref.model_type == "recorded by mine"
     assert (len(recorded.ref.layers), len(recorded.passes)) == (2, 6)
     assert all(map(close, recorded.layers()))
@@ -351,7 +325,7 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
         "C": torch.randn(1, 7, 1, 16),
         "D": torch.rand(4),
     }
-    folder = record(tmp_path / "s", "ssd", ssd, chunk_size=64, dt_softplus=True)
+    folder = record(tmp_path / "s", "ssd", [ssd], chunk_size=64, dt_softplus=True)
     first, _ = open_recording(folder, "safetensors").layers()
     expected = SSDInputs(**ssd, chunk_size=64, dt_softplus=True)
     assert torch.equal(ssd_recurrence(first.inputs)[0], ssd_recurrence(expected)[0])
@@ -382,13 +356,13 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
         ),
         (
             lambda folder: save_file(
-                {**gdn(9), "gate": torch.ones(1)}, folder / "9_000001.safetensors"
+                {**gdn_call(9), "gate": torch.ones(1)}, folder / "9_000001.safetensors"
             ),
             "'gate'",
         ),
         (
             lambda folder: save_file(
-                {**gdn(9), "out": torch.ones(1, 9, 2, 7)}, folder / "9_000001.safetensors"
+                {**gdn_call(9), "out": torch.ones(1, 9, 2, 7)}, folder / "9_000001.safetensors"
             ),
             "out is (1, 9, 2, 7), not (1, 9, 2, 8)",
         ),
@@ -401,7 +375,7 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused(
     tmp_path: Path, damage: Callable[[Path], object], words: str
 ) -> None:
-    folder = record(tmp_path / "r", "gdn", gdn(9), gdn(9))
+    folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")
     assert words in answer.err

@@ -56,7 +56,11 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
             "'model.layers.0.mamba.conv1d.weight' is (512, 1, 4) in the file and (512, 1, 3)",
         ),
         ({"layer_types": ["mamba"]}, "must be equal to the number of `layer_types` (1)"),
-        ({"mamba_d_head": None}, "Class validation error for validator 'validate_architecture'"),
+        ({"mamba_d_head": None}, "the config of demo: unsupported operand type(s) for *"),
+        (
+            {"layer_types": ["mamba"] * 4 + ["x"]},
+            "the config of demo: The `layer_types` entries must be in the known ones but got [",
+        ),
         ({"dtype": 7}, "'int' object has no attribute"),
         ({"model_type": "unheard"}, "of type 'unheard'"),
         ({"model_type": []}, "of type []"),

@@ -321,12 +321,6 @@ def cut_shard(folder: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def evil_index(folder: Path) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["backbone.norm_f.weight"] = "../../../secret.safetensors"
-    (folder / INDEX).write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize(
     ("damage", "code", "words"),
     [
@@ -335,7 +329,6 @@ def evil_index(folder: Path) -> None:
             2,
             "repos with only GGUF files",
         ),
-        (evil_index, 2, "no safetensors file inside"),
         (cut_shard, 4, "model-00001-of-"),
     ],
 )

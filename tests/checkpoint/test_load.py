@@ -76,7 +76,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu")
     check_layers(model, tiny_models.shared(name), tiny_models.prompt(40))
-    assert len(model.get_submodule("layers")) == local.depth == located.depth(deepest_layer)
+    assert len(model.get_submodule("layers")) == located.depth(deepest_layer)
     assert not model.training
     assert not hasattr(model, "lm_head")
     assert sum(
@@ -299,20 +299,6 @@ def test_weights_of_mxfp8_are_decoded(tmp_path: Path) -> None:
 # --- files that do not match
 
 
-def test_missing_weights_are_no_random_weights(copied: Save) -> None:
-    folder = copied("mamba2")
-    shards = json.loads((folder / INDEX).read_text())["weight_map"]
-    file = folder / shards.pop("backbone.layers.1.mixer.A_log")
-    tensors = load_file(file)
-    tensors["unrelated"] = tensors.pop("backbone.layers.1.mixer.A_log")
-    save_file(tensors, file, {"format": "pt"})
-    edit_json(folder / INDEX, weight_map={**shards, "unrelated": file.name})
-    for read in (load, lambda folder: check_fetch(open_model(str(folder)))):
-        with pytest.raises(ModelUnavailableError, match=r"lacks layers\.1\.mixer\.A_log "):
-            read(folder)
-    assert len(load(folder, 0).layers) == 1  # layer 0 does not need it
-
-
 @pytest.mark.parametrize(
     ("change", "deepest_layer", "words"),
     [
@@ -366,7 +352,7 @@ def test_the_original_format_loads(
         layer.mixer.A_log = expected.layers[layer.layer_idx].mixer.A_log = (
             tiny_models.shared("mamba2").backbone.layers[layer.layer_idx].mixer.A_log
         )
-    assert len(model.layers) == local.depth == (1 if deepest_layer == 0 else 3)
+    assert len(model.layers) == (1 if deepest_layer == 0 else 3)
     for name, value in model.state_dict().items():
         if not name.endswith(("D", "dt_bias")):
             assert torch.equal(value, expected.state_dict()[name]), name

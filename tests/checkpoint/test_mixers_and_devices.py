@@ -125,7 +125,7 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(
         if child != "layers"
     }
     places |= {child: CPU for child, _ in offloaded.named_children() if child != base}
-    places |= {f"{base}.layers.{index}": "cpu" for index in range(local.depth)}
+    places |= {f"{base}.layers.{index}": "cpu" for index in range(len(offloaded.base_model.layers))}
     dispatch_model(
         offloaded, places, main_device=CPU, skip_keys=offloaded._skip_keys_device_placement
     )
