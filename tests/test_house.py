@@ -5,13 +5,7 @@ from pathlib import Path
 import house
 
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
-CEILINGS = {
-    "package tokens": 328_018,
-    "test tokens": 326_848,
-    "functions over 60 lines": 29,
-    "longest function": 153,
-    "functions over 12 parameters": 16,
-}
+CEILINGS = {"package tokens": 324_616}
 
 
 def test_the_house_does_not_grow() -> None:

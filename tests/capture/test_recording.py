@@ -9,7 +9,6 @@ uses the last and the first.
 import json
 import math
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,7 @@ PREFILL = "chunk_gated_delta_rule"
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    with tarfile.open(Path(__file__).parent / "flashinfer.tar.xz") as archive:
-        archive.extractall(tmp_path / "dump", filter="data")
+    shutil.unpack_archive(Path(__file__).parent / "flashinfer.tar.xz", tmp_path / "dump")
     return tmp_path / "dump"
 
 

@@ -248,7 +248,7 @@ def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str) -> No
 
 
 def test_a_call_of_padding_alone_changes_no_slot() -> None:
-    inputs = step(ways=("pool",))
+    inputs = step(pool=4)
     before = inputs.initial_state.clone()
     good(replace(inputs, state_indices=torch.full_like(inputs.state_indices, -1)))
     torch.testing.assert_close(inputs.initial_state, before, rtol=0, atol=0, equal_nan=True)
