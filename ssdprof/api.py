@@ -293,7 +293,7 @@ def compare(
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
         laws=laws,
     )
-    writer = _in_memory(wanted, dims, plans)
+    writer = _unstored_writer(wanted, dims, plans)
     replay = Replay(writer, wanted, lambda *_: plans, None, watcher or LineWatcher(levels=2))
     with replay.calls(1) as on_layer:
         on_layer(
@@ -305,9 +305,11 @@ def compare(
     return Results(writer.report)
 
 
-def _in_memory(asked: options.RunOptions, dims: Dims, plans: Sequence[Planned]) -> reports.Writer:
-    """The report of a call of these sizes on given tensors, which is stored nowhere."""
-    place = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
+def _unstored_writer(
+    asked: options.RunOptions, dims: Dims, plans: Sequence[Planned]
+) -> reports.Writer:
+    """The writer of a report on a call of these sizes, on given tensors; it stores nothing."""
+    case_key = f"layer 0, {call_size(dims.seqlen, dims.batch, None)}"
     header = draft(
         kind="run",
         target="given tensors",
@@ -316,7 +318,10 @@ def _in_memory(asked: options.RunOptions, dims: Dims, plans: Sequence[Planned]) 
         matched_with=asked.baseline,
         smallest_difference=asked.smallest_difference,
         laws=asked.laws,
-        requested=tuple((place, known.name, str(precision)) for known, precision, _ in plans),
+        requested=tuple(
+            (case_key, implementation.name, str(precision))
+            for implementation, precision, _ in plans
+        ),
     )
     return reports.Writer(Path(), header.changed(id="in memory"), None)
 

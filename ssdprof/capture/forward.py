@@ -128,8 +128,7 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     previous one.
 
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No
-    attention mask is
-    passed: an all-ones mask costs a synchronisation and has no effect.
+    attention mask is passed: an all-ones mask costs a synchronisation and has no effect.
     """
     accepted, name = inspect.signature(model.forward).parameters, cache_name(model)
     fixed: dict[str, Any] = {"use_cache": cached} | (

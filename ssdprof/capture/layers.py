@@ -226,17 +226,18 @@ class PromptBuffer:
     """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled
     piece by piece.
 
-    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A,
-    D, dt_bias and the
-    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main
-    memory.  BadInputError if it holds packed sequences and is not the whole: their boundaries are
-    those of one call.
+    first: the first piece.  It gives widths and dtypes, and everything that has no position (A, D,
+        dt_bias and the state before the prompt).
+    on_disk: the buffer is in the temporary folder, mapped into main memory.
+
+    BadInputError if `first` holds packed sequences and is not the whole: their boundaries are those
+    of one call.
     """
 
     def __init__(
         self, first: Inputs, seqlen: int, device: torch.device, *, on_disk: bool = False
     ) -> None:
-        """Allocates the room, and copies what has no position; `write` copies the rest."""
+        """Allocates the buffer, and copies what has no position; `write` copies the rest."""
         binding = operators.get(first.operator).binding
         tensors = first.tensors
         if "cu_seqlens" in tensors and first.length != seqlen:
@@ -245,14 +246,14 @@ class PromptBuffer:
                 "Give --segment the length of the whole prompt.",
             )
         views = {name: tensors[name] for name in binding.views}
-        view = next(iter(views.values()))
-        batch, dtype = view.shape[0], view.dtype
+        first_view = tensors[binding.views[0]]
+        batch = first_view.shape[0]
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
         conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
-        room = _mapped if on_disk else partial(torch.empty, device=device)
-        self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
+        allocate = _mapped if on_disk else partial(torch.empty, device=device)
+        self._buffer = allocate((batch, seqlen, conv_dim), dtype=first_view.dtype)
         self._per_position = {
-            name: room((batch, seqlen, *tensors[name].shape[2:]), dtype=tensors[name].dtype)
+            name: allocate((batch, seqlen, *tensors[name].shape[2:]), dtype=tensors[name].dtype)
             for name in binding.per_position
             if name in tensors
         }

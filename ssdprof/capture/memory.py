@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 # unfused one's states of every chunk.
 REPLAY_PER_CAPTURE = 6
 # What must be free on a GPU, in units of the largest sum of live tensors, because torch's allocator
-# has gaps between
-# them: 1.26 was measured with a mixture of experts.
+# has gaps between them: 1.26 was measured with a mixture of experts.
 FRAGMENTED = 1.3
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # of a prompt that does not fit as a whole
 

@@ -103,10 +103,12 @@ def build_prompt(
             "--prompt-file and another kind of prompt cannot be combined.",
             "Give --prompt-file alone.",
         )
-    tokenizer, vocabulary = None, f"none, {vocab_size or 0:,} tokens"
-    if tokenizer_folder is not None:
+    if tokenizer_folder is None:
+        tokenizer = None
+        tokenizer_words = f"none, {vocab_size or 0:,} tokens"
+    else:
         tokenizer = _load(tokenizer_folder)
-        vocabulary = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
+        tokenizer_words = f"{_identified(tokenizer_folder, tokenizer)}, {len(tokenizer):,} tokens"
     lengths = tuple(packed) or (seqlen,) * batch
     if kind == "random":
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
@@ -121,7 +123,7 @@ def build_prompt(
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=vocabulary,
+        tokenizer=tokenizer_words,
         seqlen=seqlen,
         batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),

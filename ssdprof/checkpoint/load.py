@@ -152,21 +152,22 @@ def check_space(
 
     MissingCapabilityError unless the hub's cache has room for them.
     """
-    missing = [file for file in model.files(deepest_layer, head=head) if not file.cached]
-    need = sum(file.size_bytes for file in missing)
-    if missing and isinstance(model.source, HubRepo):
+    to_download = [file for file in model.files(deepest_layer, head=head) if not file.cached]
+    need = sum(file.size_bytes for file in to_download)
+    if to_download and isinstance(model.source, HubRepo):
         model.source.check_space(need)
-    return len(missing), need
+    return len(to_download), need
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
-    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not
-    fit the config.
+    """Raise before a download what `fetch` and `load_model` would raise: no room, or weights that
+    do not fit the config.
 
-    What is here already is loaded, without its values.
+    If all files are here, loads the model on the meta device; else, and if it is quantised, reads
+    the headers of its files only.
     """
-    missing, _ = check_space(model, deepest_layer, head=head)
-    if missing or model.quantization is not None:
+    file_count, _ = check_space(model, deepest_layer, head=head)
+    if file_count or model.quantization is not None:
         _check_fit(model, deepest_layer, head=head)
     else:
         load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")

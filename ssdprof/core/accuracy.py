@@ -90,8 +90,8 @@ class ErrorTest(Record):
     (measure/rounding_tests.py).
 
     head: 0 for a mean over heads.  value: of gains the relative deviation, with its sign; else the
-    relative RMS error.  position: a
-    column, a slice (see `SLICES`), or a position modulo `period`; None for a whole head.
+    relative RMS error.  position: a column, a slice (see `SLICES`), or a position modulo `period`;
+    None for a whole head.
     """
 
     test: TestName

@@ -117,10 +117,10 @@ class Outcome:
     bench.  Libraries fail a run only if the user named them, and never by a refusal.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
-        others: number of cases of other libraries on which nothing depends.
-    judged: number of cases that were compared or failed, without those of other libraries and those
-    of answers.
-        failed: the cases among them that did not pass.
+    others: number of cases of other libraries on which nothing depends.
+    compared: number of cases that were compared or failed, without those of other libraries and
+        those of answers.
+    failed: the cases among them that did not pass.
     outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
     missing: number of requested cases that are neither in the report nor left out by name.

@@ -37,8 +37,8 @@ _PACKAGES = (
     "flashinfer-python",
 )
 # The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner
-# are not among
-# them: an idle GPU is not in the timed region, and the clocks themselves show the limit.
+# are not among them: an idle GPU is not in the timed region, and the clocks themselves show the
+# limit.
 _THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",

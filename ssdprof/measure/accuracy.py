@@ -85,7 +85,7 @@ def compare(
 
     on_progress: called with the number of positions done since the last call; there are b * l.
     Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output;
-    BadInputError for an operator without a oracle.
+    BadInputError for an operator without an oracle.
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)

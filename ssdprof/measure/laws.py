@@ -212,7 +212,7 @@ class Trial:
 
     @property
     def amplification(self) -> float:
-        """What an implementation declares to neglect of a amplified history stays negligible."""
+        """What an implementation declares to neglect of an amplified history stays negligible."""
         share = self.implementation.neglects
         if not share:
             return AMPLIFICATION

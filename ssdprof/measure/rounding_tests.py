@@ -53,7 +53,7 @@ class RoundingTests:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    judged: whether errors are tested; else only their norms are known.  Keys name `kernels`,
+    tested: whether errors are tested; else only their norms are known.  Keys name `kernels`,
     and rounded forms (`rounded`: `exact` ones without random errors, then the draws of it).
     """
 

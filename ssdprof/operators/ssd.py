@@ -96,8 +96,7 @@ def bind_step(
     repeated over channels.
 
     The state is updated in place, so only the output is returned.  The limits of dt are not among
-    the
-    arguments: a model applies them to prompts only.
+    the arguments: a model applies them to prompts only.
     """
     inputs = kernels.SSDInputs(
         x=x[:, None],

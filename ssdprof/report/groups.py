@@ -144,16 +144,17 @@ class Group:
     """Cases that can be compared and added up: all of one kind of call on one prompt, of one size;
     of a bench, those on the same inputs.
 
-    call: one of these calls; None for calls of a whole prompt.  steps: the calls are decode steps,
-    which have their own
-    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.  layers:
-    their indices.
+    call: one of these calls; None for calls of a whole prompt.
+    steps: the calls are decode steps, which have their own baseline.
+    noun: what each of a layer's calls is.
+    calls: their number, in all layers.
+    layers: their indices.
     tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or
-    decode steps.
-    where: "at 131,072 tokens", "in decode steps after 512 tokens"; size: the same without its
-    preposition.
-    implementations: the baseline first, the others in the order in which they ran; compared: the
-    others.
+        decode steps.
+    where: "at 131,072 tokens", "in decode steps after 512 tokens".
+    size: the same without its preposition.
+    implementations: the baseline first, the others in the order in which they ran.
+    compared: the others.
     """
 
     def __init__(self, report: Report, cases: Sequence[Case]) -> None:

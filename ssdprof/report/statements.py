@@ -455,7 +455,9 @@ def _single_chunks(report: Report) -> Iterator[str]:
 
 
 def _longest_packed(report: Report) -> int:
-    """A recording without lengths may begin with states."""
+    """Tokens of the longest packed sequence.  Without lengths: the most there can be, since the
+    sequences of such a recording may begin with states.
+    """
     lengths = [max(prompt.serving.packed, default=0) for prompt in report.prompts]
     return max(lengths, default=0) or LONGEST_SEQLEN
 
@@ -466,9 +468,11 @@ def _of_baselines(report: Report) -> Iterator[str]:
     """
     for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=_rms)
-        pair = worst.case_key, worst.implementation
-        rated = [case for case in report.cases if case.rated_against == pair and case.accuracy]
-        # where there is one, the same precision is shown
+        baseline_key = worst.case_key, worst.implementation
+        rated = [
+            case for case in report.cases if case.rated_against == baseline_key and case.accuracy
+        ]
+        # the last case of an implementation stays in `errors`: those of this precision come last
         rated.sort(key=lambda case: case.precision == worst.precision)
         errors = {case.implementation: fmt.small(_rms(case)) for case in rated}
         rated_at = "".join(f", of {name} {error}" for name, error in errors.items())

@@ -106,8 +106,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
     """Run the job without ncu: its launches, and the resources that Triton reports.
 
     It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with
-    the
-    exit code of the failure: BAD_INPUT if the implementation refuses the layer.
+    the exit code of the failure: BAD_INPUT if the implementation refuses the layer.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
