@@ -70,6 +70,7 @@ _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
 TOLD_BYTES = 10**9
+_LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +90,15 @@ class ChosenPlacement:
     remark: str = ""
 
     def check_disk(self) -> None:
-        """MissingCapabilityError unless the temporary folder has room for what transformers writes,
-        for each rank.
+        """MissingCapabilityError unless the temporary folder has room for what compilers and
+        transformers write, the latter for each rank.
         """
         free = shutil.disk_usage(tempfile.gettempdir()).free
+        if free < _LEAST_TEMPORARY_BYTES:
+            raise MissingCapabilityError(
+                f"The temporary folder has room for {size_words(free)} only.",
+                "Make room there, or set TMPDIR to another folder.",
+            )
         needed = self.rewritten_bytes * started()
         if needed > free:
             raise MissingCapabilityError(

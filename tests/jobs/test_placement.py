@@ -260,17 +260,23 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
         with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
             refuse()
     target = asked(granite)
-    chosen = replace(choose(target), rewritten_bytes=11_000)
-    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
+    chosen = replace(choose(target), rewritten_bytes=11 << 20)
+    monkeypatch.setattr(
+        placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11 << 20)
+    )
     chosen.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(placement, "choose", lambda *_: chosen)
     planned = plan(target)
     assert planned.placement is None
     for refuse in (lambda: load(target, Watcher()), lambda: check_start(planned, target)):
-        with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
+        with pytest.raises(MissingCapabilityError, match=r"write 22\.0 MiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=4096))
+    with pytest.raises(MissingCapabilityError, match="folder has room for 4") as caught:
+        load(target, Watcher())
+    assert "TMPDIR" in caught.value.hint
 
 
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
