@@ -190,7 +190,7 @@ def _kernels() -> Check:
 
 WITHOUT_NAMES = (
     "without a name: attn_gym (not seen to be right: its fused kernels need a GPU and "
-    "cutlass-dsl), kernels of the Hub (those of fla and mamba_ssm again)"
+    "cutlass-dsl), kernels of the Hub (not tried: each is a download that runs its own code)"
 )
 
 

@@ -131,8 +131,8 @@ def _cpu_model() -> str:
 
 
 def read_clocks() -> Clocks | None:
-    """Those of torch's current GPU now, as the first and the last reading; None without a GPU,
-    without NVML, or if the driver does not report them.
+    """Read the clocks of torch's current GPU: one reading, as the first and as the last.  None
+    without a GPU, without NVML, or if the driver does not report them.
     """
     uuid = current_uuid()
     if uuid is None:

@@ -589,7 +589,7 @@ class PrefillOptions(TimingOptions, ModelOptions):
 
     @property
     def states(self) -> tuple[DType, ...]:
-        """As of `RunOptions`."""
+        """The same as `RunOptions.states`."""
         return (self.state_dtype,)
 
 
