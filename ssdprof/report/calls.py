@@ -371,9 +371,9 @@ def _layers_and_sizes(cases: Sequence[Case]) -> str:
 
 
 def again(report: Report, case: Case) -> str:
-    """A sentence with the command that runs just this case; empty if there is none."""
+    """A sentence with the case's id and the command that runs just it; empty if there is none."""
     words = shlex.join(report.again(case))
-    return words and f".  Again: {words}"
+    return words and f".  Case {case.id}, again: {words}"
 
 
 def repeats(report: Report) -> Table:

@@ -260,6 +260,13 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice() -> None:
     )
 
 
+def test_a_case_that_did_not_pass_has_its_id_and_the_command_that_runs_it_again() -> None:
+    wrong = report(change=WRONG, command=("ssdprof", "run", "model"))
+    case = next(case for case in wrong.cases if case.result == "inaccurate")
+    text = " ".join(printed(brief.render(wrong)).split())
+    assert f"Case {case.id}, again: ssdprof run model" in text
+
+
 def test_what_was_not_compared_is_an_error_that_names_what_was() -> None:
     with pytest.raises(
         BadInputError, match="compared nothing at relaxed with bf16 states"
