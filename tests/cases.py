@@ -28,6 +28,7 @@ from ssdprof.core.case import (
     AnswerBand,
     Answers,
     Case,
+    DecodedStates,
     Generated,
     Launch,
     LayerCall,
@@ -59,7 +60,7 @@ FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
 CALL_US = 20.0  # more than the device time
 _T = 4.303 / math.sqrt(3)  # of three recordings
 _PATTERN = (1.0, -1.0, 0.0)
-Kind = TypeVar("Kind", LayerCall, Generated, Answers, Prefill)
+Kind = TypeVar("Kind", LayerCall, Generated, DecodedStates, Answers, Prefill)
 
 
 def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> Any:
@@ -460,6 +461,29 @@ def of_prefill(
 
 def prefill(*made: Case, **fields: Any) -> Report:
     return of_cases("prefill", made or (of_prefill("unfused", 2000.0), of_prefill()), **fields)
+
+
+def decoded(state_format: str, *heads: Callable[[int], float | None], **fields: Any) -> Case:
+    """A layer's 4,096 tokens with states in a format.  heads: step -> the error of its output and
+    of its state.  fields: of its `DecodedStates`.
+    """
+    marks = tuple(1 << power for power in range(13))
+    errors = tuple(tuple(head(mark) for head in heads) for mark in marks)
+    size = dims(marks[-1])
+    task = made_of(
+        DecodedStates,
+        fields,
+        kind="states",
+        of=LayerCall(kind="layer", layer=layer(7), dims=size),
+        step=1,
+        marks=marks,
+        out_errors=errors,
+        state_errors=errors,
+        memories=(3,) * len(heads),
+        slot_bytes={"fp32": 4, "int8": 1}.get(state_format, 2) << 20,
+    )
+    precision = f"exact, {state_format} states"
+    return case("recurrent", precision, task=task, seqlen=size.seqlen, baseline="")
 
 
 def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:

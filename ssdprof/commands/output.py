@@ -99,7 +99,8 @@ def watcher_of(ranks: Ranks | None) -> Watcher:
 
 def finish(folder: Path, report: Report, *, as_json: bool) -> None:
     """Print what a command has stored in a folder, and end with exit code 1 unless it passed."""
-    shown = brief.render(report) if report.kind == "run" else render(compose(report))
+    is_brief = report.kind == "run" or report.of_states
+    shown = brief.render(report) if is_brief else render(compose(report))
     show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 

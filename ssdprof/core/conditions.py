@@ -18,13 +18,14 @@ from typing import Literal, Protocol
 
 from pydantic import model_validator
 
-from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text
-from ssdprof.core.case import Answers, Case
+from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text, states_of
+from ssdprof.core.case import Answers, Case, DecodedStates, Prefill
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
 
 OF_SPEED = ("speedup", "time")  # metrics
+KEPT_STEPS = "kept-steps"
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
 Measured = Estimate | float
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:"
@@ -113,11 +114,20 @@ def is_answers(case: Case) -> bool:
 
 
 def _is_timed(case: Case) -> bool:
-    return not is_answers(case)
+    return case.is_call or isinstance(case.task, Prefill)
 
 
 def _is_call(case: Case) -> bool:
-    return case.dims is not None
+    return case.is_call
+
+
+def _is_decoded(case: Case) -> bool:
+    return isinstance(case.task, DecodedStates)
+
+
+def _kept_steps(case: Case, state_format: str, _: Speedups) -> int | None:
+    of_format = state_format in ("", states_of(case.precision))
+    return case.task.kept_steps if isinstance(case.task, DecodedStates) and of_format else None
 
 
 def _speedup(case: Case, over: str, report: Speedups) -> Estimate | None:
@@ -201,6 +211,15 @@ METRICS: dict[str, Metric] = {
     ),
     "launches": Metric(
         value=lambda case, _at, _: case.kernels, applies=_is_call, gate="2", change="base+0"
+    ),
+    KEPT_STEPS: Metric(
+        value=_kept_steps,
+        applies=_is_decoded,
+        gate="1000",
+        change="base-0",
+        unit=" steps",
+        more_is_better=True,
+        choices=None,
     ),
     "kl": Metric(
         value=_of_answers("kl_mean"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ssdprof.core.base import Record, Text
+from ssdprof.core.base import Record, Text, states_of
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.conditions import METRICS, OF_SPEED, Condition, is_answers, number
+from ssdprof.core.conditions import KEPT_STEPS, METRICS, OF_SPEED, Condition, is_answers, number
 from ssdprof.core.report import Report
 from ssdprof.errors import SsdprofError
 
@@ -40,12 +40,14 @@ class Verdict(Record):
 
 def gated_cases(report: Report) -> tuple[Case, ...]:
     """The cases that conditions apply to."""
-    by_name = report.kind in ("bench", "prefill")
+
+    def by_name(case: Case) -> bool:
+        return isinstance(case.task, Prefill) or (report.kind == "bench" and case.is_call)
+
     return tuple(
         case
         for case in report.cases
-        if case.is_gated
-        and (not (by_name or isinstance(case.task, Prefill)) or case.implementation == GATED)
+        if case.is_gated and (not by_name(case) or case.implementation == GATED)
     )
 
 
@@ -75,6 +77,8 @@ def broken(report: Report) -> tuple[Verdict, ...]:
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
     """The verdicts of one condition: those on cases that passed, then on those without a time."""
     cases = [case for case in gated_cases(report) if METRICS[condition.metric].applies(case)]
+    if condition.metric == KEPT_STEPS and condition.at:
+        cases = [case for case in cases if states_of(case.precision) == condition.at]
     for case in cases:
         if case.result == "passed":
             yield _verdict(condition, case, report)

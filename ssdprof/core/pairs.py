@@ -282,7 +282,7 @@ def _inputs(case: Case, report: Report) -> dict[str, str]:
     """The model and the prompt of a captured call; those of a bench are generated from a fixed
     seed.
     """
-    if isinstance(case.task, Generated):
+    if isinstance(case.inputs_of, Generated):
         return {}
     return {"inputs": f"{target(report)}, prompt {case.inputs[:16]}"}
 

@@ -29,7 +29,7 @@ from ssdprof.core.base import (
     states_of,
     unique,
 )
-from ssdprof.core.case import Answers, Case, Generated, Prefill
+from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.conditions import Condition
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.target import (
@@ -157,7 +157,7 @@ class Report(Record):
                     raise ValueError(
                         f"{case.name} has errors along the positions in another number of slices"
                     )
-            if case.status == "ran" and case.dims and not case.tensor("out"):
+            if case.status == "ran" and case.is_call and not case.tensor("out"):
                 raise ValueError(f"{case.name} ran, and nothing says what it computed")
         return self
 
@@ -222,7 +222,12 @@ class Report(Record):
     @property
     def of_calls(self) -> tuple[Case, ...]:
         """Cases of captured calls or generated inputs."""
-        return tuple(case for case in self.cases if case.dims)
+        return tuple(case for case in self.cases if case.is_call)
+
+    @property
+    def of_states(self) -> tuple[Case, ...]:
+        """Cases of states of decoded tokens."""
+        return tuple(case for case in self.cases if isinstance(case.task, DecodedStates))
 
     @property
     def of_answers(self) -> tuple[Case, ...]:
@@ -298,10 +303,12 @@ class Report(Record):
             "--dtypes": intermediates_of(case.precision),
             "--states": states_of(case.precision),
         }
-        dropped = {*_NOT_AGAIN}
-        if isinstance(case.task, Generated):
-            wanted |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
-            if not case.task.packed:
+        if isinstance(case.task, DecodedStates):
+            wanted = {"--decode-states": states_of(case.precision)}
+        dropped, generated = {*_NOT_AGAIN}, case.inputs_of
+        if isinstance(generated, Generated):
+            wanted |= {"--shape": generated.shape, "--dtype": generated.dims.dtype}
+            if not generated.packed:
                 length = "--verify" if "--verify" in " ".join(self.command) else "--seq"
                 wanted |= {length: str(case.seqlen), "--batch": str(case.batch)}
                 dropped |= {"--cells", "--packed"}

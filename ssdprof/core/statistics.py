@@ -124,6 +124,19 @@ def mean(ratios: Sequence[Estimate]) -> Estimate:
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
 
 
+def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
+    """p of values that grow as steps^p: the slope of log value over log step by least squares,
+    with Student's t interval of its residuals.  None for fewer than three points.
+    """
+    if len(steps) < 3:
+        return None
+    x, y = np.log(steps) - np.mean(np.log(steps)), np.log(values)
+    slope, freedom = float(x @ y / (x @ x)), len(steps) - 2
+    residuals = y - np.mean(y) - slope * x
+    width = _T[freedom - 1] * math.sqrt(residuals @ residuals / freedom / (x @ x))
+    return Estimate(slope, slope - width, slope + width)
+
+
 def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> bool:
     """Whether more recordings would hardly change the verdict on any pair: see `_decided`."""
     medians = [_medians(values) for values in samples]

@@ -15,15 +15,17 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.core.case import Case, Generated
+from ssdprof.core.case import Case, Generated, decoded_words
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import Dims
 from ssdprof.environment.machine import collect, kernels_hash, read_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
+from ssdprof.jobs import limits
 from ssdprof.jobs.compare import Comparer, Entry, Verdicts
 from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import BenchOptions
+from ssdprof.jobs.states import decode, precision_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import TimeIsUp, first_line
@@ -71,7 +73,9 @@ def find_and_bench(
     ranks: Ranks | None,
     watcher: Watcher,
 ) -> tuple[Path, Report]:
-    """Resolve the implementations, as `resolved`, then `bench`."""
+    """Resolve the implementations, as `resolved`, then `bench`; or decode states."""
+    if asked.decode_states:
+        return decode_cells(asked, operators.get(asked.operator), watcher, ranks)
     request = resolved(asked, names, too_large, watcher)
     if not request.no_tuned:
         use_saved(watcher.say)
@@ -127,6 +131,42 @@ def bench(
                     )
                     seconds = before + time.monotonic() - began
                     writer.update(clocks=read_clocks(), seconds=seconds)
+                advance(1)
+    return load(writer.folder)
+
+
+def decode_cells(
+    request: BenchOptions, operator: Operator, watcher: Watcher, ranks: Ranks | None
+) -> tuple[Path, Report]:
+    """Decode the inputs of every cell with states in each format.  Returns the report's folder and
+    the report.
+    """
+    device, formats = limits.device(), request.decode_states or ()
+    longest = max(cell.tokens.sequences * cell.tokens.seqlen for cell in request.measured)
+    limits.check_replay((longest,))
+    requested: list[Requested] = []
+    for cell in request.measured:
+        *where, tokens = _case_key(cell).rsplit(", ", 1)
+        case_key = ", ".join((*where, decoded_words(request.decode_step), tokens))
+        requested += [(case_key, BY_TOKEN, precision_of(known)) for known in formats]
+    with opened(
+        request.out,
+        watcher,
+        ranks,
+        kind="bench",
+        target=operator.name,
+        command=request.command,
+        environment=collect(),
+        requested=tuple(requested),
+        conditions=request.conditions,
+        baseline="",
+    ) as writer:
+        cells = ranks.share(request.measured) if ranks else request.measured
+        with limits.memory_errors(), watcher.step("Decoding", len(cells), unit="cells") as advance:
+            for cell in cells:
+                inputs = operator.generated.draw(cell, device)
+                task = generated_task(cell, None, operator.oracle.dims(inputs))
+                decode(operator, inputs, task, request, writer, watcher)
                 advance(1)
     return load(writer.folder)
 

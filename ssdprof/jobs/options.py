@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from ssdprof.core.base import DType
     from ssdprof.core.conditions import Condition
     from ssdprof.kernels.registry import Implementation
+    from ssdprof.kernels.state_formats import StateFormat
     from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 # importing them takes time
-_LATER = dict.fromkeys(("Cell", "Condition", "DType", "Implementation", "Tokens"), Any)
+_LATER = dict.fromkeys(
+    ("Cell", "Condition", "DType", "Implementation", "StateFormat", "Tokens"), Any
+)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -67,9 +70,9 @@ def existing_file(text: str) -> Path:
 
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
-    """The names among a command's options that are, or may be, kernels of the user."""
+    """The names among a command's options that are, or may be, the user's functions."""
     words: dict[str, None] = {}
-    for name in ("implementations", "impl", "baseline", "match_with"):
+    for name in ("implementations", "impl", "baseline", "match_with", "decode_states"):
         text = given.get(name) or ""
         words |= dict.fromkeys(word.strip() for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
@@ -256,6 +259,20 @@ def _states() -> Any:
     return words("D[,D...]", _STATES, shown="fp32 with exact, the inputs' or 16 bit with relaxed")
 
 
+def _decode_states() -> Any:
+    how = (
+        "Instead, decode token by token with states in fp32, bf16, fp16, bf16-stochastic, "
+        "fp16-stochastic, fp8, int8, int8-carried, or MODULE:FUNCTION of yours, and tell how long "
+        "each keeps its digits."
+    )
+    return words("F[,F...]", how, "--decode-states", shown=False)
+
+
+def _decode_step() -> Any:
+    how = "Round states after every N tokens, as verification of drafted ones does."
+    return option(1, "N", how, "--decode-step", min=1, max=32)
+
+
 def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
     how = (
         "Take samples in N fresh processes, one after another, on a GPU; call times of several "
@@ -371,6 +388,8 @@ class RunOptions(TimingOptions, ServedModelOptions):
         min=0,
         max=32,
     )
+    decode_states: tuple[StateFormat, ...] | None = _decode_states()
+    decode_step: int = _decode_step()
     intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states()
     dtype: Literal["fp16", "bf16", "fp32"] | None = option(
@@ -662,6 +681,8 @@ class BenchOptions(TimingOptions):
         "Sequences begin with slots of a pool; steps and drafted tokens are computed in place.",
         min=0,
     )
+    decode_states: tuple[StateFormat, ...] | None = _decode_states()
+    decode_step: int = _decode_step()
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
     layout: Literal["contiguous", "views", "transposed"] = option(

@@ -6,8 +6,6 @@ implementation and precision -> compared by `jobs.compare`, unless an interrupte
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,9 +28,9 @@ from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry, OnFault
 from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import PrefillOptions, RunOptions
 from ssdprof.jobs.reading import STEPS
+from ssdprof.jobs.states import decode, head_memories
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
@@ -258,6 +256,13 @@ class Replay:
         layer, writer = captured.layer, self._writer
         operator = operators.get(layer.operator)
         call, inputs = self._prepared(operator, captured)
+        if self._options.decode_states:
+            dims = operator.oracle.dims(inputs)
+            of = LayerCall(kind="layer", layer=layer, dims=dims)
+            prompt = self._hash_of(dims.seqlen, dims.batch)
+            decode(operator, inputs, of, self._options, writer, self._watcher, prompt)
+            writer.remembers(layer.index, partial(heads_by_memory, operator, inputs))
+            return
         entries = self._entries(operator, captured, call, inputs)
         if self._options.sampler:
             for case in self._comparer.sample_again(entries, layer.name, writer.earlier):
@@ -307,17 +312,20 @@ class Replay:
         prompt = (dims.seqlen, dims.batch)
         if call is not None:
             prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
-        hashes = {
-            (known.seqlen, known.batch): known.token_sha256 for known in self._writer.report.prompts
-        }
         fields = {
             "task": LayerCall(kind="layer", layer=captured.layer, call=call, dims=dims),
             "batch": dims.batch,
             "seqlen": dims.seqlen,
-            "inputs": hashes.get(prompt, ""),
+            "inputs": self._hash_of(*prompt),
             **work,
         }
         return entries_of(operator, inputs, planned, self._prober, fields, self._keep)
+
+    def _hash_of(self, seqlen: int, batch: int) -> str:
+        """That of the prompt of this size; empty if there is none."""
+        prompts = self._writer.report.prompts
+        hashes = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
+        return hashes.get((seqlen, batch), "")
 
     def _is_done(self, entries: Sequence[Entry]) -> bool:
         """Whether an interrupted run that goes on has compared all of the call."""
@@ -451,10 +459,5 @@ def heads_by_memory(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or
     never.
     """
-    spans = [span for span in spans_of(inputs) if span.length]
-    decays = torch.stack(
-        [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
-    ).sum(0)
-    each = decays / sum(span.length for span in spans)
-    within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
-    return tuple(after - before for before, after in itertools.pairwise(within))
+    memories = head_memories(operator, inputs)
+    return tuple(map(memories.count, range(len(MEMORIES) + 1)))

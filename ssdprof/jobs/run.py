@@ -20,7 +20,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
-from ssdprof.core.case import call_size
+from ssdprof.core.case import call_size, decoded_words
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import (
     CallRef,
@@ -41,7 +41,9 @@ from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import Loaded, load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.replay import Replay, Resolved, resolve_implementations
+from ssdprof.jobs.states import precision_of
 from ssdprof.jobs.target import Sizes, Stored, Target, refuse_large
+from ssdprof.operators.decode_states import IMPLEMENTATION
 from ssdprof.operators.domain import doubts
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -75,6 +77,11 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
         raise BadInputError(
             f"--verify {options.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
+        )
+    if options.decode_states and not whole:
+        raise BadInputError(
+            "--decode-states needs prompts that are one call each.",
+            "Give a capture without --packed, --chunked-prefill and --decode.",
         )
     resolved = resolve_implementations(options, names, decode=bool(target.serving.decode))
     limits.check_replay(target.seqlens, target.batch)
@@ -127,7 +134,10 @@ def run(
     source = target if isinstance(target, Stored) else load(target, watcher)
     dtype = source.dtype if isinstance(source, Loaded) else stored_dims(source.chosen[0]).dtype
     cast = None if options.dtype == dtype else options.dtype
-    requested = _requested(target, source.prompts, resolved, cast or dtype, options.verify)
+    if options.decode_states:
+        requested = _decoded(options, target, source.prompts)
+    else:
+        requested = _requested(target, source.prompts, resolved, cast or dtype, options.verify)
     with opened(
         options.out,
         watcher,
@@ -139,8 +149,8 @@ def run(
         environment=collect(),
         requested=tuple(requested),
         conditions=options.conditions,
-        baseline=resolved.baseline,
-        matched_with=resolved.baseline,
+        baseline="" if options.decode_states else resolved.baseline,
+        matched_with="" if options.decode_states else resolved.baseline,
         smallest_difference=options.smallest_difference,
         cast=(dtype, cast) if cast else None,
         laws=options.laws,
@@ -219,6 +229,18 @@ def _requested(
                 operator = operators.get(layer.operator)
                 for implementation, precision, _ in resolved.plan(operator, dtype, call):
                     yield case_key, implementation.name, str(precision)
+
+
+def _decoded(
+    options: RunOptions, target: Target | Stored, prompts: Sequence[Prompt]
+) -> Iterator[Requested]:
+    """Every format of every layer on each prompt."""
+    for prompt in prompts:
+        for layer in target.layers:
+            case_key = f"layer {layer.index}, {decoded_words(options.decode_step)}, "
+            for state_format in options.decode_states or ():
+                size = call_size(prompt.seqlen, prompt.batch, None)
+                yield case_key + size, IMPLEMENTATION, precision_of(state_format)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:

@@ -18,7 +18,7 @@ from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
-from ssdprof.core.conditions import Condition, parse_gate, parse_percent
+from ssdprof.core.conditions import KEPT_STEPS, Condition, parse_gate, parse_percent
 from ssdprof.core.target import (
     CaptureManifest,
     CheckpointRef,
@@ -48,10 +48,17 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `optio
     "packed": reading.parse_packed,
     "chunk": reading.parse_seq,
     "states": reading.parse_states,
+    "decode_states": reading.parse_state_formats,
     "implementations": partial(reading.parse_implementations, "--impl"),
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # of the lengths of packed sequences
+# options that change nothing where states are decoded
+_NOT_DECODED = {
+    *("implementations", "baseline", "against", "match_with", "intermediates", "states", "check"),
+    *("verify", "decode", "packed", "chunk", "state_every", "pool", "chunk_size", "laws"),
+    *("answers", "prefill", "stalls", "trace", "processes"),
+}
 # of a config's layer_types
 _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")
 
@@ -308,6 +315,29 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
     )
 
 
+def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
+    """The options of a run or a bench that decodes states: with its own gates alone.  Refuses
+    others that would change nothing.
+    """
+    if not options.decode_states:
+        if options.decode_step > 1:
+            raise BadInputError("--decode-step needs --decode-states.", "Give both, or neither.")
+        return options
+    defaults = {option.name: option.default for option in fields(options)}
+    for _, flag, parameter in declared.flags(type(options)):
+        name = parameter.name
+        if name in _NOT_DECODED and getattr(options, name) != defaults[name]:
+            why = "it decodes by 'recurrent', and times nothing"
+            raise reading.both("--decode-states", flag, why, f"Leave out {flag}.")
+    gates = [gate for gate in options.conditions if gate.metric == KEPT_STEPS]
+    for text in options.gate or ():
+        if text not in [gate.text for gate in gates]:
+            raise reading.both(
+                "--decode-states", f"--gate {text}", "", "Write kept-steps@int8:1000."
+            )
+    return replace(options, conditions=tuple(gates))
+
+
 def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
     """Options on how a server runs the prompt."""
     if options.packed is not None:
@@ -353,7 +383,7 @@ def refuse_ranks(*what: str) -> None:
 
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Stored, Ranks | None]:
     """The request, what is replayed, and the processes that share it."""
-    asked = read(options)
+    asked = _check_decoded(read(options))
     also = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
     if asked.dtype is not None and also:
         raise reading.both("--dtype", also[0], "--dtype changes the inputs of the replay alone")
@@ -446,7 +476,7 @@ def bench(
     leaves out, and the processes that share the others.
     """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
-    asked, operator = read(options), operators.get(options.operator)
+    asked, operator = _check_decoded(read(options)), operators.get(options.operator)
     most = reading.parse_seq(options.max_tokens)
     tokens, too_large = reading.parse_tokens(
         options.seq, options.batch, options.cells, options.packed, max_tokens=most

@@ -19,7 +19,7 @@ from ssdprof.core.outcome import ListedRun, Outcome
 from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
-from ssdprof.report import calls, model, terminal
+from ssdprof.report import calls, model, states, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Group, Series, groups
@@ -59,7 +59,9 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     prompts = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
-    for shown in (_speed(prompts), _accuracy(prompts), *map(model.answers, model.prompts(report))):
+    decoded = [shown.without("p") for shown in states.overviews(report)]
+    answers = map(model.answers, model.prompts(report))
+    for shown in (_speed(prompts), _accuracy(prompts), *decoded, *answers):
         if shown:
             yield from ("", terminal.SplitTable(shown))
     if prompts:
@@ -233,6 +235,8 @@ def _nothing_at(report: Report, precisions: str) -> BadInputError:
     hint = f"It holds {report.baseline} alone."
     if report.of_answers:
         hint = "It holds a model's answers: 'ssdprof export' shows them."
+    elif report.of_states:
+        hint = "It holds states of decoded tokens: 'ssdprof export' shows them."
     elif not report.cases:
         hint = "It ended before its first comparison.  Run again."
     return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)

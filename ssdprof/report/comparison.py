@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import distinct, short_precision
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, DecodedStates
 from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
 from ssdprof.report.facts import versions_of
@@ -66,6 +66,17 @@ def _answers(case: Case) -> TableRow:
     }
 
 
+def _states(case: Case) -> TableRow:
+    if not isinstance(case.task, DecodedStates):
+        return {}
+    return {
+        "heads lost": fmt.count(sum(map(bool, case.task.lost))),
+        "steps kept": fmt.count(case.task.kept_steps),
+        "state error": fmt.small(case.task.last(case.task.state_errors)),
+        "output error": fmt.small(case.task.last(case.task.out_errors)),
+    }
+
+
 def _resources(case: Case) -> TableRow:
     """A digest stands for the configurations, which are too long for a table."""
     configuration = " ".join(f"{launch.kernel} {launch.digest}" for launch in case.launches)
@@ -81,6 +92,7 @@ def _resources(case: Case) -> TableRow:
 _DESCRIBED: dict[str, Callable[[Case], TableRow]] = {
     "Accuracy of the output": _errors,
     "Answers of the model": _answers,
+    "States of decoded tokens": _states,
     "Kernels and memory": _resources,
 }
 
@@ -150,7 +162,9 @@ def _accuracy_change(pair: CasePair) -> str:
 
 
 def _error(case: Case) -> float | None:
-    """The rms error of an output, the mean KL of answers."""
+    """The rms error of an output, or of a decoded state; the mean KL of answers."""
+    if isinstance(case.task, DecodedStates):
+        return case.task.last(case.task.state_errors)
     if case.band:
         return case.band.kl_mean
     return case.error.rms_ratio if case.error else None

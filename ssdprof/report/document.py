@@ -9,7 +9,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped, intermediates_of
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.report import calls, model
+from ssdprof.report import calls, model, states
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import Group, groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
@@ -50,7 +50,7 @@ def _tokens(report: Report) -> str:
     """The lengths of its prompts: "131,072 and 1,024 tokens"."""
     if prompts := groups(report):
         return tokens_of(prompts)
-    lengths = dict.fromkeys(case.seqlen for case in report.of_answers)
+    lengths = dict.fromkeys(case.seqlen for case in report.cases)
     return f"{fmt.words(map(fmt.count, lengths))} tokens" if lengths else ""
 
 
@@ -64,6 +64,7 @@ def _sections(report: Report) -> Iterator[Section]:
     prompts = () if report.kind == "bench" else groups(report)
     answered = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
+    yield from states.sections(report)
     yield from _of_bench(report) if report.kind == "bench" else _of_prompts(prompts)
     yield section("Laws", *calls.laws(report))
     compared = []

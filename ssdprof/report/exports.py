@@ -30,7 +30,16 @@ from ssdprof.core.base import (
     intermediates_of,
     states_of,
 )
-from ssdprof.core.case import Answers, Case, Generated, Launch, LayerCall, Prefill, Summary
+from ssdprof.core.case import (
+    Answers,
+    Case,
+    DecodedStates,
+    Generated,
+    Launch,
+    LayerCall,
+    Prefill,
+    Summary,
+)
 from ssdprof.core.conditions import METRICS, Metric, number
 from ssdprof.core.outcome import Outcome, gated_cases
 from ssdprof.core.pairs import compared
@@ -102,7 +111,7 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 def _identity(report: Report, case: Case) -> CsvRow:
     """What was computed, by what, and whether it passed."""
-    generated = case.task if isinstance(case.task, Generated) else None
+    generated = case.inputs_of if isinstance(case.inputs_of, Generated) else None
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
@@ -175,7 +184,8 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
 
 
 def _of_model(report: Report, case: Case) -> CsvRow:
-    """Columns of prefills and answers."""
+    """Columns of prefills, decoded states and answers."""
+    states = case.task if isinstance(case.task, DecodedStates) else None
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
     band = case.band
@@ -186,6 +196,12 @@ def _of_model(report: Report, case: Case) -> CsvRow:
         **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
         "peak memory [bytes]": prefill and prefill.peak_bytes,
         "logits, rms of difference [relative]": prefill and prefill.logits_rms,
+        "heads": (states and len(states.memories)) or None,
+        "heads lost": states and sum(map(bool, states.lost)),
+        "steps until a head is lost": states and states.kept_steps,
+        "state error, worst head [relative]": states and states.last(states.state_errors),
+        "output error, worst head [relative]": states and states.last(states.out_errors),
+        "state of a sequence [bytes]": states and states.slot_bytes,
         "KL, mean [nats]": band and band.kl_mean,
         "KL, p99 [nats]": band and band.kl_p99,
         "KL, max [nats]": band and band.kl_max,

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import MEMORIES, PRECISIONS, grouped, intermediates_of
-from ssdprof.core.case import Answers, Case, Generated, Prefill
+from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.report import Report
 from ssdprof.core.target import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of
@@ -199,7 +199,7 @@ def _prompts(report: Report) -> Iterator[Fact]:
 
 def _settings(report: Report) -> Iterator[Fact]:
     """What was compared with what."""
-    cases = [case for case in report.cases if not isinstance(case.task, Answers)]
+    cases = [case for case in report.cases if not isinstance(case.task, Answers | DecodedStates)]
     precisions = {case.precision for case in cases}
     yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
     names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0)

@@ -226,7 +226,7 @@ def groups(report: Report) -> tuple[Group, ...]:
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
     generated = (case for case in report.cases if isinstance(case.task, Generated))
-    captured = grouped((case for case in report.cases if case.layer), key)
+    captured = grouped((case for case in report.of_calls if case.layer), key)
     parts = list(grouped(generated, lambda case: case.case_key).values())
     parts += [captured[size] for size in sorted(captured, reverse=True)]
     return tuple(Group(report, cases) for cases in parts)

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.report import calls, model, plots
+from ssdprof.report import calls, model, plots, states
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
@@ -45,6 +45,7 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
     pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
+    pictures[states.TITLE] = _of_states(report)
     parts = list(_parts(document, pictures, numbers))
     if stalls:
         profiled = of_stalls.compose(stalls)
@@ -80,6 +81,16 @@ def _part(section: Section, pictures: Sequence[Picture] = ()) -> PagePart:
 
 def _of_stalls(report: StallReport) -> Pictures:
     return {of_stalls.STAGES: dict(plots.of_stalls(report).values())}
+
+
+def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
+    """Pictures of the layers that lose the most."""
+    layers = sorted(states.by_layer(report).items(), key=lambda layer: -states.losses(layer[1]))
+    return {
+        f"Error of the {which} by step, {layer}": plots.of_steps(cases, which)
+        for layer, cases in layers[:_LAYERED]
+        for which in ("state", "output")
+    }
 
 
 def _of_bench(report: Report) -> Pictures:

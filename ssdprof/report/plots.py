@@ -16,6 +16,7 @@ from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport, most_first
 from ssdprof.core.statistics import Estimate
+from ssdprof.report import states
 from ssdprof.report.groups import Against, Group, deviation
 from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, summed
 from ssdprof.report.table import Cells, Table, strings
@@ -250,6 +251,27 @@ def _worst(cases: Sequence[Case], which: Against) -> list[float]:
     errors = (deviation(case.tensor("out"), which) for case in cases)
     recorded = [error.along for error in errors if error and error.along]
     return [max(rms or 0.0 for rms in slices) for slices in zip(*recorded, strict=True)]
+
+
+def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
+    """The error of a layer's state or output in its worst head, step by step, a line for each
+    format.  None if nothing ran.
+    """
+    numbers, lines = states.steps(cases, which), states.errors_by_step(cases, which)
+    if not numbers:
+        return None
+    marks = [int(step.replace(",", "")) for step, *_ in numbers.rows]
+
+    def paint(axes: Axes) -> None:
+        """Errors of 0 and infinite ones are no points."""
+        axes.loglog()
+        for number, (name, line) in enumerate(lines.items()):
+            marker = _MARKERS[number % len(_MARKERS)]
+            axes.plot(marks, line, f"{marker}-", color=_color(number), fillstyle="none", label=name)
+        axes.set(xlabel="step, tokens", ylabel=f"relative error of the {which},\nworst head")
+        _log_ticks(axes)
+
+    return draw(paint, (_NARROW[0], 2.9 + 0.1 * len(lines))), numbers
 
 
 # --- stalls

@@ -23,6 +23,7 @@ from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
+from ssdprof.report import states
 from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
 from ssdprof.report.model import prefills
@@ -156,6 +157,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     how = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
     if report.kind == "prefill":
         how = "ran"
+    if report.of_states:
+        how = "ran; a format that loses heads fails no case"
     if any(case.variant == "interpreter" for case in report.of_calls):
         how += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
     if report.laws == "quick":
@@ -246,7 +249,7 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
     stay, and what to use; on a prefill the gain of the whole model.
     """
     longest = next(iter(groups(report)), None)
-    decision = None
+    decision = states.advice(report)
     if report.kind == "run" and longest and longest.compared:
         decision = _decision(report, longest)
     elif report.kind == "prefill":

@@ -51,6 +51,9 @@ class Table:
         wraps = kept.index(self.wraps) if self.wraps in kept else None
         return replace(self, headers=headers, rows=tuple(rows), align=align, wraps=wraps)
 
+    def without(self, header: str) -> Table:
+        return self.only(column for column, own in enumerate(self.headers) if own != header)
+
     def without_empty_columns(self) -> Table:
         return self.only(self.full())
 
