@@ -158,7 +158,7 @@ class RoundingTests:
     def _tests_of_gains(
         self, norm: Tensor, kernel: Tensor, forms: Sequence[Tensor], room: Tensor, least: float
     ) -> Iterator[ErrorTest | None]:
-        """Of the factor, near 1, by which a head's output is too large, less 1; then of its mean,
+        """Tests of the factor, near 1, by which a head's output is too large, less 1; then of its mean,
         in which heads count by the precision with which roundings let their gains be known.
 
         norm, kernel: sums, (h, sums); forms: (exact + DRAWS, h, sums).  room: (h, 1).
@@ -183,7 +183,7 @@ class RoundingTests:
         room: Tensor,
         least: float,
     ) -> Iterator[ErrorTest | None]:
-        """Of the RMS error of a head, of its columns, and of its slices of positions.  Tensors are
+        """Tests of the RMS error of a head, of its columns, and of its slices of positions.  Tensors are
         those of `_tests_of_gains`.
         """
         slices = 0 if self._length is None else self._slice_count + sum(PERIODS)
