@@ -158,7 +158,7 @@ class RoundingTests:
     def _tests_of_gains(
         self, norm: Tensor, kernel: Tensor, forms: Sequence[Tensor], room: Tensor, least: float
     ) -> Iterator[ErrorTest | None]:
-        """Tests of the factor, near 1, by which a head's output is too large, less 1; then of its mean,
+        """Tests of the part of a head by which it is too large, 0 if it is right; then of its mean,
         in which heads count by the precision with which roundings let their gains be known.
 
         norm, kernel: sums, (h, sums); forms: (exact + DRAWS, h, sums).  room: (h, 1).
@@ -183,8 +183,9 @@ class RoundingTests:
         room: Tensor,
         least: float,
     ) -> Iterator[ErrorTest | None]:
-        """Tests of the RMS error of a head, of its columns, and of its slices of positions.  Tensors are
-        those of `_tests_of_gains`.
+        """Tests of the RMS error of a head, of its columns, and of its slices of positions.
+
+        Tensors are those of `_tests_of_gains`.
         """
         slices = 0 if self._length is None else self._slice_count + sum(PERIODS)
         # the test, its number of sums, its period
