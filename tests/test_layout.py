@@ -20,7 +20,7 @@ ROWS = (
     "commands pytest_plugin",
     "api",
     "jobs",
-    "stalls report",
+    "record stalls report",
     "capture measure store settings",
     "checkpoint",
     "environment operators",
