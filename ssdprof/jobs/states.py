@@ -99,7 +99,7 @@ def _decoded(
     except Exception as error:
         status, reason = status_of(error, inputs.device, state_format.name)
         return case.changed(status=status, reason=reason)
-    parts = out.split([stop - start for start, stop in pairwise((0, *task.marks))], 1)
+    parts = (out[:, start:stop] for start, stop in pairwise((0, *task.marks)))
     pairs = list(zip(parts, states, exact, strict=True))
     value_dim = inputs.values.shape[-1]
     key_dim = math.prod(inputs.states_shape[2:]) // value_dim

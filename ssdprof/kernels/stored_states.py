@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.state_formats import StateFormat
 
@@ -63,8 +64,10 @@ class Stepping:
 
     @property
     def whole_state(self) -> bool:
-        """Whether a program needs all of a head's state."""
-        return self.format is not None and self.format.scale == "head"
+        """Whether a program has all of a head's state: a scale of it needs that, and Triton's
+        interpreter takes as long for a slice.
+        """
+        return self.format is not None and (INTERPRETED or self.format.scale == "head")
 
     @property
     def out_dtype(self) -> torch.dtype | None:

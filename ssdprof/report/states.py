@@ -132,7 +132,7 @@ def _row(every: Sequence[HeadStates]) -> TableRow:
 def steps(cases: Sequence[Case], which: str) -> Table:
     """The error of a layer's state or output in its worst head, step by step."""
     lines = errors_by_step(cases, which)
-    marks = [case.task.marks for case in cases if isinstance(case.task, DecodedStates)][0]
+    marks = next(case.task.marks for case in cases if isinstance(case.task, DecodedStates))
     cells = [map(fmt.count, marks), *(map(fmt.small, line) for line in lines.values())]
     rows = zip(*cells, strict=True) if lines else ()
     return strings(f"Error of the {which}, worst head", ("step", *lines), rows, ())
@@ -190,25 +190,27 @@ def _trend(power: Estimate | None) -> str:
 
 
 def advice(report: Report) -> VerdictLine | None:
-    """The formats that keep every head of the most tokens, the smallest pool first, and what the
-    others lose.
-    """
-    for size, cases in by_size(report).items():
+    """The smallest pool that keeps every head of the most tokens, and what other formats lose."""
+    for cases in by_size(report).values():
         formats = of_formats(cases)
-        kept = [name for name, every in formats.items() if not any(each.lost for each in every)]
-        kept.sort(
-            key=lambda name: (_pool_bytes(formats[name]) or math.inf, _last_error(formats[name]))
-        )
-        losers = [name for name in formats if name not in kept]
-        losers.sort(key=lambda name: _last_error(formats[name]))
-        words = [_loss(name, formats[name]) for name in losers[:_DETAILED]]
-        words += [f"so does {name}" for name in losers[_DETAILED:]]
-        losses = "; ".join(words) or f"no head is lost in {size}"
-        growing = [name for name in kept if _trend(_power(formats[name])) == "grows"]
-        if growing := [name for name in growing if name != "fp32"]:
-            losses += f"; the error of {fmt.words(growing)} still grows, so try a longer --seq"
-        keep = f"keep states in {fmt.words(kept, 'or')}" if kept else "no format keeps every head"
-        return VerdictLine(f"{keep}: {losses}", bool(kept))
+        errors = {name: _last_error(every) for name, every in formats.items()}
+        pools = {name: _pool_bytes(every) or math.inf for name, every in formats.items()}
+        losers = [name for name, every in formats.items() if any(each.lost for each in every)]
+        kept = [name for name in formats if name not in losers]
+        words = [f"no format keeps every head of {cases[0].size}"]
+        if kept:
+            best = min(kept, key=lambda name: (pools[name], errors[name]))
+            out_error = fmt.small(max(of_layer.out_errors[-1] for of_layer in formats[best]))
+            words = [
+                f"keep states in {best} or better, which keeps every head of {cases[0].size}, at "
+                f"an output error of {out_error}"
+            ]
+            if _trend(_power(formats[best])) == "grows":
+                words.append("its error still grows, so try a longer --seq")
+        losers.sort(key=errors.__getitem__)
+        words += [_loss(name, formats[name]) for name in losers[:_DETAILED]]
+        words += [f"{name} loses heads, too" for name in losers[_DETAILED:]]
+        return VerdictLine("; ".join(words), bool(kept))
     return None
 
 
