@@ -39,7 +39,7 @@ from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
 
 CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
 BUDGET: Final = 10  # times the error of a format's first rounding, up to which it keeps a head
-LEAST_ROUNDING: Final = 1e-5  # below it are errors of fp32 arithmetic
+BUDGETS: Final = (1e-4, 0.5)  # below are errors of fp32 arithmetic, above no digit is right
 
 
 class LayerCall(Record):
@@ -274,9 +274,9 @@ class DecodedStates(Record):
     @model_validator(mode="after")
     def _shaped(self) -> DecodedStates:
         """An error for each mark and head, unless it did not run."""
-        shape = [len(self.memories)] * len(self.marks)
+        heads, marks = len(self.memories), len(self.marks)
         for errors in (self.out_errors, self.state_errors):
-            if errors and [*map(len, errors)] != shape:
+            if errors and (not heads or [*map(len, errors)] != [heads] * marks):
                 raise ValueError("errors are of each mark and head")
         return self
 
@@ -292,10 +292,11 @@ class DecodedStates(Record):
     @property
     def budget(self) -> float:
         """The largest error of a state that is kept: `BUDGET` times that of the format's first
-        rounding, which is the median of the heads at the first mark.
+        rounding, which is the median of the heads at the first mark, within `BUDGETS`.
         """
         first = sorted(worst([error]) for error in self.state_errors[0])
-        return BUDGET * max(first[len(first) // 2], LEAST_ROUNDING)
+        least, most = BUDGETS
+        return min(max(BUDGET * first[(len(first) - 1) // 2], least), most)
 
     @cached_property
     def lost(self) -> tuple[int | None, ...]:
