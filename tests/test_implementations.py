@@ -94,6 +94,7 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
     ]
 
 
+@pytest.mark.usefixtures("not_isolated")
 def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path) -> None:
     write_example(here)
     words = "--decode 1 --impl my_kernels:my_gdn_step"
