@@ -47,8 +47,12 @@ class Provenance:
         self._taken: dict[_State, str] = {}  # by whom
 
     def faults(self, captured: CapturedLayer) -> list[str]:
-        """A sentence, if this call, the next one of its layer, has a row with a wrong state."""
+        """A sentence, if this call, the next one of its layer, has a row with a wrong state.  A
+        pack that is its layer's only call has no earlier one.
+        """
         inputs, call, known = captured.inputs, _name(captured.call), captured.slots
+        if captured.call and captured.call.kind == "packed" and captured.call.count == 1:
+            return []
         if inputs.state_indices is not None:  # the states of a whole pool
             known = tuple(inputs.state_indices.tolist())
             inputs = inputs.after(inputs.initial)

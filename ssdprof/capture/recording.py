@@ -1,11 +1,13 @@
 """Reads what a server wrote of its operators' calls as a capture, its outputs included.
 
-flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
-safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
-               operator's own names
+flashinfer          the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
+safetensors         `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
+                    operator's own names
+flashinfer-bench    definitions and workloads, which have no outputs
 
 Calls are in the order in which their process made them, and name no layer: a forward pass calls
-every layer once, on the same sequences.  docs/serving.md describes both.
+every layer once, on the same sequences.  docs/serving.md describes them.  A workload knows no
+other one: it becomes a layer of its own, in one pass.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter, index, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,10 +32,17 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    library_message,
+    printable,
+)
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
@@ -42,7 +52,7 @@ from ssdprof.operators.tensors import dtype_name
 T = TypeVar("T")
 # inputs, what the server computed, and the slots of the sequences in its pool of states
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
-Format = Literal["flashinfer", "safetensors"]
+Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
@@ -54,7 +64,7 @@ _METADATA_BYTES = 1 << 24
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
-    load: gives inputs and output.
+    load: gives inputs and output.  layer: its name; empty if it is not known.
     """
 
     operator: str
@@ -62,6 +72,7 @@ class _Call:
     shape: tuple[int, int]
     identity: str
     load: Callable[[], Recorded]
+    layer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +92,11 @@ class ServerCalls:
         """One for each number of tokens."""
         identity = "".join(call.identity for call in chain.from_iterable(self.passes))
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        counts = Counter(calls[0].shape[0] for calls in self.passes)
+        counts = Counter(call.shape[0] for call in chain.from_iterable(self.passes))
         return tuple(
             Prompt(
                 kind="recorded",
-                source=f"{plural(count, 'call')} of each layer",
+                source=plural(count, "recorded call"),
                 tokenizer="the server's",
                 seqlen=tokens,
                 token_sha256=digest,
@@ -113,7 +124,7 @@ class ServerCalls:
                     inputs, served, slots = call.load()
                     remark = (
                         ""
-                        if served
+                        if served or call.layer
                         else f"No output of {layer.name} was recorded in pass {number}."
                     )
                     yield CapturedLayer(
@@ -132,7 +143,7 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
     forward pass.
     """
-    calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
+    calls, others, source = _READERS[kind](folder)
     passes, incomplete = _passes(calls)
     out = [
         f"{plural(number, CALL)} {what}"
@@ -145,7 +156,7 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
         )
     longest = max(passes, key=len)
     layers = tuple(
-        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
+        LayerRef(index=index, name=call.layer or f"recorded layer {index}", operator=call.operator)
         for index, call in enumerate(longest)
     )
     ref = CheckpointRef(
@@ -160,10 +171,12 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[str]]:
+def _passes(calls: list[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[str]]:
     """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
-    of no whole pass.
+    of no whole pass.  Calls that name their layers are one pass.
     """
+    if calls and calls[0].layer:
+        return [tuple(calls)], Counter()
     processes = [
         [list(run) for _, run in groupby(of_process, key=attrgetter("shape"))]
         for _, of_process in groupby(calls, key=attrgetter("process"))
@@ -235,13 +248,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room
     for it twice.
     """
-    size, room = regular(file, math.inf).stat().st_size, host_memory()
-    if 2 * size > room:
-        raise MissingCapabilityError(
-            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
-            "twice.",
-            "Record with a smaller pool of states, or read it on a larger machine.",
-        )
+    _check_room(file, regular(file, math.inf).stat().st_size)
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -249,6 +256,15 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
         raise ValueError(f"{file.name} holds no table of tensors")
     return content
+
+
+def _check_room(file: Path, size: int) -> None:
+    if 2 * size > (room := host_memory()):
+        raise MissingCapabilityError(
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
+            "twice.",
+            "Record with a smaller pool of states, or read it on a larger machine.",
+        )
 
 
 # --- FlashInfer's recorder
@@ -395,3 +411,115 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
     return _checked(inputs, output if len(output) == 2 else None, slots)
+
+
+# --- definitions and workloads of flashinfer-bench
+
+
+def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
+    """As `_flashinfer`."""
+    files = sorted((folder / "definitions").rglob("*.json"))
+    documents = dict(_reading(file, _document) for file in files)
+    entries: list[_Call | str] = []
+    for file in sorted((folder / "workloads").rglob("*.jsonl")):
+        entries += _reading(file, _workloads, folder, documents)
+    if not entries:
+        raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _AGAIN)
+    others = Counter(entry for entry in entries if isinstance(entry, str))
+    calls = [entry for entry in entries if isinstance(entry, _Call)]
+    return calls, others, "flashinfer-bench"
+
+
+def _document(file: Path) -> tuple[str, dict[str, Any]]:
+    """A definition, by its name.  Raises errors of any class."""
+    document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
+    return str(document["name"]), document
+
+
+def _workloads(file: Path, folder: Path, documents: dict[str, Any]) -> list[_Call | str]:
+    """A line each.  Raises errors of any class."""
+    lines = regular(file).read_text(encoding="utf-8").splitlines()
+    return [_workload(file, folder, documents, line) for line in lines]
+
+
+def _workload(file: Path, folder: Path, documents: dict[str, Any], line: str) -> _Call | str:
+    """The call, or what call has no counterpart."""
+    entry = parse_json(line)
+    name, workload = entry["definition"], entry["workload"]
+    document = documents[name]
+    known = (pair for pair in operators.definitions() if pair[1].defines(document))
+    operator, definition = next(known, (None, None))
+    if operator is None or definition is None:
+        return f"of {name}"
+    sizes = _sizes(document, workload)
+    shape = math.prod(sizes[axis] for axis in definition.tokens), sizes[definition.sequences]
+    if not all(0 < size <= LONGEST_SEQLEN for size in shape):
+        raise ValueError(f"{shape[0]:,} tokens of {shape[1]:,} sequences are no call")
+    return _Call(
+        operator=operator.name,
+        process="",
+        shape=shape,
+        identity=line,
+        load=partial(_reading, file, _load_workload, folder, definition.read, document, workload),
+        layer=printable(f"{name} {workload['uuid']}"),
+    )
+
+
+def _sizes(document: dict[str, Any], workload: dict[str, Any]) -> dict[str, int]:
+    """Of the axes."""
+    return {
+        axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
+        for axis, form in document["axes"].items()
+    }
+
+
+def _load_workload(
+    file: Path,
+    folder: Path,
+    read: Callable[..., Inputs],
+    document: dict[str, Any],
+    workload: dict[str, Any],
+) -> Recorded:
+    values, sizes = {}, _sizes(document, workload)
+    for name, form in document["inputs"].items():
+        source = workload["inputs"].get(name, {"type": "random"})
+        if source["type"] == "scalar":
+            values[name] = source["value"]
+            continue
+        shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
+        if source["type"] == "safetensors":
+            tensor = _blob(folder, source["path"], source["tensor_key"])
+        else:
+            _check_room(file, 8 * math.prod(shape))
+            tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+        values[name] = tensor
+    return _checked(read(**values), None, None)
+
+
+def _blob(folder: Path, name: str, key: str) -> torch.Tensor:
+    file = (folder / name).resolve()
+    if not file.is_relative_to(folder.resolve()):
+        raise ValueError(f"{name} is outside of the folder")
+    with safe_open(regular(file, math.inf), framework="pt", device="cpu") as opened:
+        tensor: torch.Tensor = opened.get_tensor(key)
+    return tensor
+
+
+def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same for each name: normal, q and k of length 1, with which states stay finite."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"random integers are no {name.split()[-1]}")
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    if name.endswith((" q", " k")):
+        values = torch.nn.functional.normalize(values, dim=-1)
+    return values.to(dtype)
+
+
+_READERS = {
+    "flashinfer": _flashinfer,
+    "flashinfer-bench": _flashinfer_bench,
+    "safetensors": _safetensors,
+}
