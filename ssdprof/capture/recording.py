@@ -416,10 +416,13 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 # --- definitions and workloads of flashinfer-bench
 
 
+_Document: TypeAlias = "dict[str, Any]"
+
+
 def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """As `_flashinfer`."""
     files = sorted((folder / "definitions").rglob("*.json"))
-    documents = dict(_reading(file, _document) for file in files)
+    documents = dict(_reading(file, _definition) for file in files)
     entries: list[_Call | str] = []
     for file in sorted((folder / "workloads").rglob("*.jsonl")):
         entries += _reading(file, _workloads, folder, documents)
@@ -430,43 +433,44 @@ def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     return calls, others, "flashinfer-bench"
 
 
-def _document(file: Path) -> tuple[str, dict[str, Any]]:
-    """A definition, by its name.  Raises errors of any class."""
+def _definition(file: Path) -> tuple[str, _Document]:
+    """By its name.  Raises errors of any class."""
     document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
     return str(document["name"]), document
 
 
-def _workloads(file: Path, folder: Path, documents: dict[str, Any]) -> list[_Call | str]:
-    """A line each.  Raises errors of any class."""
-    lines = regular(file).read_text(encoding="utf-8").splitlines()
-    return [_workload(file, folder, documents, line) for line in lines]
+def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> list[_Call | str]:
+    """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
+    entries: list[_Call | str] = []
+    for line in regular(file).read_text(encoding="utf-8").splitlines():
+        entry = parse_json(line)
+        name, workload = entry["definition"], entry["workload"]
+        document = documents[name]
+        known = [pair for pair in operators.definitions() if pair[1].defines(document)]
+        entries += [] if known else [f"of {name}"]
+        for operator, definition in known:
+            sizes = _sizes(document, workload)
+            tokens = math.prod(sizes[axis] for axis in definition.tokens)
+            sequences = sizes[definition.sequences]
+            if not (0 < tokens <= LONGEST_SEQLEN and 0 < sequences <= LONGEST_SEQLEN):
+                raise ValueError(f"{tokens:,} tokens of {sequences:,} sequences are no call")
+            load = partial(
+                _reading, file, _load_workload, folder, definition.read, document, workload
+            )
+            call = _Call(
+                operator=operator.name,
+                process="",
+                shape=(tokens, sequences),
+                identity=line,
+                load=load,
+                layer=printable(f"{name} {workload['uuid']}"),
+            )
+            entries.append(call)
+    return entries
 
 
-def _workload(file: Path, folder: Path, documents: dict[str, Any], line: str) -> _Call | str:
-    """The call, or what call has no counterpart."""
-    entry = parse_json(line)
-    name, workload = entry["definition"], entry["workload"]
-    document = documents[name]
-    known = (pair for pair in operators.definitions() if pair[1].defines(document))
-    operator, definition = next(known, (None, None))
-    if operator is None or definition is None:
-        return f"of {name}"
-    sizes = _sizes(document, workload)
-    shape = math.prod(sizes[axis] for axis in definition.tokens), sizes[definition.sequences]
-    if not all(0 < size <= LONGEST_SEQLEN for size in shape):
-        raise ValueError(f"{shape[0]:,} tokens of {shape[1]:,} sequences are no call")
-    return _Call(
-        operator=operator.name,
-        process="",
-        shape=shape,
-        identity=line,
-        load=partial(_reading, file, _load_workload, folder, definition.read, document, workload),
-        layer=printable(f"{name} {workload['uuid']}"),
-    )
-
-
-def _sizes(document: dict[str, Any], workload: dict[str, Any]) -> dict[str, int]:
-    """Of the axes."""
+def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
+    """Axis -> its size."""
     return {
         axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
         for axis, form in document["axes"].items()
@@ -474,12 +478,9 @@ def _sizes(document: dict[str, Any], workload: dict[str, Any]) -> dict[str, int]
 
 
 def _load_workload(
-    file: Path,
-    folder: Path,
-    read: Callable[..., Inputs],
-    document: dict[str, Any],
-    workload: dict[str, Any],
+    file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
 ) -> Recorded:
+    """A call whose tensors have the shapes and dtypes of its definition."""
     values, sizes = {}, _sizes(document, workload)
     for name, form in document["inputs"].items():
         source = workload["inputs"].get(name, {"type": "random"})
@@ -487,24 +488,19 @@ def _load_workload(
             values[name] = source["value"]
             continue
         shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
-        if source["type"] == "safetensors":
-            tensor = _blob(folder, source["path"], source["tensor_key"])
-        else:
+        if source["type"] == "random":
             _check_room(file, 8 * math.prod(shape))
             tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)
+        else:
+            path = (folder / source["path"]).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise ValueError(f"{source['path']} is outside of the folder")
+            with safe_open(regular(path, math.inf), framework="pt", device="cpu") as opened:
+                tensor = opened.get_tensor(source["tensor_key"])
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
         values[name] = tensor
     return _checked(read(**values), None, None)
-
-
-def _blob(folder: Path, name: str, key: str) -> torch.Tensor:
-    file = (folder / name).resolve()
-    if not file.is_relative_to(folder.resolve()):
-        raise ValueError(f"{name} is outside of the folder")
-    with safe_open(regular(file, math.inf), framework="pt", device="cpu") as opened:
-        tensor: torch.Tensor = opened.get_tensor(key)
-    return tensor
 
 
 def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

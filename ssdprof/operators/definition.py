@@ -36,7 +36,7 @@ class Definition(Generic[I]):
     read: (inputs by name) -> those of the operator, packed.  ValueError for values that it cannot
     have.
 
-    Of a kind that is written too:
+    What is written has also:
 
     inputs: name -> its axes, in the order of a call; empty for a scalar.
     outputs: name -> the input that has its shape and dtype.
