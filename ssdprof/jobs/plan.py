@@ -69,7 +69,6 @@ _WHOLE = (
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
-TOLD_BYTES = 10**9
 _LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
 
@@ -457,14 +456,15 @@ def _placement(target: Target) -> tuple[Placement | None, str]:
         chosen.check_disk()
     except MissingCapabilityError:
         return None, ""
+    return chosen.priced(_weights_file(target)), chosen.remark
+
+
+def _weights_file(target: Target) -> Path | None:
+    """A file of the weights that is on this machine, if there is one."""
     located = target.located
-    depth = located.depth(target.deepest_layer)
-    there = [
-        name
-        for name in located.weights.files(depth, head=target.head)
-        if located.source.cached(name)
-    ]
-    return chosen.priced(located.source.path(there[0]) if there else None), chosen.remark
+    names = located.weights.files(located.depth(target.deepest_layer), head=target.head)
+    name = next(filter(located.source.cached, names), None)
+    return located.source.path(name) if name else None
 
 
 def _size(file: Path) -> int:
@@ -580,12 +580,12 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.say(note)
     chosen.check_disk()
     built = build_prompts(target)
-    refuse_large_download(target, watcher)
+    refuse_large_download(target)
     local = fetch(
         target.located, deepest_layer=target.deepest_layer, head=target.head, progress=watcher.say
     )
     chosen.check_disk()  # again: the download may have filled the disk
-    record = chosen.priced(weights_file(local))
+    record = chosen.priced(_weights_file(target))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with (
@@ -623,10 +623,8 @@ def sources(found: Target | Stored, several: Iterable[Implementation]) -> list[P
     return [*filter(Path.is_file, folder.iterdir()), *files]
 
 
-def refuse_large_download(target: Target, watcher: Watcher) -> None:
-    """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is
-    given.
-    """
+def refuse_large_download(target: Target) -> None:
+    """BadInputError for a download above `MOST_BYTES`, unless --yes is given."""
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
     if size > MOST_BYTES and not target.request.yes:
@@ -635,14 +633,6 @@ def refuse_large_download(target: Target, watcher: Watcher) -> None:
             "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
             "the files.",
         )
-    if size > TOLD_BYTES:
-        watcher.say(f"Downloading {size_words(size)} of {target.ref.repo_id}.")
-
-
-def weights_file(local: LocalCheckpoint) -> Path | None:
-    """The largest file of a fetched checkpoint's weights."""
-    files = local.folder.rglob("*.safetensors")
-    return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
 def build_prompts(target: Target) -> list[tuple[torch.Tensor, Prompt]]:
