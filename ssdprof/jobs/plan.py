@@ -375,11 +375,8 @@ class Chooser:
         or decodes.
         """
         located = self._target.located
-        depth = located.depth(self._target.deepest_layer)
-        stored = {
-            tuple(tensor.shape)
-            for tensor in located.weights.tensors(depth, head=self._target.head).values()
-        }
+        weights = located.part(self._target.deepest_layer, head=self._target.head)
+        stored = {tuple(tensor.shape) for tensor in weights.tensors.values()}
         decoded = self._target.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
@@ -462,8 +459,8 @@ def _placement(target: Target) -> tuple[Placement | None, str]:
 def _weights_file(target: Target) -> Path | None:
     """A file of the weights that is on this machine, if there is one."""
     located = target.located
-    names = located.weights.files(located.depth(target.deepest_layer), head=target.head)
-    name = next(filter(located.source.cached, names), None)
+    weights = located.part(target.deepest_layer, head=target.head)
+    name = next(filter(located.source.cached, weights.files), None)
     return located.source.path(name) if name else None
 
 

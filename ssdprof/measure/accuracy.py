@@ -97,14 +97,6 @@ def compare(
     return comparison.results()
 
 
-def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
-    """For tests of kernels: AssertionError with the reason unless the output passes."""
-    candidate = Candidate(output=output, precision=precision)
-    reasons = [accuracy.reason for accuracy in compare(inputs, {"output": candidate})["output"]]
-    if any(reasons):
-        raise AssertionError("; ".join(filter(None, reasons)))
-
-
 class _Comparison(Generic[K]):
     """Sums over the blocks of the oracle, of all candidates."""
 
