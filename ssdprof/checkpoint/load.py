@@ -552,8 +552,10 @@ def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None
 
 
 def _wraps(key: str, name: str) -> bool:
-    """Whether a stored key has the path of a parameter, from its layer on, and names besides."""
-    path = iter(key.split("."))
+    """Whether a stored key has the path of a parameter, from its layer on, and names besides:
+    "model.layers.0.base_layer.norm" that of "layers.0.norm".
+    """
+    path = iter(key.split("."))  # each part is looked for behind the one before it
     return all(part in path for part in name[name.index("layers.") :].split("."))
 
 

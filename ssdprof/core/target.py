@@ -339,7 +339,7 @@ class LayerCapture(Record):
 class CaptureManifest(Record):
     version: Literal[4] = VERSION
     checkpoint: CheckpointRef
-    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1)]
+    prompts: tuple[Prompt, ...]
     segment_length: Size  # tokens per forward call of the model
     layers: tuple[LayerCapture, ...]
     complete: bool

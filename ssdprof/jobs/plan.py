@@ -241,7 +241,7 @@ class Chooser:
         if kind != "one-gpu":
             if layer + embedding + computed <= free:
                 room = (
-                    f"{size_words(size)} on {_name(at)}"
+                    f"{size_words(size)} on {_device_name(at)}"
                     for at, size in self._room(kind, 0)
                     if at != "disk"
                 )
@@ -267,8 +267,8 @@ class Chooser:
         fits += [known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed)]
         hint = _WHOLE if target.whole else _NOTHING
         return MissingCapabilityError(
-            f"{target.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
-            f"{size_words(free)} are free.",
+            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: {words}, "
+            f"{takes}, and {size_words(free)} are free.",
             f"What fits: {' or '.join(fits)}." if fits else hint,
         )
 
@@ -361,8 +361,8 @@ class Chooser:
         )
         return Placement(
             kind=kind,
-            device=_name(self.main),
-            allocated={_name(device): part for device, part in by_device.items()},
+            device=_device_name(self.main),
+            allocated={_device_name(device): part for device, part in by_device.items()},
             predicted_peak_bytes=None
             if self.remark
             else by_device.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
@@ -386,7 +386,7 @@ class Chooser:
         )
 
 
-def _name(device: devices.Device) -> str:
+def _device_name(device: devices.Device) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 

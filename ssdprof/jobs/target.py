@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ssdprof import operators, settings
-from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
@@ -235,6 +235,8 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
             "--layers is the only model option that applies to stored captures.",
         )
     manifest = read_manifest(folder)
+    if not manifest.prompts:
+        raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
     indices = select_indices(
         request.layers, tuple(dict.fromkeys(stored.layer.index for stored in manifest.layers))
     )
