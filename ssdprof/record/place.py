@@ -20,7 +20,7 @@ class FunctionCall:
     result: what the function returned -> out, in the shape of the values, and the final states of
         the call's sequences as `inputs` has the initial ones, read from the pool if the function
         wrote them there; None if there are none.
-    slots: (sequences) of the pool; -1, or the library's own slot for it, is padding.
+    slots: (sequences) of the pool; -1 is padding.
     layer: its name or index in the model, where the call itself can tell.
     """
 
