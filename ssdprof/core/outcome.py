@@ -133,33 +133,41 @@ class Outcome:
 
     def __init__(self, report: Report) -> None:
         """Sort the report's cases."""
-        counted = [case for case in report.cases if _counts(case, report)]
-        self.others = len(report.cases) - len(counted)
-        calls = [case for case in counted if not is_answers(case)]
-        refused = [case for case in calls if case.result == "refused"]
         baselines = {case.rated_against for case in report.cases}
-        self.outside = [
-            case
-            for case in report.cases
-            if case.outside_budget and (case.case_key, case.implementation) in baselines
-        ]
-        excused = [case for case in self.outside if case.only_outside]
+        counted: list[Case] = []
+        calls: list[Case] = []
+        self.outside: list[Case] = []
+        for case in report.cases:
+            is_baseline = (case.case_key, case.implementation) in baselines
+            if is_baseline and case.outside_budget:
+                self.outside.append(case)
+            if not _counts(case, report):
+                continue
+            counted.append(case)
+            # a baseline that is only outside its budget is neither compared nor a failure
+            if not (is_answers(case) or (is_baseline and case.only_outside)):
+                calls.append(case)
+        self.others = len(report.cases) - len(counted)
+
+        self.failed = tuple(case for case in calls if case.failed)
+        refused = [case for case in calls if case.result == "refused"]
+        self.compared = len(calls) - len(refused)
         requested = {", ".join(parts) for parts in report.requested}
-        self.ended_early = _ended_early(report)
-        self.compared = len([case for case in calls if case not in (*refused, *excused)])
-        self.failed = tuple(case for case in calls if case.failed and case not in excused)
         self.refused = tuple(
             case
             for case in refused
             if not isinstance(case.task, Prefill) and (not requested or case.name in requested)
         )
-        self.missing = len(report.missing)
+
         self.broken = broken(report)
-        self.answers = tuple(case for case in counted if is_answers(case) and case.is_gated)
         offenders = {verdict.case for verdict in self.broken}
+        self.answers = tuple(case for case in counted if is_answers(case) and case.is_gated)
         self.answers_failed = tuple(
             case for case in self.answers if case.result != "passed" or case.name in offenders
         )
+
+        self.ended_early = _ended_early(report)
+        self.missing = len(report.missing)
         self.faulty = (*self.failed, *self.refused, *self.answers_failed)
         unfinished = self.ended_early or self.missing
         compared = self.compared > 0 or bool(self.answers)

@@ -285,43 +285,47 @@ class Report(Record):
         """
         if len(self.command) < 3:
             return ()
-        name = next(
-            (
-                word
-                for word in re.split("[ ,]", " ".join(self.command))
-                if word.startswith(f"{case.implementation}=")
-            ),
-            case.implementation,
-        )
-        wanted = {
-            "--impl": name,
-            "--dtypes": intermediates_of(case.precision),
-            "--states": states_of(case.precision),
-        }
-        dropped = {*_NOT_AGAIN}
-        if isinstance(case.task, Generated):
-            wanted |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
-            if not case.task.packed:
-                length = "--verify" if "--verify" in " ".join(self.command) else "--seq"
-                wanted |= {length: str(case.seqlen), "--batch": str(case.batch)}
-                dropped |= {"--cells", "--packed"}
-        else:
-            if case.layer:
-                wanted["--layers"] = str(case.layer.index)
-            # stored captures have their own prompts
-            packed = any(prompt.serving.packed for prompt in self.prompts)
-            if not packed and (isinstance(case.task, Prefill) or self.placement):
-                wanted["--seq"] = str(case.call.prompt_seqlen if case.call else case.seqlen)
-        dropped |= wanted.keys()
+        options = self._options_of(case)
         kept, words = [], iter(self.command)
         for word in words:
-            if word.partition("=")[0] not in dropped:
+            if word.partition("=")[0] not in options:
                 kept.append(word)
             elif "=" not in word:
-                next(words, None)
-        for option, value in wanted.items():
-            kept += [option, value]
+                next(words, None)  # its value
+        for option, value in options.items():
+            if value is not None:
+                kept += [option, value]
         return tuple(kept)
+
+    def _options_of(self, case: Case) -> dict[str, str | None]:
+        """The options, each with a value, that a command for this case alone does not share with
+        the report's command; None: it has none.
+
+        {"--out": None, ..., "--impl": "fused", "--dtypes": "exact", "--states": "fp32",
+        "--layers": "3"}
+        """
+        command = " ".join(self.command)
+        as_typed = [
+            word for word in re.split("[ ,]", command) if word.startswith(f"{case.implementation}=")
+        ]
+        options: dict[str, str | None] = dict.fromkeys(_NOT_AGAIN)
+        options["--impl"] = as_typed[0] if as_typed else case.implementation
+        options["--dtypes"] = intermediates_of(case.precision)
+        options["--states"] = states_of(case.precision)
+        if isinstance(case.task, Generated):
+            options |= {"--shape": case.task.shape, "--dtype": case.task.dims.dtype}
+            if not case.task.packed:
+                options |= {"--cells": None, "--packed": None}
+                options["--verify" if "--verify" in command else "--seq"] = str(case.seqlen)
+                options["--batch"] = str(case.batch)
+            return options
+        if case.layer:
+            options["--layers"] = str(case.layer.index)
+        # stored captures have their own prompts
+        packed = any(prompt.serving.packed for prompt in self.prompts)
+        if not packed and (isinstance(case.task, Prefill) or self.placement):
+            options["--seq"] = str(case.call.prompt_seqlen if case.call else case.seqlen)
+        return options
 
     # --- completeness
 

@@ -157,30 +157,29 @@ class Comparer:
         Raises TimeIsUp after `until`, and MissingCapabilityError if a fault made the GPU unusable.
         """
         self._guard(entries)
-        cases: dict[Entry, Case] = {}
         baselines = {entry.case.rated_against for entry in entries}
-        for batch in _batches(entries):
-            for entry, case in self._verified(batch, label, verdicts).items():
-                if entry in cases:  # a baseline runs for every batch that needs it
-                    continue
-                cases[entry] = case
-                if self.timer is None:
-                    yield case
-                elif case.chunk_size is None:
-                    yield _until_timed(case, baselines)
+        cases: dict[Entry, Case] = {}
+        for entry, case in self._verified_once(entries, label, verdicts):
+            cases[entry] = case
+            if self.timer is None:
+                yield case
+            elif case.chunk_size is None:  # else it is one of several trials
+                yield _until_timed(case, baselines)
         if self.timer is None:
             return
+
+        timed: dict[Entry, Case] = {}
         forms = grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision))
         for sizes in forms.values():
-            entry, case = self._fastest({entry: cases.pop(entry) for entry in sizes}, self.timer)
-            cases[entry] = case
+            entry, case = self._fastest({entry: cases[entry] for entry in sizes}, self.timer)
             if case.trials:
                 yield _until_timed(case, baselines)
-        timed = {entry: case for entry, case in cases.items() if _is_timed(case, baselines)}
-        for turns in dict.fromkeys(entry.turns for entry in timed):
+            if _is_timed(case, baselines):
+                timed[entry] = case
+
+        for group in grouped(timed, lambda entry: entry.turns).values():
             with self.watcher.step(f"{label}: timing"):
-                group = {entry: case for entry, case in timed.items() if entry.turns == turns}
-                yield from self._sampled(group, self.timer)
+                yield from self._sampled({entry: timed[entry] for entry in group}, self.timer)
 
     def sample_again(
         self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]
@@ -212,6 +211,19 @@ class Comparer:
                 if name not in copies:
                     copies[name] = GuardedInputs(entry.call.inputs)
                 entry.call = self.isolated.guarded(entry.call, copies[name])
+
+    def _verified_once(
+        self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None
+    ) -> Iterator[tuple[Entry, Case]]:
+        """Each entry with its verified case, batch by batch: a baseline runs in every batch that
+        needs it.
+        """
+        seen: set[Entry] = set()
+        for batch in _batches(entries):
+            for entry, case in self._verified(batch, label, verdicts).items():
+                if entry not in seen:
+                    seen.add(entry)
+                    yield entry, case
 
     def _verified(
         self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None

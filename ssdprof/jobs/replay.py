@@ -123,32 +123,34 @@ def planned(
     wanted: Sequence[Precision],
     dtype: DType,
 ) -> list[Planned]:
-    """Every case of a call; baselines come first, compared or not.
+    """Every case of a call, baselines first: at each precision of the baseline, the baseline,
+    compared or not, and what is compared with it.  With `unfused` as the baseline of `fused` in
+    "relaxed" and "exact":
+
+        (unfused, exact, exact), (fused, relaxed, exact), (fused, exact, exact)
 
     wanted: precisions of those that have none of their own.  dtype: of the inputs.
-    baseline: runs at exact intermediates and equal states; if its own precisions lack these, at
-        the first of them.
     """
-    flexible = [known for known in compared if known.precisions is None]
-    cases: list[tuple[Implementation, Precision]] = []
-    for precision in wanted:
-        cases += [(known, precision) for known in flexible]
-    for known in compared:
-        if known.precisions is not None:
-            cases += [(known, precision) for precision in own_precisions(known, dtype, ())]
-    # by the precision of the baseline
+    # by the precision of the baseline; in a group by the name and the precision
     groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
 
-    def group(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
+    def group_of(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
+        """The baseline runs at exact intermediates and equal states; if its own precisions lack
+        these, at the first of them.
+        """
         exact = replace(precision, intermediates="exact")
         available = own_precisions(baseline, dtype, (exact,))
         base = exact if exact in available else next(iter(available), exact)
         return groups.setdefault(base, {(baseline.name, base): baseline})
 
     for precision in wanted:
-        group(precision)
-    for known, precision in cases:
-        group(precision)[known.name, precision] = known
+        group = group_of(precision)
+        for known in compared:
+            if known.precisions is None:
+                group[known.name, precision] = known
+    for known in compared:
+        for precision in own_precisions(known, dtype, ()):
+            group_of(precision)[known.name, precision] = known
     plans: list[Planned] = []
     for base, members in groups.items():
         plans += [(known, precision, base) for (_, precision), known in members.items()]

@@ -354,38 +354,10 @@ def refuse_ranks(*what: str) -> None:
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Stored, Ranks | None]:
     """The request, what is replayed, and the processes that share it."""
     asked = read(options)
-    also = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
-    if asked.dtype is not None and also:
-        raise reading.both("--dtype", also[0], "--dtype changes the inputs of the replay alone")
-    if asked.stalls and asked.tensor_parallel > 1:
-        raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
-    if asked.verify:  # in fp32, as decode steps; `fused` takes single steps
-        names = (
-            ("fused", "recurrent")
-            if asked.implementations == declared.COMPARED
-            else asked.implementations
-        )
-        baseline = "fused" if asked.baseline == declared.COMPARED[0] else asked.baseline
-        asked = replace(
-            asked, implementations=names, baseline=baseline, intermediates="exact", states=("fp32",)
-        )
-    whole = (asked.packed, asked.chunk, asked.decode) == (None, None, 0)
-    if asked.verify and not whole:
-        raise BadInputError(
-            "--verify is of prompts in one call.",
-            "Leave out --packed, --chunked-prefill and --decode.",
-        )
-    served = not whole or (asked.batch, asked.tensor_parallel, asked.verify) != (1, 1, 0)
-    if served and (asked.answers or asked.prefill):
-        raise BadInputError(
-            f"{also[0]} runs one whole sequence through all heads of the model.",
-            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
-            "--verify.",
-        )
-    if asked.prefill and (folder := captures_of(asked)) is not None:
-        raise BadInputError(
-            f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
-        )
+    if asked.verify:
+        asked = _with_drafted_tokens(asked)
+    parts = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(asked, name)]
+    _refuse_exclusive(asked, parts)
     if asked.trace is not None:
         goes_on = asked.out is not None and (asked.out / HEADER).exists()  # perhaps with its trace
         check_target(asked.trace, replace=goes_on, hint="Name another file.")
@@ -394,11 +366,53 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Sto
         "--processes": asked.processes > 1,
         "--trace": asked.trace,
     }
-    refuse_ranks(*also, *(name for name, wanted in alone.items() if wanted))
+    refuse_ranks(*parts, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
     if (ranks is None or ranks.first) and not asked.sampler:
         check_folder(asked.out)
     return asked, find_to_replay(asked), ranks
+
+
+def _with_drafted_tokens(asked: declared.RunOptions) -> declared.RunOptions:
+    """The options of --verify: in fp32, as decode steps are computed.  `fused`, which takes single
+    steps, is the baseline of `recurrent` unless implementations are named.
+    """
+    step, names = "fused", asked.implementations
+    return replace(
+        asked,
+        implementations=(step, "recurrent") if names == declared.COMPARED else names,
+        baseline=step if asked.baseline == declared.COMPARED[0] else asked.baseline,
+        intermediates="exact",
+        states=("fp32",),
+    )
+
+
+def _refuse_exclusive(asked: declared.RunOptions, parts: Sequence[str]) -> None:
+    """BadInputError for options of a run that exclude each other.
+
+    parts: those of "--answers", "--prefill" and "--stalls" that are asked for.
+    """
+    if asked.dtype is not None and parts:
+        raise reading.both("--dtype", parts[0], "--dtype changes the inputs of the replay alone")
+    if asked.stalls and asked.tensor_parallel > 1:
+        raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
+    in_one_call = asked.packed is None and asked.chunk is None and not asked.decode
+    if asked.verify and not in_one_call:
+        raise BadInputError(
+            "--verify is of prompts in one call.",
+            "Leave out --packed, --chunked-prefill and --decode.",
+        )
+    one_sequence = in_one_call and asked.batch == 1 and not asked.verify
+    if (asked.answers or asked.prefill) and not (one_sequence and asked.tensor_parallel == 1):
+        raise BadInputError(
+            f"{parts[0]} runs one whole sequence through all heads of the model.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
+            "--verify.",
+        )
+    if asked.prefill and (folder := captures_of(asked)) is not None:
+        raise BadInputError(
+            f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
+        )
 
 
 def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Target | None]:

@@ -14,7 +14,7 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import joined, spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, block_length, oracle_output
-from ssdprof.measure.sequences import alone, longest_of, rows_of_states
+from ssdprof.measure.sequences import alone, longest_of, output_of, rows_of_states
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
@@ -53,29 +53,38 @@ def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
 
 
 def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
-    """The first place outside the budget of a head, and the border from which on all is wrong."""
-    tensor, exact = (
-        (each[0][:, :, use.head] if is_out else each[1][:, use.head]).double()
-        for each in (output, oracle_output(inputs))
-    )
-    error = (tensor - exact).abs().flatten(1 + is_out)
-    sizes = error.amax(-1) if use.norm == "max" else error.square().mean(-1).sqrt()
+    """The first sequence in which a head is outside its budget, and where in it the error of out
+    begins: "from position 128 of sequence 0 (300 tokens) on, a multiple of 128, all is wrong".
+    """
+    expected = oracle_output(inputs)
     for span in spans_of(inputs):
-        rows = (
-            (span.batch, slice(span.start, span.stop)) if is_out else rows_of_states(inputs, span)
+        actual, exact = (
+            _rows_of_head(output_of(inputs, whole, span), is_out, use.head)
+            for whole in (output, expected)
         )
-        outside = sizes[rows] > use.budget
-        if bool(outside.any()):
-            break
-    else:
-        return ""
-    name = f"sequence {span.sequence} ({span.length:,} tokens)"
-    if not is_out:
-        return f"the first wrong state is that of {name}"
-    first = int(outside.byte().argmax())
-    unit = unit_roundoff(output[0].dtype)
-    wrong = error[rows].square().mean(-1) > (FAR_ABOVE * unit * exact[rows]).square().mean(-1)
-    border = _border(wrong.double(), first)
+        error = actual - exact
+        errors = error.abs().amax(1) if use.norm == "max" else error.square().mean(1).sqrt()
+        outside = errors > use.budget
+        if not bool(outside.any()):
+            continue
+        name = f"sequence {span.sequence} ({span.length:,} tokens)"
+        if not is_out:
+            return f"the first wrong state is that of {name}"
+        smallest = FAR_ABOVE * unit_roundoff(output[0].dtype) * exact
+        is_wrong = error.square().mean(1) > smallest.square().mean(1)
+        first = int(outside.byte().argmax())
+        return _beginning_in(name, first, _border(is_wrong.double(), first))
+    return ""
+
+
+def _rows_of_head(output: Output, is_out: bool, head: int) -> Tensor:
+    """(rows, width) in fp64: the positions of out of a single sequence, or its states, flat."""
+    out, states = output
+    return (out[0, :, head] if is_out else states[:, head].flatten(1)).double()
+
+
+def _beginning_in(name: str, first: int, border: int | None) -> str:
+    """name: of the sequence.  first: its first position outside.  border: see `_border`."""
     if border is None:
         return f"the first position outside is {first} of {name}"
     if border == 0:

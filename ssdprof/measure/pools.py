@@ -317,24 +317,34 @@ class Room:
         plain = self.alone(parts, [call.initial(row.read) for _, row in call.live], every=every)
         out = self.run(call, run)
         packed = torch.cat([call.of_row(i, out) for i, _ in call.live])[None]
-        states = torch.empty(plain.final_shape, device=self.device)
-        dropped: list[int] = []
         tokens: list[str] = []
-        slots: list[str] = []
         for i, row in call.live:
-            where = f"call {self.calls}, row {i}"
-            tokens += [f"{where}, token {token}" for token in range(row.tokens)]
-            for token in range(row.tokens) if every else [row.tokens - 1]:
-                if token in row.kept:
-                    states[len(slots)] = call.pool.states[row.kept[token]].float()
-                else:
-                    dropped.append(len(slots))
-                slots.append(f"{where}, slot {row.kept.get(token)}")
-        if dropped:
-            states[dropped] = oracle_output(plain)[1][dropped]
+            tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
+        states, slots = self._kept_states(call, plain, every)
         output = Output(packed, states)
         self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
         return output
+
+    def _kept_states(self, call: PoolCall, plain: Inputs, every: bool) -> tuple[Tensor, list[str]]:
+        """The states after the live rows, (states, heads, ...), as the pool has them now, and the
+        label of each: "call 3, row 1, slot 11".  A state that no slot keeps is the oracle's.
+
+        plain, every: see `alone`.
+        """
+        states = torch.empty(plain.final_shape, device=self.device)
+        labels: list[str] = []
+        dropped: list[int] = []
+        for i, row in call.live:
+            for token in range(0 if every else row.tokens - 1, row.tokens):
+                slot = row.kept.get(token)
+                if slot is None:
+                    dropped.append(len(labels))
+                else:
+                    states[len(labels)] = call.pool.states[slot].float()
+                labels.append(f"call {self.calls}, row {i}, slot {slot}")
+        if dropped:
+            states[dropped] = oracle_output(plain)[1][dropped]
+        return states, labels
 
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """out of the call, after a look at what it must not change."""

@@ -19,6 +19,7 @@ from ssdprof.measure import pools
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.laws import (
     AMPLIFIED_HISTORY,
+    LAWS,
     LONGEST,
     OF_THE_SAME_FORM,
     TURNING_KEYS,
@@ -80,43 +81,44 @@ class Prober:
         if a fault in the implementation made the GPU unusable.
         """
         kind, shape = self._keys(implementation, inputs)
-        new_kind = self._thorough or kind not in self._done
-        new_shape = self._thorough or shape not in self._done
         latest = self._latest.get(implementation.name)
         same_inputs = latest is not None and latest() is inputs
+        is_new_kind = self._thorough or kind not in self._done
+        is_new_shape = self._thorough or shape not in self._done
         self.probed(implementation, inputs)
-        every = self._thorough or implementation.kind != "bundled"
-        skipped = interpreted and not self._thorough
-        names = set()
-        if new_shape and not skipped:
-            names.add(TURNING_KEYS)
-        if every and not same_inputs and not skipped:
-            names.add(AMPLIFIED_HISTORY)
-        if self._only:
-            names &= {self._only}
-        if self._quick:
-            names.clear()
-        if not names and (self._only or not new_kind):
-            return ()
-        trial = self._trial(implementation, inputs, precision, every, interpreted)
-        laws = laws_of(trial)
-        of_kind = new_kind and not self._only
-        if of_kind and skipped:
-            names, laws = set(laws), dict.fromkeys(laws, untested)
-        elif of_kind:
-            names = set(laws) if every else set(OF_THE_SAME_FORM)
+
+        by_every_law = self._thorough or implementation.kind != "bundled"
+        too_slow = interpreted and not self._thorough
+        tests_kind = is_new_kind and not self._only
+        if tests_kind:
+            names = set(LAWS if by_every_law or too_slow else OF_THE_SAME_FORM)
             if self._quick:
                 names &= QUICK
-            elif implementation.isolated:
-                self._isolated.prepare(implementation, list(trial.forms()), precision)
+        else:
+            names = set()
+            if is_new_shape:
+                names.add(TURNING_KEYS)
+            if by_every_law and not same_inputs:
+                names.add(AMPLIFIED_HISTORY)
+            if self._only:
+                names &= {self._only}
+            if self._quick or too_slow:
+                names.clear()
+        if not names:
+            return ()
+
+        trial = self._trial(implementation, inputs, precision, by_every_law, interpreted)
+        if tests_kind and implementation.isolated and not (self._quick or too_slow):
+            self._isolated.prepare(implementation, list(trial.forms()), precision)
         probes: list[Probe] = []
-        for name, law in laws.items():
-            if name in names:
-                probes.append(tested(name, partial(law, trial)))
-                if probes[-1].holds == "no" and keep and trial.latest:
-                    keep(name, *trial.latest[0])
-        if of_kind and not self._quick and pools.applies(implementation, inputs):
-            probes += pools.try_laws(implementation, inputs, precision, quick=skipped)
+        for name, law in laws_of(trial).items():
+            if name not in names:
+                continue
+            probes.append(tested(name, partial(untested if too_slow else law, trial)))
+            if probes[-1].holds == "no" and keep and trial.latest:
+                keep(name, *trial.latest[0])
+        if tests_kind and not self._quick and pools.applies(implementation, inputs):
+            probes += pools.try_laws(implementation, inputs, precision, quick=too_slow)
         return tuple(probes)
 
     def _trial(

@@ -8,7 +8,7 @@ row (one position of a head, or one row of a state), so that rows of any size co
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,43 +139,71 @@ class RoundingTests:
         norm, floor, kernel = (
             self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0))
         )
-        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
         forms = [
             torch.stack([self._sums["rounded", null, k] for k in range(self._exact + DRAWS)])
             for null in nulls
         ]
-        draws = [several[self._exact :] for several in forms]
-        gains = [finite(several[..., :1] / norm[:, :1]) for several in forms]
-        gain = finite(kernel[:, :1] / norm[:, :1])
-        # 1/16: for accumulators that truncate
-        tests = [_worst("gain", *self._gain(gain, gains, unit / 16 + room))]
-        if len(norm) > 1:
-            variance = gains[0][self._exact :].var(0)
-            certain = torch.where(variance > 0, 1 / variance, 0.0)
-            share = certain / certain.sum()
-            means = [(several * share).sum(1, keepdim=True) for several in gains]
-            mean, mean_room = (gain * share).sum(0, keepdim=True), (room * share).sum(0)
-            tests.append(_worst("mean gain", *self._gain(mean, means, unit / 16 + mean_room)))
-        width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
-        parts: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
-        if self._length is not None:
-            parts += [
-                ("slice", self._slice_count, None),
-                *(("period", period, period) for period in PERIODS),
-            ]
-        begin = 1
-        for test, count, period in parts:
-            part = slice(begin, begin + count)
-            begin += count
-            size = norm[:, part]
-            each = [_limit(floor[:, part], several[..., part], size) for several in draws]
-            limit = torch.stack(each).amax(0) / size + (2 * room).square() + (unit / 16) ** 2
-            tests.append(_worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period))
+        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
+        least = unit / 16  # for accumulators that truncate
+        tests = [
+            *self._tests_of_gains(norm, kernel, forms, room, least),
+            *self._tests_of_sizes(norm, floor, kernel, forms, room, least),
+        ]
         worst: dict[str, ErrorTest] = {}
         for result in filter(None, tests):
             if result.test not in worst or result.used > worst[result.test].used:
                 worst[result.test] = result
         return tuple(worst.values())
+
+    def _tests_of_gains(
+        self, norm: Tensor, kernel: Tensor, forms: Sequence[Tensor], room: Tensor, least: float
+    ) -> Iterator[ErrorTest | None]:
+        """Tests of the part of a head by which it is too large, 0 if it is right; then of its mean,
+        in which heads count by the precision with which roundings let their gains be known.
+
+        norm, kernel: sums, (h, sums); forms: (exact + DRAWS, h, sums).  room: (h, 1).
+        """
+        gain = finite(kernel[:, :1] / norm[:, :1])
+        gains = [finite(form[..., :1] / norm[:, :1]) for form in forms]
+        yield _worst("gain", *self._gain(gain, gains, least + room))
+        if len(norm) > 1:
+            variance = gains[0][self._exact :].var(0)
+            certain = torch.where(variance > 0, 1 / variance, 0.0)
+            share = certain / certain.sum()
+            mean = (gain * share).sum(0, keepdim=True)
+            means = [(form * share).sum(1, keepdim=True) for form in gains]
+            yield _worst("mean gain", *self._gain(mean, means, least + (room * share).sum(0)))
+
+    def _tests_of_sizes(
+        self,
+        norm: Tensor,
+        floor: Tensor,
+        kernel: Tensor,
+        forms: Sequence[Tensor],
+        room: Tensor,
+        least: float,
+    ) -> Iterator[ErrorTest | None]:
+        """Tests of the RMS error of a head, of its columns, and of its slices of positions.
+
+        Tensors are those of `_tests_of_gains`.
+        """
+        slices = 0 if self._length is None else self._slice_count + sum(PERIODS)
+        # the test, its number of sums, its period
+        parts: list[tuple[TestName, int, int | None]] = [
+            ("rms", 1, None),
+            ("column", norm.shape[1] - 2 - slices, None),
+        ]
+        if slices:
+            parts.append(("slice", self._slice_count, None))
+            parts += [("period", period, period) for period in PERIODS]
+        begin = 1
+        for test, count, period in parts:
+            part = slice(begin, begin + count)
+            begin += count
+            size = norm[:, part]
+            limits = [_limit(floor[:, part], form[self._exact :, :, part], size) for form in forms]
+            limit = torch.stack(limits).amax(0) / size + (2 * room).square() + least**2
+            yield _worst(test, (kernel[:, part] / size).sqrt(), limit.sqrt(), period)
 
     def _gain(self, ours: Tensor, forms: Sequence[Tensor], room: Tensor) -> tuple[Tensor, Tensor]:
         """How far a gain is from the middle of what roundings explain, and how far it may be.

@@ -435,29 +435,35 @@ def weaknesses(report: Report) -> list[str]:
 
 
 def _single_chunks(report: Report) -> Iterator[str]:
-    """A caveat on each group whose longest sequence is no longer than a chunk."""
+    """A caveat on each group whose longest sequence is no longer than a chunk: "40 tokens are no
+    more than one chunk of 64 or 128: no state is passed on, so the dtype of the states is not
+    tested."
+    """
     for group in groups(report):
-        call, longest = group.call, group.seqlen
-        if call and call.kind == "packed":
-            longest = _longest_packed(report)
-        elif isinstance(group.cases[0].task, Generated) or (
-            call and not (call.kind == "chunk" and call.count == 1)
-        ):
-            continue  # of a bench, or it begins with a state
+        longest = _longest_from_zeros(group, report)
         sizes = {case.dims.chunk_size for case in group.cases if case.dims}
         chunks = sorted(size for size in sizes if size is not None)
-        if chunks and longest <= chunks[0]:
-            what = f"A sequence of at most {fmt.tokens(longest)}" if call else group.tokens
-            are = "are" if call is None and longest > 1 else "is"
-            chunk = f"one chunk of {fmt.words(map(str, chunks), 'or')}"
-            untested = "no state is passed on, so the dtype of the states is not tested"
-            yield f"{what} {are} no more than {chunk}: {untested}."
+        if longest is None or not chunks or longest > chunks[0]:
+            continue
+        if group.call:
+            subject = f"A sequence of at most {fmt.tokens(longest)} is"
+        else:
+            subject = f"{group.tokens} {'is' if longest == 1 else 'are'}"
+        chunk = f"one chunk of {fmt.words(map(str, chunks), 'or')}"
+        untested = "no state is passed on, so the dtype of the states is not tested"
+        yield f"{subject} no more than {chunk}: {untested}."
 
 
-def _longest_packed(report: Report) -> int:
-    """Tokens of the longest packed sequence.  Without lengths: the most there can be, since the
-    sequences of such a recording may begin with states.
-    """
+def _longest_from_zeros(group: Group, report: Report) -> int | None:
+    """Tokens of the longest sequence of a group; None in a bench, and if it begins with a state."""
+    call = group.call
+    if isinstance(group.cases[0].task, Generated):
+        return None
+    if call is None or (call.kind == "chunk" and call.count == 1):
+        return group.seqlen
+    if call.kind != "packed":
+        return None
+    # without lengths the most there can be: sequences of such a recording may begin with states
     lengths = [max(prompt.serving.packed, default=0) for prompt in report.prompts]
     return max(lengths, default=0) or LONGEST_SEQLEN
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
@@ -35,7 +34,8 @@ def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str
     return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, Precision())
 
 
-@pytest.mark.parametrize("make", [ssd, pytest.param(gdn, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ssd, gdn])
 def test_a_good_kernel_passes(make: Any) -> None:
     assert verdict("good", make()) == ("ran", "")
 
@@ -103,9 +103,7 @@ def test_a_process_that_ended_without_a_word() -> None:
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
-    began = time.monotonic()
-    assert verdict("hanging", ssd(), 1.5) == ("failed", "its first call was stopped after 1.5 s")
-    assert time.monotonic() - began < 60
+    assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
 
 
 def test_the_other_process_finds_the_memory_that_torch_only_caches(

@@ -52,6 +52,14 @@ from ssdprof.kernels.registry import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import prepared
+from ssdprof.kernels.stored_states import (
+    NOT_STEPPING,
+    Stepping,
+    hashed_head,
+    stepped,
+    stored_after,
+    stored_state,
+)
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
@@ -64,14 +72,21 @@ STAGES = {
 }
 
 
-def blocks_of(inputs: SSDInputs) -> dict[str, int]:
-    """block_p: slice of P per program, a power of two."""
-    return {"block_p": min(16, int(triton.next_power_of_2(inputs.x.shape[3]))), "num_warps": 2}
+def blocks_of(inputs: SSDInputs, *, whole_state: bool = False) -> dict[str, int]:
+    """block_p: slice of P per program, a power of two.  whole_state: in one program, for a scale of
+    it, with at most 64 numbers of it per thread.
+    """
+    headdim = int(triton.next_power_of_2(inputs.x.shape[3]))
+    if whole_state:
+        state = headdim * int(triton.next_power_of_2(inputs.B.shape[3]))
+        return {"block_p": headdim, "num_warps": max(2, state // (64 * 32))}
+    return {"block_p": min(16, headdim), "num_warps": 2}
 
 
-def _settings(inputs: SSDInputs) -> tuple[int, dict[str, object]]:
+def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dict[str, object]]:
     """The programs of all three kernels, and their compile-time arguments and launch options."""
-    (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
+    (heads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
+    blocks = blocks_of(inputs, whole_state=whole_state)
     return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
         HEADS=heads,
         HEADS_PER_GROUP=inputs.heads_per_group,
@@ -94,10 +109,13 @@ def _own_slice(S: tl.constexpr):
     return sequence, i_h, o_p, o_n, o_p < S.HEADDIM, o_n < S.DSTATE
 
 
-@triton.jit(do_not_specialize=["seqlen"])
-def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
+@triton.jit(do_not_specialize=["seqlen", "seed"])
+def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl.constexpr):
     """One slice of P of one head of one sequence of `ssd_recurrent`, token after token, with the
     state in registers.
+
+    FORMAT: that of the states of a call step by step, whose table of slots has a column for the
+    initial state, too; None: they are not rounded.
     """
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr,
@@ -158,6 +176,12 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
                 writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
                 final_row = tl.load(writes_ptr)
             m_final = tl.where((final_row >= 0) & (length > 0), m_state, False)
+    if S.FORMAT is not None:
+        key, elements = hashed_head(seed, sequence, i_h), o_p[:, None] * S.DSTATE + o_n[None, :]
+        state = stored_state(state, key, 0, elements, 1, S.FORMAT)
+        index = (final_row, i_h, o_p[:, None], o_n[None, :])
+        store_at(final_states_ptr, final_states_strides, index, state, mask=m_state)
+        writes_ptr += writes_strides[1]
 
     # stage recurrence
     for t in range(0, length):
@@ -178,6 +202,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         if S.EVERY_STATE:
             row = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
             store_at(final_states_ptr, final_states_strides, row, state, mask=m_state)
+        if S.FORMAT is not None:
+            state = stored_after(state, t + 1, length, key, elements, 1, S)
         if len(writes_strides) == 2:
             new = tl.load(writes_ptr + step * writes_strides[1])
             at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
@@ -190,16 +216,25 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         store_at(final_states_ptr, final_states_strides, row, state, mask=m_final)
 
 
-def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
+def recurrent_launch(
+    inputs: SSDInputs, *, in_place: bool = False, stepping: Stepping = NOT_STEPPING
+) -> PreparedLaunch:
     """The launch of a call, for all inputs of one signature.  in_place: as of `ssd_recurrent`."""
     new = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
-    scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
-    programs, options = _settings(inputs)
-    options |= dict(EVERY_STATE=bool(inputs.state_every), IN_PLACE=in_place)
+    scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit), stepping.seed)
+    programs, options = _settings(inputs, whole_state=stepping.whole_state)
+    options |= dict(
+        EVERY_STATE=bool(inputs.state_every),
+        IN_PLACE=in_place,
+        FORMAT=stepping.constants,
+        STEP=stepping.step,
+    )
     launcher = Launcher(_ssd_recurrent_kernel, scalars, options)
-    return prepared(launcher, programs, inputs, _tensors, {}, in_place=in_place)
+    return prepared(
+        launcher, programs, inputs, _tensors, {}, in_place=in_place, out_dtype=stepping.out_dtype
+    )
 
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -232,6 +267,17 @@ def ssd_recurrent(
         )
     refuse_gradient("recurrent", _tensors(inputs))
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
+
+
+def _step_on_pool(inputs: SSDInputs, stepping: Stepping) -> SSDOutput:
+    """A call on the pool of `stored_states.on_pool`."""
+    refuse_gradient("recurrent", _tensors(inputs))
+    return kept(_launches, (inputs.signature, stepping), _prepare_steps, inputs, stepping)(inputs)
+
+
+def _prepare_steps(inputs: SSDInputs, stepping: Stepping) -> PreparedLaunch:
+    _refuse_unsupported("recurrent", inputs)
+    return recurrent_launch(inputs, in_place=True, stepping=stepping)
 
 
 def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
@@ -361,6 +407,7 @@ register(
         keeps=keeps_every_state,
         pools=True,
         in_place=partial(ssd_recurrent, in_place=True),
+        stepped=partial(stepped, _step_on_pool),
         batch_invariant=True,
     )
 )
