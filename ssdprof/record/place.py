@@ -19,7 +19,7 @@ class FunctionCall:
         What the function overwrites is a copy.
     result: what the function returned -> out, in the shape of the values, and the final states of
         the call's sequences as `inputs` has the initial ones, read from the pool if the function
-        wrote them there; None if there are none.  Of a verification, whose inputs have
+        wrote them there; None if there are none.  In a verification, whose inputs have
         `state_every` 1: (tokens, ...), the state after each token.
     slots: (sequences) of the pool; -1 is padding, which servers do not compute.  Its states are 0,
         and of steps its out, too.
