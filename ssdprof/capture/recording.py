@@ -2,10 +2,10 @@
 
 flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
 safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
-               operator's own names
+               operator's own names; or files that say this themselves: those of `ssdprof record`
 
-Calls are in the order in which their process made them, and name no layer: a forward pass calls
-every layer once, on the same sequences.  docs/serving.md describes both.
+Calls are in the order in which their process made them.  Where they name no layer, a forward pass
+calls every layer once, on the same sequences.  docs/from-a-server.md describes all.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -47,7 +48,7 @@ MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
 _OUTPUT = ("out", "final_states")
-_AGAIN = "Record again: docs/serving.md says how."
+_AGAIN = "Record again: docs/from-a-server.md says how."
 _METADATA_BYTES = 1 << 24
 
 
@@ -55,6 +56,8 @@ _METADATA_BYTES = 1 << 24
 class _Call:
     """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
     load: gives inputs and output.
+    layer: its name; empty if it is not known.  number: among the calls of the layer; None if calls
+    may be missing before this one.
     """
 
     operator: str
@@ -62,6 +65,12 @@ class _Call:
     shape: tuple[int, int]
     identity: str
     load: Callable[[], Recorded]
+    layer: str = ""
+    number: int | None = None
+
+
+# the calls of a forward pass, in order, by their layers
+_Pass: TypeAlias = "tuple[tuple[LayerRef, _Call], ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +82,15 @@ class ServerCalls:
     """
 
     ref: CheckpointRef
-    passes: tuple[tuple[_Call, ...], ...]
+    passes: tuple[_Pass, ...]
     left_out: str
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """One for each number of tokens."""
-        identity = "".join(call.identity for call in chain.from_iterable(self.passes))
+        identity = "".join(call.identity for _, call in chain.from_iterable(self.passes))
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        counts = Counter(calls[0].shape[0] for calls in self.passes)
+        counts = Counter(calls[0][1].shape[0] for calls in self.passes)
         return tuple(
             Prompt(
                 kind="recorded",
@@ -98,9 +107,12 @@ class ServerCalls:
         MissingCapabilityError.
         """
         chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
+        last: dict[tuple[str, int], int] = {}  # number of the last call, by process and layer
         for number, calls in enumerate(self.passes, 1):
-            # the last pass of a process may be cut off
-            for layer, call in zip(self.ref.layers, calls, strict=False):
+            for layer, call in calls:
+                before = last.get((call.process, layer.index), -1)
+                if call.number is not None:
+                    last[call.process, layer.index] = call.number
                 if layer.index in chosen:
                     tokens, count = call.shape
                     which = CallRef(
@@ -123,17 +135,20 @@ class ServerCalls:
                         served=served,
                         slots=slots,
                         remark=remark,
+                        gap=call.number not in (None, before + 1),
                     )
 
 
-def open_recording(folder: Path, kind: Format) -> ServerCalls:
-    """Read the metadata of all calls, and no tensors.
+def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
+    """Read the metadata of all calls, and no tensors.  name: of the recording; by default the
+    folder's.
 
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
     forward pass.
     """
     calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
-    passes, incomplete = _passes(calls)
+    are_named = all(call.layer for call in calls)
+    passes, incomplete = _named_passes(calls) if are_named else _counted_passes(calls)
     out = [
         f"{plural(number, CALL)} {what}"
         for what, number in (*sorted(others.items()), *incomplete.items())
@@ -143,15 +158,13 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
         )
-    longest = max(passes, key=len)
     layers = tuple(
-        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
-        for index, call in enumerate(longest)
+        sorted({layer for calls in passes for layer, _ in calls}, key=attrgetter("index"))
     )
     ref = CheckpointRef(
         requested=str(folder),
         source="local",
-        repo_id=folder.resolve().name or "recording",
+        repo_id=name or folder.resolve().name or "recording",
         revision=None,
         model_type=f"recorded by {source}",
         layers=layers,
@@ -160,7 +173,37 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[str]]:
+def _named_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
+    """Forward passes of calls that name their layers: a pass ends where its process does, where
+    other sequences begin, and before a layer that it has already.  Nothing is left out.
+    """
+    operators_of = {call.layer: call.operator for call in calls}
+    names = sorted(operators_of, key=_by_numbers)
+    layers = {
+        name: LayerRef(
+            index=index,
+            name=f"layer {name}" if name.isdecimal() else name,
+            operator=operators_of[name],
+        )
+        for index, name in enumerate(names)
+    }
+    passes: list[dict[LayerRef, _Call]] = []
+    before: tuple[str, tuple[int, int]] | None = None
+    for call in calls:
+        layer, same = layers[call.layer], (call.process, call.shape)
+        if same != before or layer in passes[-1]:
+            passes.append({})
+        passes[-1][layer] = call
+        before = same
+    return [tuple(calls.items()) for calls in passes], Counter()
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A key by which "layers.9" comes before "layers.10"."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _counted_passes(calls: Iterable[_Call]) -> tuple[list[_Pass], Counter[str]]:
     """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
     of no whole pass.
     """
@@ -185,7 +228,12 @@ def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[st
         if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
             left_out["of a warm-up"] += len(of_process.pop(0))
         passes += of_process
-    return passes, left_out
+    longest: tuple[_Call, ...] = max(passes, key=len, default=())
+    refs = [
+        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
+        for index, call in enumerate(longest)
+    ]
+    return [tuple(zip(refs, calls, strict=False)) for calls in passes], left_out
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
@@ -346,30 +394,50 @@ def _load_flashinfer(
 
 
 def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """As `_flashinfer`."""
-    operator, source, arguments = _reading(folder / MANIFEST, _description)
-    first = operators.get(operator).inputs.FIRST
-    calls = [
-        _Call(
-            operator=operator,
-            process=file.stem.rpartition("_")[0],
-            shape=_reading(file, _shape, first),
-            identity=f"{file.name} {operator} {source} {arguments}",
-            load=partial(_reading, file, _load_safetensors, operator, arguments),
+    """As `_flashinfer`.  Files that say nothing of themselves are as `recording.json` says."""
+    files = sorted(folder.glob("*_*.safetensors"))
+    texts = [_reading(file, _text_of_call) for file in files]
+    described: dict[str, Any] = {}
+    if not all(texts) or not files:
+        described = _reading(folder / MANIFEST, _description)
+    calls, sources = [], dict.fromkeys([str(described["source"])] if described else [])
+    for file, text in zip(files, texts, strict=True):
+        call = _reading(file, partial(_described, text=text)) if text else described
+        operator, arguments = call["operator"], dict(call.get("arguments", {}))
+        sources[call["source"]] = None
+        calls.append(
+            _Call(
+                operator=operator,
+                process=file.stem.rpartition("_")[0],
+                shape=_reading(file, _shape, operators.get(operator).inputs.FIRST),
+                identity=f"{file.name} {operator} {call['source']} {arguments}",
+                load=partial(_reading, file, _load_safetensors, operator, arguments),
+                layer=str(call.get("layer", "")),
+                number=call.get("number"),
+            )
         )
-        for file in sorted(folder.glob("*_*.safetensors"))
-    ]
-    return calls, Counter(), source
+    return calls, Counter(), words(sources)
 
 
-def _description(path: Path) -> tuple[str, str, dict[str, Any]]:
-    """Operator, source, and its scalar arguments.  Raises errors of any class."""
-    description = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
-    operator = description["operator"]
-    if operator not in operators.names():
-        raise ValueError(f"there is no operator {operator!r}")
-    source = str(description.get("source", "a server"))
-    return operator, source, dict(description.get("arguments", {}))
+def _text_of_call(file: Path) -> str:
+    """What a file says of its call, in JSON; empty if nothing."""
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        metadata: dict[str, str] = opened.metadata() or {}
+    return metadata.get("call", "")
+
+
+def _description(path: Path) -> dict[str, Any]:
+    return _described(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+
+
+def _described(_path: Path, *, text: str) -> dict[str, Any]:
+    """Operator, source, scalar arguments, and perhaps the layer and the number of its calls before.
+    Raises errors of any class.
+    """
+    description = parse_json(text)
+    if description["operator"] not in operators.names():
+        raise ValueError(f"there is no operator {description['operator']!r}")
+    return {"source": "a server", **description}
 
 
 def _shape(file: Path, first: str) -> tuple[int, int]:

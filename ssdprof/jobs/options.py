@@ -407,7 +407,7 @@ class CaptureOptions(ServedModelOptions):
     recorded: Literal["flashinfer", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/serving.md.",
+        "MODEL is a folder that a server wrote: see docs/from-a-server.md.",
         "--from",
         shown="a model",
     )
@@ -421,6 +421,40 @@ class CaptureOptions(ServedModelOptions):
     force: bool = flag("--force", "Replace a complete capture in DIR.")
     dry_run: DryRunOption = False
     json: Json = False
+
+
+@options
+class RecordOptions:
+    """Run a program, such as a server, and store the calls of SSD, GDN and KDA operators in it, for
+    'ssdprof run DIR'.
+
+    The program runs as without; the exit code is its own.
+    """
+
+    program: list[str] = field(
+        metadata={"typer": typer.Argument(metavar="COMMAND...", help="After --: vllm serve MODEL.")}
+    )
+    operators: str = option("ssd,gdn,kda", "O[,O...]", "Operators that are recorded.")
+    when: Literal["always", "nonfinite", "wrong"] = option(
+        "always",
+        "",
+        "Store every call; those of a layer up to the first with an output that is not finite; or "
+        "those outside the budget, of a sample that is computed again.",
+    )
+    keep: int = option(
+        2, "N", "Calls of the layer to store before the one that went wrong.", min=0, max=1000
+    )
+    max_gb: float = option(
+        50, "G", "Stop recording in a process after so many gigabytes.", min=0.001
+    )
+    max_calls: int = option(10_000, "N", "Stop recording in a process after N calls.", min=1)
+    max_delay: float = option(
+        0, "MS", "How long a call may wait for room; without room it is not recorded.", min=0
+    )
+    out: Path = field(
+        metadata={"typer": info("DIR", "Folder of the captures.", "--out", parser=path)}
+    )
+    force: bool = flag("--force", "Overwrite a complete capture in DIR.")
 
 
 @options

@@ -137,5 +137,5 @@ def _reshaped(name: str, gate: Tensor, shape: tuple[int, ...]) -> Tensor:
     if gate.ndim == len(shape) and len(gate) == shape[0]:
         gate = gate[:, : shape[1]]
     if gate.numel() != math.prod(shape):
-        raise ValueError(f"{name} is {tuple(gate.shape)}, not {shape}")
+        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(gate.shape)}")
     return gate.reshape(shape)

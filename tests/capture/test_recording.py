@@ -196,7 +196,7 @@ def test_every_process_has_its_own_passes(dump: Path) -> None:
         shutil.copytree(call(dump, number), place)
         edit(place, lambda metadata: metadata.update(process_id=610))
     recorded = open_recording(dump, "flashinfer")
-    assert [[call.process for call in calls] for calls in recorded.passes] == [
+    assert [[call.process for _, call in calls] for calls in recorded.passes] == [
         ["609"] * 2,
         ["609"],
         ["610"] * 2,
@@ -272,7 +272,7 @@ def test_a_damaged_recording_is_refused(
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
-    assert "docs/serving.md" in answer.err
+    assert "docs/from-a-server.md" in answer.err
     assert "internal" not in answer.err
 
 
