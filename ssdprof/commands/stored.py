@@ -184,9 +184,6 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 # --- case
 
-_OF_OUTPUT = ("json", "full", "dry_run", "prefill", "stalls")  # options that no function has
-
-
 _SCRIPT = """{title}
 
 import pathlib, torch, ssdprof

@@ -292,7 +292,7 @@ class ModelOptions:
         "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
     )
     yes: bool = flag("--yes", "Download more than 10 GB without asking.")
-    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = derived(None)
+    placement: PlacementOption = derived(None)
     batch: int = derived(1)
     packed: Tokens | None = derived(None)
     chunk: int | None = derived(None)
