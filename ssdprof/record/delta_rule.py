@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.operators.late import torch
@@ -42,7 +42,7 @@ def bind(per_channel: bool, step: bool, given: Mapping[str, Any]) -> FunctionCal
         "cu_seqlens": cu_seqlens,
         "state_every": int(states.every),
     }
-    gates = _Gates.of(given, per_channel, inputs)
+    activate = _take_gates(inputs, given, per_channel)
 
     def result(returned: Any) -> tuple[Tensor, Tensor | None]:
         several = isinstance(returned, tuple | list)
@@ -53,7 +53,7 @@ def bind(per_channel: bool, step: bool, given: Mapping[str, Any]) -> FunctionCal
         out = states.live(out.reshape(v.shape).to(v.dtype))
         return out, states.final(final)
 
-    return FunctionCall(inputs=inputs, result=result, slots=states.slots, activate=gates.activated)
+    return FunctionCall(inputs=inputs, result=result, slots=states.slots, activate=activate)
 
 
 def _rows(given: Mapping[str, Any], pool: Tensor | None) -> tuple[Tensor, ...]:
@@ -69,65 +69,66 @@ def _rows(given: Mapping[str, Any], pool: Tensor | None) -> tuple[Tensor, ...]:
     return q, k, v.unflatten(-1, (value_heads, value_dim))
 
 
-@dataclass(frozen=True)
-class _Gates:
-    """What a function does to its g and beta."""
+def _take_gates(
+    inputs: dict[str, Any], given: Mapping[str, Any], per_channel: bool
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Adds g and beta to the inputs, and what they need.  Returns what activates them."""
+    q, v = inputs["q"], inputs["v"]
+    tokens = v.shape[:3]
+    for name, shape, without in (
+        ("g", (*tokens, q.shape[3]) if per_channel else tokens, v.new_zeros),
+        ("beta", tokens, v.new_ones),
+    ):
+        gate = given.get(name)
+        inputs[name] = without(shape) if gate is None else _reshaped(name, gate, shape)
+    A_log, bound = given.get("A_log"), given.get("lower_bound")
+    raw = bool(given.get("raw_gate", A_log is not None))
+    if raw:
+        inputs |= {"A_log": A_log, "dt_bias": given.get("dt_bias")}
+    if not per_channel or given.get("bounded", True) not in (True, "bounded"):
+        bound = None
+    elif "bounded" in given and bound is None:
+        bound = _LOWER_BOUND
+    return partial(
+        _activated,
+        lower_bound=bound,
+        linear=given.get("domain") == "linear" and not raw and given.get("g") is not None,
+        raw_beta=bool(given.get("raw_beta")),
+        doubled=bool(given.get("doubled")),
+    )
 
-    raw: bool
-    linear: bool
-    lower_bound: float | None
-    raw_beta: bool
-    doubled: bool
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any], per_channel: bool, inputs: dict[str, Any]) -> _Gates:
-        """Adds g and beta, and what they need, to the inputs."""
-        q, v = inputs["q"], inputs["v"]
-        tokens = v.shape[:3]
-        for name, shape, without in (
-            ("g", (*tokens, q.shape[3]) if per_channel else tokens, v.new_zeros),
-            ("beta", tokens, v.new_ones),
-        ):
-            gate = given.get(name)
-            inputs[name] = without(shape) if gate is None else _reshaped(name, gate, shape)
-        A_log, bound = given.get("A_log"), given.get("lower_bound")
-        raw = bool(given.get("raw_gate", A_log is not None))
-        if raw:
-            inputs |= {"A_log": A_log, "dt_bias": given.get("dt_bias")}
-        if given.get("bounded", True) not in (True, "bounded"):
-            bound = None
-        elif "bounded" in given and bound is None:
-            bound = _LOWER_BOUND
-        return cls(
-            raw=raw,
-            linear=given.get("domain") == "linear" and not raw and given.get("g") is not None,
-            lower_bound=bound if per_channel else None,
-            raw_beta=bool(given.get("raw_beta")),
-            doubled=bool(given.get("doubled")),
-        )
+def _activated(
+    inputs: dict[str, Any],
+    *,
+    lower_bound: float | None,
+    linear: bool,
+    raw_beta: bool,
+    doubled: bool,
+) -> dict[str, Any]:
+    """As `FunctionCall.activate`.  Gates are raw if the inputs have an A_log, None counting as 0.
 
-    def activated(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """As `FunctionCall.activate`."""
-        inputs = dict(inputs)
-        g, beta = inputs["g"], inputs["beta"]
-        if self.raw:
-            A_log, bias = inputs.pop("A_log"), inputs.pop("dt_bias")
-            g = g.float()
-            if bias is not None:
-                g = g + bias.float().reshape(g.shape[2:])
-            if A_log is None:
-                amplitude = torch.ones((), device=g.device)
-            else:
-                amplitude = A_log.float().exp().reshape(-1, *(1 for _ in g.shape[3:]))
-            if self.lower_bound is None:
-                g = -amplitude * torch.nn.functional.softplus(g)
-            else:
-                g = self.lower_bound * (amplitude * g).sigmoid()
-        elif self.linear:
-            g = g.log()
-        if self.raw_beta:
-            beta = beta.float().sigmoid() * (2 if self.doubled else 1)
-        return inputs | {"g": g, "beta": beta}
+    linear: g is the decay.  The others are as in `signature.py`.
+    """
+    inputs = dict(inputs)
+    g, beta = inputs["g"], inputs["beta"]
+    if "A_log" in inputs:
+        A_log, bias = inputs.pop("A_log"), inputs.pop("dt_bias")
+        g = g.float()
+        if bias is not None:
+            g = g + bias.float().reshape(g.shape[2:])
+        amplitude = torch.ones((), device=g.device)
+        if A_log is not None:
+            amplitude = A_log.float().exp().reshape(-1, *(1 for _ in g.shape[3:]))
+        if lower_bound is None:
+            g = -amplitude * torch.nn.functional.softplus(g)
+        else:
+            g = lower_bound * (amplitude * g).sigmoid()
+    elif linear:
+        g = g.log()
+    if raw_beta:
+        beta = beta.float().sigmoid() * (2 if doubled else 1)
+    return inputs | {"g": g, "beta": beta}
 
 
 def _reshaped(name: str, gate: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from ssdprof.record import delta_rule, selective_scan
 from ssdprof.record.place import FunctionCall, Phase, Place
-from ssdprof.record.signature import Signature, signatures
+from ssdprof.record.signature import Signature, arguments_of, signatures
 
 # (whether the function is for a step, arguments by our names) -> the call
 _BIND: dict[str, Callable[[bool, Mapping[str, Any]], FunctionCall | None]] = {
@@ -29,7 +29,7 @@ def _bind(
     for name in _REFUSED:
         if arguments.get(name) is not None and arguments[name] is not False:
             raise ValueError(f"a call with {name} is not recorded")
-    call = _BIND[operator](phase != "prompt", signature.arguments(arguments))
+    call = _BIND[operator](phase != "prompt", arguments_of(signature, arguments))
     layer = arguments.get("layer_id")
     if call is not None and layer is not None:
         call.layer = str(layer)
@@ -51,7 +51,7 @@ def _places() -> Iterator[Place]:
                         function=function,
                         operator=entry["operator"],
                         phase=phase,
-                        parameters=tuple(known[name].reads.values()),
+                        parameters=tuple(known[name]["reads"].values()),
                         bind=partial(_bind, known[name], entry["operator"], phase),
                     )
 

@@ -23,45 +23,25 @@ kept, kept_packed, tracked
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-
-@dataclass(frozen=True)
-class Signature:
-    """reads, may, owner: our name -> the parameter, the parameter of some versions, the attribute
-    of `self`.  fixed: our name -> what is no argument.
-    """
-
-    reads: Mapping[str, str] = field(default_factory=dict)
-    may: Mapping[str, str] = field(default_factory=dict)
-    owner: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-
-    def arguments(self, by_parameter: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by our names.  ValueError if `self` lacks an attribute."""
-        named = {**self.may, **self.reads}.items()
-        given = {ours: by_parameter[name] for ours, name in named if name in by_parameter}
-        for ours, name in self.owner.items():
-            if not hasattr(by_parameter["self"], name):
-                raise ValueError(f"a layer without {name} is not recorded")
-            given[ours] = getattr(by_parameter["self"], name)
-        return {**self.fixed, **given}
+# "reads", "may", "owner": our name -> the parameter, the parameter of some versions, the attribute
+# of `self`; "fixed": our name -> what is no argument
+Signature: TypeAlias = dict[str, dict[str, Any]]
+_NAMES = ("reads", "may", "owner")
 
 
 def signatures(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Signature]:
     """All signatures of `places.toml`, in whose order each is like earlier ones."""
     known: dict[str, Signature] = {}
     for name, entry in table.items():
-        parts = [known[part] for part in entry.get("like", "").split()]
-        words = Signature(*(dict(_pairs(entry.get(key, ""))) for key in ("reads", "may", "owner")))
-        parts.append(Signature(words.reads, words.may, words.owner, entry.get("fixed", {})))
-        known[name] = Signature(
-            *(
-                {ours: value for part in parts for ours, value in getattr(part, kind).items()}
-                for kind in ("reads", "may", "owner", "fixed")
-            )
-        )
+        known[name] = signature = {kind: {} for kind in (*_NAMES, "fixed")}
+        for like in entry.get("like", "").split():
+            for kind, values in known[like].items():
+                signature[kind] |= values
+        for kind in _NAMES:
+            signature[kind] |= _pairs(entry.get(kind, ""))
+        signature["fixed"] |= entry.get("fixed", {})
     return known
 
 
@@ -70,3 +50,14 @@ def _pairs(words: str) -> Iterator[tuple[str, str]]:
     for word in words.split():
         ours, _, parameter = word.partition("=")
         yield ours, parameter or ours
+
+
+def arguments_of(signature: Signature, by_parameter: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by our names.  ValueError if `self` lacks an attribute."""
+    named = {**signature["may"], **signature["reads"]}.items()
+    given = {ours: by_parameter[name] for ours, name in named if name in by_parameter}
+    for ours, name in signature["owner"].items():
+        if not hasattr(by_parameter["self"], name):
+            raise ValueError(f"a layer without {name} is not recorded")
+        given[ours] = getattr(by_parameter["self"], name)
+    return {**signature["fixed"], **given}
