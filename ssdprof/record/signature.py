@@ -35,7 +35,8 @@ def signatures(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Signature]:
     """All signatures of `places.toml`, in whose order each is like earlier ones."""
     known: dict[str, Signature] = {}
     for name, entry in table.items():
-        known[name] = signature = {kind: {} for kind in (*_NAMES, "fixed")}
+        signature: Signature = {kind: {} for kind in (*_NAMES, "fixed")}
+        known[name] = signature
         for like in entry.get("like", "").split():
             for kind, values in known[like].items():
                 signature[kind] |= values
