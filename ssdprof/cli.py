@@ -180,6 +180,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.model:run"),
     runs: (),
     options.CaptureOptions: ("jobs.target:capture", "commands.model:capture"),
+    options.RecordOptions: ("jobs.record:record", "commands.record:record"),
     options.AccuracyOptions: ("commands.stored:accuracy",),
     options.AnswersOptions: ("jobs.target:answers", "commands.model:answers"),
     options.ExportOptions: ("commands.stored:export",),

@@ -142,7 +142,7 @@ def test_every_command_line_in_the_documents_exists(file: Path) -> None:
         r"^```\w*\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     for line in (line.strip() for block in blocks for line in block.splitlines()):
-        for call in re.findall(r"(?:^|&& |\$ |-m )ssdprof ([^-].*?)(?= &&|$)", line):
+        for call in re.findall(r"(?:^|&& |\$ |-m )ssdprof ([^-].*?)(?= &&| -- |$)", line):
             command, *words = call.split()
             assert command in COMMANDS, line
             unknown = {

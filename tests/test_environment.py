@@ -212,8 +212,10 @@ def test_ncu_is_found_where_the_toolkit_puts_it(
     assert doctor._ncu().detail.startswith("does not run")
 
 
-@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"])
-@pytest.mark.parametrize("command", ["doctor", "run demo --dry-run"])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("HF_HUB_DOWNLOAD_TIMEOUT", "doctor"), ("HF_HUB_ETAG_TIMEOUT", "run demo --dry-run")],
+)
 def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str) -> None:
     """In a process of its own: the client reads its variables when it is imported."""
     done = subprocess.run(

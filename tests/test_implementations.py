@@ -94,6 +94,7 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
     ]
 
 
+@pytest.mark.usefixtures("not_isolated")
 def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path) -> None:
     write_example(here)
     words = "--decode 1 --impl my_kernels:my_gdn_step"
@@ -365,16 +366,6 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     assert "Compared with other" in shown
     assert "baseline other, which the others are compared with" in shown
     assert "unfused ssdprof's own kernels with one launch per stage fused" in shown
-
-
-@pytest.mark.usefixtures("judged_once")
-def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    library(monkeypatch, "sloppy", sloppy)
-    words = f"run demo {SHORT} --impl sloppy,bad_kernels:good --gate"
-    passing(words, "rms:1.0001")
-    shown = ending(1, words, "rms:0.5").shown
-    assert "layer 0, 40 tokens, bad_kernels:good, exact, fp32 states: " in shown
-    assert "layer 0, 40 tokens, sloppy" not in shown
 
 
 # --- accuracy

@@ -43,6 +43,7 @@ class CapturedLayer:
     remark: one sentence if the inputs differ from what the config says
     served: the output that a server recorded; final states in any dtype
     slots: of the sequences, in the server's pool of states; empty if they are not known
+    gap: whether calls of the layer may be missing before this one
     """
 
     layer: LayerRef
@@ -51,6 +52,7 @@ class CapturedLayer:
     call: CallRef | None = None
     served: Output | None = None
     slots: tuple[int, ...] = ()
+    gap: bool = False
 
 
 OnLayer = Callable[[CapturedLayer], object]

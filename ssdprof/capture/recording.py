@@ -1,11 +1,13 @@
 """Reads what a server wrote of its operators' calls as a capture, its outputs included.
 
-flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
-safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
-               operator's own names
+flashinfer          the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
+safetensors         `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
+                    operator's own names; or files that say this themselves: those of `ssdprof
+                    record`
+flashinfer-bench    definitions and workloads, which have no outputs; each becomes a layer
 
-Calls are in the order in which their process made them, and name no layer: a forward pass calls
-every layer once, on the same sequences.  docs/serving.md describes both.
+Calls are in the order in which their process made them.  Where they name no layer, a forward pass
+calls every layer once, on the same sequences.  docs/from-a-server.md describes all.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import math
+import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter, index, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -29,10 +33,17 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    library_message,
+    printable,
+)
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
@@ -42,19 +53,21 @@ from ssdprof.operators.tensors import dtype_name
 T = TypeVar("T")
 # inputs, what the server computed, and the slots of the sequences in its pool of states
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
-Format = Literal["flashinfer", "safetensors"]
+Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
 _OUTPUT = ("out", "final_states")
-_AGAIN = "Record again: docs/serving.md says how."
+_AGAIN = "Record again: docs/from-a-server.md says how."
 _METADATA_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
-    load: gives inputs and output.
+    process: empty for a workload, which has no output.  load: gives inputs and output.
+    layer: its name; empty if it is not known.  number: among the calls of the layer; None if calls
+    may be missing before this one.
     """
 
     operator: str
@@ -62,6 +75,12 @@ class _Call:
     shape: tuple[int, int]
     identity: str
     load: Callable[[], Recorded]
+    layer: str = ""
+    number: int | None = None
+
+
+# the calls of a forward pass, in order, by their layers
+_Pass: TypeAlias = "tuple[tuple[LayerRef, _Call], ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +92,15 @@ class ServerCalls:
     """
 
     ref: CheckpointRef
-    passes: tuple[tuple[_Call, ...], ...]
+    passes: tuple[_Pass, ...]
     left_out: str
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
         """One for each number of tokens."""
-        identity = "".join(call.identity for call in chain.from_iterable(self.passes))
+        identity = "".join(call.identity for _, call in chain.from_iterable(self.passes))
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        counts = Counter(calls[0].shape[0] for calls in self.passes)
+        counts = Counter(calls[0][1].shape[0] for calls in self.passes)
         return tuple(
             Prompt(
                 kind="recorded",
@@ -98,9 +117,12 @@ class ServerCalls:
         MissingCapabilityError.
         """
         chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
+        last: dict[tuple[str, int], int] = {}  # number of the last call, by process and layer
         for number, calls in enumerate(self.passes, 1):
-            # the last pass of a process may be cut off
-            for layer, call in zip(self.ref.layers, calls, strict=False):
+            for layer, call in calls:
+                before = last.get((call.process, layer.index), -1)
+                if call.number is not None:
+                    last[call.process, layer.index] = call.number
                 if layer.index in chosen:
                     tokens, count = call.shape
                     which = CallRef(
@@ -113,7 +135,7 @@ class ServerCalls:
                     inputs, served, slots = call.load()
                     remark = (
                         ""
-                        if served
+                        if served or not call.process
                         else f"No output of {layer.name} was recorded in pass {number}."
                     )
                     yield CapturedLayer(
@@ -123,17 +145,20 @@ class ServerCalls:
                         served=served,
                         slots=slots,
                         remark=remark,
+                        gap=call.number not in (None, before + 1),
                     )
 
 
-def open_recording(folder: Path, kind: Format) -> ServerCalls:
-    """Read the metadata of all calls, and no tensors.
+def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
+    """Read the metadata of all calls, and no tensors.  name: of the recording; by default the
+    folder's.
 
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
     forward pass.
     """
-    calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
-    passes, incomplete = _passes(calls)
+    calls, others, source = _READERS[kind](folder)
+    are_named = all(call.layer for call in calls)
+    passes, incomplete = _named_passes(calls) if are_named else _counted_passes(calls)
     out = [
         f"{plural(number, CALL)} {what}"
         for what, number in (*sorted(others.items()), *incomplete.items())
@@ -143,15 +168,13 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
         )
-    longest = max(passes, key=len)
     layers = tuple(
-        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
-        for index, call in enumerate(longest)
+        sorted({layer for calls in passes for layer, _ in calls}, key=attrgetter("index"))
     )
     ref = CheckpointRef(
         requested=str(folder),
         source="local",
-        repo_id=folder.resolve().name or "recording",
+        repo_id=name or folder.resolve().name or "recording",
         revision=None,
         model_type=f"recorded by {source}",
         layers=layers,
@@ -160,7 +183,37 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[str]]:
+def _named_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
+    """Forward passes of calls that name their layers: a pass ends where its process does, where
+    other sequences begin, and before a layer that it has already.  Nothing is left out.
+    """
+    operators_of = {call.layer: call.operator for call in calls}
+    names = sorted(operators_of, key=_by_numbers)
+    layers = {
+        name: LayerRef(
+            index=index,
+            name=f"layer {name}" if name.isdecimal() else name,
+            operator=operators_of[name],
+        )
+        for index, name in enumerate(names)
+    }
+    passes: list[dict[LayerRef, _Call]] = []
+    before: tuple[str, tuple[int, int]] | None = None
+    for call in calls:
+        layer, same = layers[call.layer], (call.process, call.shape)
+        if same != before or layer in passes[-1]:
+            passes.append({})
+        passes[-1][layer] = call
+        before = same
+    return [tuple(calls.items()) for calls in passes], Counter()
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A key by which "layers.9" comes before "layers.10"."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _counted_passes(calls: Iterable[_Call]) -> tuple[list[_Pass], Counter[str]]:
     """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
     of no whole pass.
     """
@@ -185,7 +238,12 @@ def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], Counter[st
         if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
             left_out["of a warm-up"] += len(of_process.pop(0))
         passes += of_process
-    return passes, left_out
+    longest: tuple[_Call, ...] = max(passes, key=len, default=())
+    refs = [
+        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
+        for index, call in enumerate(longest)
+    ]
+    return [tuple(zip(refs, calls, strict=False)) for calls in passes], left_out
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
@@ -235,13 +293,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room
     for it twice.
     """
-    size, room = regular(file, math.inf).stat().st_size, host_memory()
-    if 2 * size > room:
-        raise MissingCapabilityError(
-            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
-            "twice.",
-            "Record with a smaller pool of states, or read it on a larger machine.",
-        )
+    _check_room(file, regular(file, math.inf).stat().st_size)
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -249,6 +301,15 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
         raise ValueError(f"{file.name} holds no table of tensors")
     return content
+
+
+def _check_room(file: Path, size: int) -> None:
+    if 2 * size > (room := host_memory()):
+        raise MissingCapabilityError(
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
+            "twice.",
+            "Record with a smaller pool of states, or read it on a larger machine.",
+        )
 
 
 # --- FlashInfer's recorder
@@ -346,30 +407,50 @@ def _load_flashinfer(
 
 
 def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
-    """As `_flashinfer`."""
-    operator, source, arguments = _reading(folder / MANIFEST, _description)
-    first = operators.get(operator).inputs.FIRST
-    calls = [
-        _Call(
-            operator=operator,
-            process=file.stem.rpartition("_")[0],
-            shape=_reading(file, _shape, first),
-            identity=f"{file.name} {operator} {source} {arguments}",
-            load=partial(_reading, file, _load_safetensors, operator, arguments),
+    """As `_flashinfer`.  Files that say nothing of themselves are as `recording.json` says."""
+    files = sorted(folder.glob("*_*.safetensors"))
+    texts = [_reading(file, _text_of_call) for file in files]
+    described: dict[str, Any] = {}
+    if not all(texts) or not files:
+        described = _reading(folder / MANIFEST, _description)
+    calls, sources = [], dict.fromkeys([str(described["source"])] if described else [])
+    for file, text in zip(files, texts, strict=True):
+        call = _reading(file, partial(_described, text=text)) if text else described
+        operator, arguments = call["operator"], dict(call.get("arguments", {}))
+        sources[call["source"]] = None
+        calls.append(
+            _Call(
+                operator=operator,
+                process=file.stem.rpartition("_")[0],
+                shape=_reading(file, _shape, operators.get(operator).inputs.FIRST),
+                identity=f"{file.name} {operator} {call['source']} {arguments}",
+                load=partial(_reading, file, _load_safetensors, operator, arguments),
+                layer=str(call.get("layer", "")),
+                number=call.get("number"),
+            )
         )
-        for file in sorted(folder.glob("*_*.safetensors"))
-    ]
-    return calls, Counter(), source
+    return calls, Counter(), words(sources)
 
 
-def _description(path: Path) -> tuple[str, str, dict[str, Any]]:
-    """Operator, source, and its scalar arguments.  Raises errors of any class."""
-    description = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
-    operator = description["operator"]
-    if operator not in operators.names():
-        raise ValueError(f"there is no operator {operator!r}")
-    source = str(description.get("source", "a server"))
-    return operator, source, dict(description.get("arguments", {}))
+def _text_of_call(file: Path) -> str:
+    """What a file says of its call, in JSON; empty if nothing."""
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        metadata: dict[str, str] = opened.metadata() or {}
+    return metadata.get("call", "")
+
+
+def _description(path: Path) -> dict[str, Any]:
+    return _described(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+
+
+def _described(_path: Path, *, text: str) -> dict[str, Any]:
+    """Operator, source, scalar arguments, and perhaps the layer and the number of its calls before.
+    Raises errors of any class.
+    """
+    description = parse_json(text)
+    if description["operator"] not in operators.names():
+        raise ValueError(f"there is no operator {description['operator']!r}")
+    return {"source": "a server", **description}
 
 
 def _shape(file: Path, first: str) -> tuple[int, int]:
@@ -395,3 +476,112 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
     return _checked(inputs, output if len(output) == 2 else None, slots)
+
+
+# --- definitions and workloads of flashinfer-bench
+
+
+_Document: TypeAlias = "dict[str, Any]"
+
+
+def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
+    """As `_flashinfer`."""
+    files = sorted((folder / "definitions").rglob("*.json"))
+    documents = dict(_reading(file, _definition) for file in files)
+    entries: list[_Call | str] = []
+    for file in sorted((folder / "workloads").rglob("*.jsonl")):
+        entries += _reading(file, _workloads, folder, documents)
+    if not entries:
+        raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _AGAIN)
+    others = Counter(entry for entry in entries if isinstance(entry, str))
+    calls = [entry for entry in entries if isinstance(entry, _Call)]
+    return calls, others, "flashinfer-bench"
+
+
+def _definition(file: Path) -> tuple[str, _Document]:
+    """By its name.  Raises errors of any class."""
+    document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
+    return str(document["name"]), document
+
+
+def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> list[_Call | str]:
+    """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
+    entries: list[_Call | str] = []
+    for line in regular(file).read_text(encoding="utf-8").splitlines():
+        entry = parse_json(line)
+        name, workload = entry["definition"], entry["workload"]
+        document = documents[name]
+        known = [pair for pair in operators.definitions() if pair[1].defines(document)]
+        entries += [] if known else [f"of {name}"]
+        for operator, definition in known:
+            sizes = _sizes(document, workload)
+            tokens = math.prod(sizes[axis] for axis in definition.tokens)
+            sequences = sizes[definition.sequences]
+            if not (0 < tokens <= LONGEST_SEQLEN and 0 < sequences <= LONGEST_SEQLEN):
+                raise ValueError(f"{tokens:,} tokens of {sequences:,} sequences are no call")
+            load = partial(
+                _reading, file, _load_workload, folder, definition.read, document, workload
+            )
+            call = _Call(
+                operator=operator.name,
+                process="",
+                shape=(tokens, sequences),
+                identity=line,
+                load=load,
+                layer=printable(f"{name} {workload['uuid']}"),
+                number=1,  # nothing is known of calls before it
+            )
+            entries.append(call)
+    return entries
+
+
+def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
+    """Axis -> its size."""
+    return {
+        axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
+        for axis, form in document["axes"].items()
+    }
+
+
+def _load_workload(
+    file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
+) -> Recorded:
+    """A call whose tensors have the shapes and dtypes of its definition."""
+    values, sizes = {}, _sizes(document, workload)
+    for name, form in document["inputs"].items():
+        source = workload["inputs"].get(name, {"type": "random"})
+        if source["type"] == "scalar":
+            values[name] = source["value"]
+            continue
+        shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
+        if source["type"] == "random":
+            _check_room(file, 8 * math.prod(shape))
+            tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)
+        else:
+            path = (folder / source["path"]).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise ValueError(f"{source['path']} is outside of the folder")
+            with safe_open(regular(path, math.inf), framework="pt", device="cpu") as opened:
+                tensor = opened.get_tensor(source["tensor_key"])
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+        values[name] = tensor
+    return _checked(read(**values), None, None)
+
+
+def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same for each name: normal, q and k of length 1, with which states stay finite."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"random integers are no {name.split()[-1]}")
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    if name.endswith((" q", " k")):
+        values = torch.nn.functional.normalize(values, dim=-1)
+    return values.to(dtype)
+
+
+_READERS = {
+    "flashinfer": _flashinfer,
+    "flashinfer-bench": _flashinfer_bench,
+    "safetensors": _safetensors,
+}

@@ -190,6 +190,7 @@ class CaptureWriter:
             served={name: records[name] for name in served},
             remark=captured.remark,
             slots=captured.slots,
+            gap=captured.gap,
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
         )
@@ -270,6 +271,7 @@ def read_layer(
         inputs=token_major(inputs, device),
         remark=capture.remark,
         slots=capture.slots,
+        gap=capture.gap,
         call=capture.call,
         served=(served[0], served[1]) if len(served) == 2 else None,
     )

@@ -317,6 +317,7 @@ class LayerCapture(Record):
     served: the output that a server recorded, in the same file as "served.out" and
     "served.final_states".
     slots: of the sequences, in the server's pool of states; empty if they are not known.
+    gap: whether calls of the layer may be missing before this one.
     """
 
     layer: LayerRef
@@ -329,6 +330,7 @@ class LayerCapture(Record):
     scalars_sha256: Text
     served: dict[Text, TensorRecord] = Field(default_factory=dict)
     slots: tuple[int, ...] = ()
+    gap: bool = False
 
     @property
     def whole(self) -> bool:

@@ -292,7 +292,7 @@ class ModelOptions:
         "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
     )
     yes: bool = flag("--yes", "Download more than 10 GB without asking.")
-    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = derived(None)
+    placement: PlacementOption = derived(None)
     batch: int = derived(1)
     packed: Tokens | None = derived(None)
     chunk: int | None = derived(None)
@@ -404,10 +404,10 @@ class CaptureOptions(ServedModelOptions):
     One layer of a large model takes gigabytes at 128k tokens.
     """
 
-    recorded: Literal["flashinfer", "safetensors"] | None = option(
+    recorded: Literal["flashinfer", "flashinfer-bench", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/serving.md.",
+        "MODEL is a folder that a server or flashinfer-bench wrote: see docs/from-a-server.md.",
         "--from",
         shown="a model",
     )
@@ -421,6 +421,40 @@ class CaptureOptions(ServedModelOptions):
     force: bool = flag("--force", "Replace a complete capture in DIR.")
     dry_run: DryRunOption = False
     json: Json = False
+
+
+@options
+class RecordOptions:
+    """Run a program, such as a server, and store the calls of SSD, GDN and KDA operators in it, for
+    'ssdprof run DIR'.
+
+    The program runs as without; the exit code is its own.
+    """
+
+    program: list[str] = field(
+        metadata={"typer": typer.Argument(metavar="COMMAND...", help="After --: vllm serve MODEL.")}
+    )
+    operators: str = option("ssd,gdn,kda", "O[,O...]", "Operators that are recorded.")
+    when: Literal["always", "nonfinite", "wrong"] = option(
+        "always",
+        "",
+        "Store every call; those of a layer up to the first with an output that is not finite; or "
+        "those outside the budget, of a sample that is computed again.",
+    )
+    keep: int = option(
+        2, "N", "Calls of the layer to store before the one that went wrong.", min=0, max=1000
+    )
+    max_gb: float = option(
+        50, "G", "Stop recording in a process after so many gigabytes.", min=0.001
+    )
+    max_calls: int = option(10_000, "N", "Stop recording in a process after N calls.", min=1)
+    max_delay: float = option(
+        0, "MS", "How long a call may wait for room; without room it is not recorded.", min=0
+    )
+    out: Path = field(
+        metadata={"typer": info("DIR", "Folder of the captures.", "--out", parser=path)}
+    )
+    force: bool = flag("--force", "Overwrite a complete capture in DIR.")
 
 
 @options
@@ -493,6 +527,7 @@ class ExportOptions:
 
     baseline is short, for compare: a line per case, without samples.  github appends a summary and
     outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.
+    flashinfer-bench writes captures, named or of a run, as workloads into the folder FILE.
 
     The report is written in any case.  Exit code 1 says that not all requested cases were compared
     and passed.
@@ -504,9 +539,12 @@ class ExportOptions:
         "A report's folder, its name under runs/, or what --json printed.",
         shown="the latest report",
     )
-    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github"] | None = (
-        option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
-    )
+    format: (
+        Literal[
+            "markdown", "html", "json", "baseline", "junit", "csv", "github", "flashinfer-bench"
+        ]
+        | None
+    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     output: OutputOption = None
     force: Force = False
     json: FormatJson = False

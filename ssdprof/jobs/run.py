@@ -241,14 +241,16 @@ def check_capture(out: Path | None, *, overwrite: bool) -> None:
     limits.check_capture()
 
 
-def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, CaptureManifest]:
+def capture_recording(
+    options: CaptureOptions, watcher: Watcher, name: str = ""
+) -> tuple[Path, CaptureManifest]:
     """Store what a server recorded.  Returns the folder and manifest of the capture.
 
-    --dry-run reads everything and stores nothing.
+    --dry-run reads everything and stores nothing.  name: of the recording; by default its folder's.
     """
     assert options.recorded
     captures.check_folder(options.out, overwrite=options.force)
-    recording = open_recording(Path(options.model).expanduser(), options.recorded)
+    recording = open_recording(Path(options.model).expanduser(), options.recorded, name)
     layers = recording.ref.layers
     folder = options.out or captures.default_folder(recording.ref, recording.prompts, layers)
     writer = captures.CaptureWriter(

@@ -196,7 +196,7 @@ def test_every_process_has_its_own_passes(dump: Path) -> None:
         shutil.copytree(call(dump, number), place)
         edit(place, lambda metadata: metadata.update(process_id=610))
     recorded = open_recording(dump, "flashinfer")
-    assert [[call.process for call in calls] for calls in recorded.passes] == [
+    assert [[call.process for _, call in calls] for calls in recorded.passes] == [
         ["609"] * 2,
         ["609"],
         ["610"] * 2,
@@ -229,7 +229,7 @@ def states_of_another_slot(file: Path) -> None:
         (flipped, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
-        (states_of_another_slot, "state_indices names slots outside of a pool of 3"),
+        (states_of_another_slot, "slots are named outside of a pool of 3"),
         (
             lambda file: repack(file, lambda tensors: tensors.pop("kwarg_cu_seqlens")),
             "cannot be used: KeyError: 'cu_seq",
@@ -272,7 +272,7 @@ def test_a_damaged_recording_is_refused(
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
-    assert "docs/serving.md" in answer.err
+    assert "docs/from-a-server.md" in answer.err
     assert "internal" not in answer.err
 
 

@@ -153,6 +153,7 @@ def test_a_tensor_that_computes_when_it_is_read_is_refused() -> None:
 
 KERNELS = """
 import threading
+import time
 
 import torch
 from ssdprof.kernels import get

@@ -270,10 +270,7 @@ def test_a_good_kernel_keeps_every_law(law: str, operator: str) -> None:
 # fused steps of any operator gather their states, and run the recurrent kernel
 OURS = [
     *((operator, "recurrent") for operator in SHAPES),
-    *(
-        pytest.param(operator, "fused", marks=[pytest.mark.slow] * (operator != "gdn"))
-        for operator in SHAPES
-    ),
+    *(pytest.param(operator, "fused", marks=pytest.mark.slow) for operator in SHAPES),
 ]
 
 

@@ -7,8 +7,8 @@ conventions: an adapter that follows these conventions agrees with the oracle.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from kernel_cases import BF16, FP16, FP32, GDNCase, KDACase, SSDCase, rows
 from torch.nn import functional as F
 from triton.runtime import Autotuner, _async_compile
 
-from ssdprof import operators
+from ssdprof import checkpoint, operators
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import bench
 from ssdprof.jobs.options import BenchOptions
@@ -761,16 +761,12 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     assert seen == [[], [1], [], [3], [1, 2]]
 
 
-def test_fla_calls_no_other_library_also_where_a_model_imports_it_first() -> None:
+def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """transformers imports fla with a model's code, before this package asks for fla's kernels."""
-    code = (
-        "import os; from ssdprof.checkpoint import transformers; transformers.__version__; "
-        "print(os.environ['FLA_DISABLE_BACKEND_DISPATCH'])"
-    )
-    environment = {
-        name: value for name, value in os.environ.items() if name != "FLA_DISABLE_BACKEND_DISPATCH"
-    }
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert ran.stdout == "1\n"
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")
+    monkeypatch.setattr(checkpoint, "transformers", checkpoint.transformers)
+    assert importlib.reload(checkpoint).transformers.__version__
+    assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
