@@ -12,13 +12,13 @@ import readme_table
 import recorded
 import small_gdn_cases
 import torch
+from verdict import assert_passes
 
 from ssdprof import kernels
 from ssdprof.core.base import intermediates_of, states_of
 from ssdprof.core.report import Report
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.accuracy import assert_passes
 from ssdprof.store.reports import dump
 
 DONE = cases.bench(*cases.cell(1024), *cases.cell(4096), baseline="fla", matched_with="unfused")

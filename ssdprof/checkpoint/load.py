@@ -103,21 +103,21 @@ def fetch(
     it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
-    depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
+    repo_id, weights = model.source.label, model.part(deepest_layer, head=head)
     try:
         empty, fit = _check_fit(model, deepest_layer, head=head)
         folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
         local = LocalCheckpoint(model, folder, empty, fit)
         weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
-        config = model.load_config(depth, model.dtype)
+        config = model.load_config(weights.depth, model.dtype)
         # Infinities as the checkpoints write them
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         files, size = check_space(model, deepest_layer, head=head)
         if files and progress is not None:
             progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
-        paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
-        local.tensors = None if weights.pickled else weights.tensors(depth, head=head)
+        paths = {name: model.source.path(name) for name in weights.files}
+        local.tensors = None if weights.pickled else weights.tensors
         for name, path in paths.items():
             target = local.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def fetch(
             else:
                 target.symlink_to(path.resolve())
         if weights.shards is not None:
-            index = {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)}
+            index = {"metadata": {}, "weight_map": weights.needed_shards}
             (local.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     except OSError as error:
         raise MissingCapabilityError(
@@ -180,10 +180,8 @@ def _check_fit(
     Raises for a config that transformers cannot use, and for weights that do not fit it.
     """
     empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
-    if model.weights.pickled:
-        return empty, None
-    tensors = model.weights.tensors(model.depth(deepest_layer), head=head)
-    return empty, _fit(model, tensors, empty)
+    weights = model.part(deepest_layer, head=head)
+    return empty, None if weights.pickled else _fit(model, weights.tensors, empty)
 
 
 # --- loading
@@ -554,8 +552,10 @@ def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None
 
 
 def _wraps(key: str, name: str) -> bool:
-    """Whether a stored key has the path of a parameter, from its layer on, and names besides."""
-    path = iter(key.split("."))
+    """Whether a stored key has the path of a parameter, from its layer on, and names besides:
+    "model.layers.0.base_layer.norm" that of "layers.0.norm".
+    """
+    path = iter(key.split("."))  # each part is looked for behind the one before it
     return all(part in path for part in name[name.index("layers.") :].split("."))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -90,7 +90,7 @@ class Model:
         if self.weights.shards and SINGLE in self.weights.outside_index():
             yield (
                 f"{SINGLE} of {self.source.label} is not read: {INDEX} places the weights in "
-                f"{words(self.weights.files(self.layer_count))}."
+                f"{words(self.part(None).files)}."
             )
 
     @property
@@ -248,6 +248,10 @@ class Model:
         """The files of the weights.  Reads the index, if there is one."""
         return find_weights(self.source, is_original=self.original)
 
+    def part(self, deepest_layer: int | None, *, head: bool = False) -> Weights:
+        """The weights that layers 0 to `deepest_layer` need.  head: and the language-model head."""
+        return replace(self.weights, depth=self.depth(deepest_layer), head=head)
+
     @cached_property
     def dtype(self) -> str | None:
         """The dtype in which the weights are loaded, named as in torch: that of the config, or else
@@ -259,11 +263,7 @@ class Model:
             if (named := self.config.get(key)) is not None:
                 # transformers will say what is wrong with it
                 return named if isinstance(named, str) else None
-        return (
-            None
-            if self.weights.pickled
-            else usual_dtype(self.weights.tensors(self.depth(0)).values())
-        )
+        return None if self.weights.pickled else usual_dtype(self.part(0).tensors.values())
 
     def weight_bytes(
         self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None
@@ -276,7 +276,7 @@ class Model:
 
         Read from the headers of safetensors; for a pickle the size of the whole file.
         """
-        return self.weights.bytes(self.depth(deepest_layer), dtype or self.dtype, head=head)
+        return self.part(deepest_layer, head=head).bytes(dtype or self.dtype)
 
     @cached_property
     def tokenizer_source(self) -> Source | None:
@@ -314,7 +314,7 @@ class Model:
         Files of a tokenizer from another repo are prefixed with that repo's name.
         """
         names = [CONFIG, *([INDEX] if self.weights.shards is not None else [])]
-        names += self.weights.files(self.depth(deepest_layer), head=head)
+        names += self.part(deepest_layer, head=head).files
         planned = [self.source.planned(name) for name in names]
         if (other := self.tokenizer_source) is not None:
             prefix = "" if other is self.source else f"{other.label}/"

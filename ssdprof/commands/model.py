@@ -24,6 +24,7 @@ from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs import stall_files
+from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs.options import (
     AnswersOptions,
     CaptureOptions,
@@ -33,7 +34,6 @@ from ssdprof.jobs.options import (
     StallsOptions,
 )
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.stalls import profile, require_gpu_for_stalls
 from ssdprof.jobs.target import Stored, Target
 from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
@@ -57,7 +57,7 @@ def run(options: RunOptions, found: Target | Stored, ranks: Ranks | None) -> Non
         if options.prefill:
             require_gpu(*prefill_job.NEEDS_GPU)
         if options.stalls:
-            require_gpu_for_stalls()
+            require_gpu(*stalls_job.NEEDS_GPU)
 
     if options.dry_run:
         if output.reports(ranks):
@@ -121,7 +121,7 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
 def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
     """Profile, show and store stalls.  Returns the exit code of `ssdprof stalls`."""
     wanted = StallsOptions(where=str(folder), no_tuned=options.no_tuned, command=options.command)
-    _, profiled = profile(wanted, TerminalWatcher())
+    _, profiled = stalls_job.profile(wanted, TerminalWatcher())
     if not options.json:
         lines = map(tables.verdict, verdict_lines(report))
         terminal.out().print(tables.render(stalls.compose(profiled)), *lines, sep="\n")

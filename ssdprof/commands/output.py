@@ -58,9 +58,28 @@ class TerminalWatcher(LineWatcher):
         """A bar below those of outer steps, written at progress: a thread would share the
         interpreter with timed work.
         """
-        outermost, whole = self._bars is None, Column(no_wrap=True)
-        bars = self._bars = self._bars or Progress(
-            # in a narrow window its words wrap, and counters stay whole
+        is_outermost = self._bars is None
+        bars = self._bars or self._new_bars()
+        self._bars = bars
+
+        def advance(amount: int) -> None:
+            bars.advance(task, amount)
+            bars.refresh()
+
+        with bars if is_outermost else nullcontext():
+            task = bars.add_task(text, total=total, unit=unit)
+            bars.refresh()
+            try:
+                yield advance
+            finally:
+                bars.remove_task(task)
+                if is_outermost:
+                    self._bars = None
+
+    def _new_bars(self) -> Progress:
+        """In a narrow window its words wrap, and counters stay whole."""
+        whole = Column(no_wrap=True)
+        return Progress(
             TextColumn("{task.description}", markup=False, table_column=Column()),
             BarColumn(bar_width=12),
             MofNCompleteColumn(table_column=whole),
@@ -73,19 +92,6 @@ class TerminalWatcher(LineWatcher):
             auto_refresh=False,
             speed_estimate_period=_ETA_FROM,
         )
-
-        def advance(amount: int) -> None:
-            bars.advance(task, amount)
-            bars.refresh()
-
-        with bars if outermost else nullcontext():
-            task = bars.add_task(text, total=total, unit=unit)
-            bars.refresh()
-            try:
-                yield advance
-            finally:
-                bars.remove_task(task)
-                self._bars = None if outermost else bars
 
 
 def reports(ranks: Ranks | None) -> bool:

@@ -36,14 +36,12 @@ _INSTALLERS = {
     "dnf": "dnf install -y",
     "zypper": "zypper install -y",
     "pacman": "pacman -S",
-    "apk": "apk add",
 }
 _C_LIBRARY = {
     "apt-get": "libc6-dev",
     "dnf": "glibc-devel",
     "zypper": "glibc-devel",
     "pacman": "glibc",
-    "apk": "musl-dev",
 }
 
 

@@ -229,9 +229,8 @@ class _Comparison:
         """
         prompt, whole = self._prompt, self._whole
         hidden = hidden_states(prompt, self._handler(compute, layers))
-        blocks, length = [], rows_that_fit(whole.get_input_embeddings().num_embeddings)
-        for start in range(0, hidden.shape[1], length):
-            rows = slice(start, start + length)
+        blocks = []
+        for rows in _blocks(whole, hidden):
             high, low = (logits(whole, states[:, rows])[0] for states in (self._exact, hidden))
             blocks.append(compare_logits(high, low, prompt.ids[0, 1:][rows]))
         divergence = joined(blocks)
@@ -259,19 +258,25 @@ class _Comparison:
         return by_layer(self._prompt.mixers, compute, layers=layers, elsewhere=self._reference)
 
 
+def _blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> Iterator[slice]:
+    """Positions of hidden states, (batch, seqlen, width), whose logits are compared at once."""
+    length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
+    for start in range(0, hidden.shape[1], length):
+        yield slice(start, start + length)
+
+
 def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
     """BadInputError if the model's head gives NaN or infinity on the reference's own hidden states,
     (batch, seqlen, width): then no implementation can be told from another.
     """
-    length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
-    for start in range(0, hidden.shape[1], length):
-        block = hidden[:, start : start + length]
+    for rows in _blocks(whole, hidden):
+        block = hidden[:, rows]
         finite = logits(whole, block)[0].isfinite().all(-1)
         if not bool(finite.all()):
             part = "head, lm_head," if bool(block.isfinite().all()) else "layers"
             raise BadInputError(
                 f"The model's {part} give NaN or infinity at position "
-                f"{start + int((~finite).int().argmax()):,} with the reference itself: it is "
+                f"{rows.start + int((~finite).int().argmax()):,} with the reference itself: it is "
                 "not the implementations.",
                 "Weights of the checkpoint hold NaN or infinity, or overflow; fetch it again.",
             )

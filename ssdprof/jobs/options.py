@@ -309,7 +309,7 @@ class ModelOptions:
         "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
     )
     yes: bool = flag("--yes", "Download more than 10 GB without asking.")
-    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = derived(None)
+    placement: PlacementOption = derived(None)
     batch: int = derived(1)
     packed: Tokens | None = derived(None)
     chunk: int | None = derived(None)
@@ -423,10 +423,10 @@ class CaptureOptions(ServedModelOptions):
     One layer of a large model takes gigabytes at 128k tokens.
     """
 
-    recorded: Literal["flashinfer", "safetensors"] | None = option(
+    recorded: Literal["flashinfer", "flashinfer-bench", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/from-a-server.md.",
+        "MODEL is a folder that a server or flashinfer-bench wrote: see docs/from-a-server.md.",
         "--from",
         shown="a model",
     )
@@ -546,6 +546,7 @@ class ExportOptions:
 
     baseline is short, for compare: a line per case, without samples.  github appends a summary and
     outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.
+    flashinfer-bench writes captures, named or of a run, as workloads into the folder FILE.
 
     The report is written in any case.  Exit code 1 says that not all requested cases were compared
     and passed.
@@ -557,9 +558,12 @@ class ExportOptions:
         "A report's folder, its name under runs/, or what --json printed.",
         shown="the latest report",
     )
-    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github"] | None = (
-        option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
-    )
+    format: (
+        Literal[
+            "markdown", "html", "json", "baseline", "junit", "csv", "github", "flashinfer-bench"
+        ]
+        | None
+    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     output: OutputOption = None
     force: Force = False
     json: FormatJson = False

@@ -69,7 +69,6 @@ _WHOLE = (
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
-TOLD_BYTES = 10**9
 _LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
 
@@ -242,7 +241,7 @@ class Chooser:
         if kind != "one-gpu":
             if layer + embedding + computed <= free:
                 room = (
-                    f"{size_words(size)} on {_name(at)}"
+                    f"{size_words(size)} on {_device_name(at)}"
                     for at, size in self._room(kind, 0)
                     if at != "disk"
                 )
@@ -268,8 +267,8 @@ class Chooser:
         fits += [known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed)]
         hint = _WHOLE if target.whole else _NOTHING
         return MissingCapabilityError(
-            f"{target.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
-            f"{size_words(free)} are free.",
+            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: {words}, "
+            f"{takes}, and {size_words(free)} are free.",
             f"What fits: {' or '.join(fits)}." if fits else hint,
         )
 
@@ -362,8 +361,8 @@ class Chooser:
         )
         return Placement(
             kind=kind,
-            device=_name(self.main),
-            allocated={_name(device): part for device, part in by_device.items()},
+            device=_device_name(self.main),
+            allocated={_device_name(device): part for device, part in by_device.items()},
             predicted_peak_bytes=None
             if self.remark
             else by_device.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
@@ -376,11 +375,8 @@ class Chooser:
         or decodes.
         """
         located = self._target.located
-        depth = located.depth(self._target.deepest_layer)
-        stored = {
-            tuple(tensor.shape)
-            for tensor in located.weights.tensors(depth, head=self._target.head).values()
-        }
+        weights = located.part(self._target.deepest_layer, head=self._target.head)
+        stored = {tuple(tensor.shape) for tensor in weights.tensors.values()}
         decoded = self._target.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes
@@ -390,7 +386,7 @@ class Chooser:
         )
 
 
-def _name(device: devices.Device) -> str:
+def _device_name(device: devices.Device) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
@@ -457,14 +453,15 @@ def _placement(target: Target) -> tuple[Placement | None, str]:
         chosen.check_disk()
     except MissingCapabilityError:
         return None, ""
+    return chosen.priced(_weights_file(target)), chosen.remark
+
+
+def _weights_file(target: Target) -> Path | None:
+    """A file of the weights that is on this machine, if there is one."""
     located = target.located
-    depth = located.depth(target.deepest_layer)
-    there = [
-        name
-        for name in located.weights.files(depth, head=target.head)
-        if located.source.cached(name)
-    ]
-    return chosen.priced(located.source.path(there[0]) if there else None), chosen.remark
+    weights = located.part(target.deepest_layer, head=target.head)
+    name = next(filter(located.source.cached, weights.files), None)
+    return located.source.path(name) if name else None
 
 
 def _size(file: Path) -> int:
@@ -580,12 +577,12 @@ def load(target: Target, watcher: Watcher, copies: int = 1) -> Loaded:
         watcher.say(note)
     chosen.check_disk()
     built = build_prompts(target)
-    refuse_large_download(target, watcher)
+    refuse_large_download(target)
     local = fetch(
         target.located, deepest_layer=target.deepest_layer, head=target.head, progress=watcher.say
     )
     chosen.check_disk()  # again: the download may have filled the disk
-    record = chosen.priced(weights_file(local))
+    record = chosen.priced(_weights_file(target))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
     with (
@@ -623,10 +620,8 @@ def sources(found: Target | Stored, several: Iterable[Implementation]) -> list[P
     return [*filter(Path.is_file, folder.iterdir()), *files]
 
 
-def refuse_large_download(target: Target, watcher: Watcher) -> None:
-    """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is
-    given.
-    """
+def refuse_large_download(target: Target) -> None:
+    """BadInputError for a download above `MOST_BYTES`, unless --yes is given."""
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
     if size > MOST_BYTES and not target.request.yes:
@@ -635,14 +630,6 @@ def refuse_large_download(target: Target, watcher: Watcher) -> None:
             "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
             "the files.",
         )
-    if size > TOLD_BYTES:
-        watcher.say(f"Downloading {size_words(size)} of {target.ref.repo_id}.")
-
-
-def weights_file(local: LocalCheckpoint) -> Path | None:
-    """The largest file of a fetched checkpoint's weights."""
-    files = local.folder.rglob("*.safetensors")
-    return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
 def build_prompts(target: Target) -> list[tuple[torch.Tensor, Prompt]]:

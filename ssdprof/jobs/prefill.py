@@ -7,7 +7,6 @@ turns
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,7 @@ from ssdprof.jobs.target import find as find_layers
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
-from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.sampling import FIRST_LOOK, SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.measure.trace import Trace, traced, work
 from ssdprof.operators.implementations import Resolve, own_precisions
@@ -52,9 +51,6 @@ from ssdprof.store.tuned import use_saved
 NEEDS_GPU = (
     "Prefill times need",
     "Without one nothing is timed; 'ssdprof run' compares the kernels' outputs on any machine.",
-)
-ALONE = SamplingPlan(
-    min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
 )
 
 
@@ -156,7 +152,7 @@ def _lengths(
             mixers=mixers,
             layer=target.layers[len(target.layers) // 2],
             bundled=bundled,
-            comparer=Comparer(timer=timer, sampling=ALONE, isolated=isolated),
+            comparer=Comparer(timer=timer, sampling=FIRST_LOOK, isolated=isolated),
             timer=timer,
             profile=partial(traced, device=device),
         )

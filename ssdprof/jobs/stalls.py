@@ -23,8 +23,9 @@ from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.core.target import LayerCapture
 from ssdprof.environment import machine
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import limits, stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.jobs.options import ModelOptions, RunOptions, ServedModelOptions, StallsOptions, parsed
 from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.run import capture
@@ -38,6 +39,11 @@ from ssdprof.stalls.read import read
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, load, new_folder
 from ssdprof.store.tuned import use_saved
 
+NEEDS_GPU = (
+    "Warp stalls need",
+    "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
+)
+
 
 def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport]:
     """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
@@ -46,21 +52,24 @@ def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport
     If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
     Raises MissingCapabilityError without a GPU.
     """
-    require_gpu_for_stalls()
+    require_gpu(*NEEDS_GPU)
     if not request.no_tuned:
         request = replace(request, tuned=use_saved(watcher.say))
     where = request.where
+    wanted: Callable[[], ModelOptions]  # of what is captured if no folder holds captures
     if where is None or any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
         run, report = load(where, "run")
         _refuse_changed(report)
         request = _of_run(report, request)
         asked = parsed(RunOptions, list(report.command[2:]))
         folders = [Path(asked.model).expanduser(), run / CAPTURES]
-        out, wanted = run, partial(_captured_again, asked, report, request)
+        wanted = partial(_captured_again, asked, report, request)
+        out = request.out or run
     else:  # a model or captures
         folders = [Path(where).expanduser()]
-        out, wanted = new_folder(where), partial(_of_model, request)
-    with _made((request.out or out) / stall_files.FOLDER, overwrite=request.force) as folder:
+        wanted = partial(_of_model, request)
+        out = request.out or new_folder(where)
+    with _new_folder(out / stall_files.FOLDER, overwrite=request.force) as folder:
         return folder, _profile(folders, wanted, request, folder, watcher)
 
 
@@ -167,16 +176,6 @@ def _launch(
 
 def _precision(request: StallsOptions) -> PrecisionName:
     return f"{request.intermediates}, {request.state_dtype} states"
-
-
-def require_gpu_for_stalls() -> None:
-    """MissingCapabilityError without a GPU."""
-    if limits.device().type != "cuda":
-        raise MissingCapabilityError(
-            "Warp stalls need an NVIDIA GPU, and this machine has none.",
-            "Record them on a machine with a GPU, and read them here with: ssdprof stalls "
-            "--from FILE.",
-        )
 
 
 # --- the layer's tensors
@@ -294,7 +293,7 @@ def _of_model(request: StallsOptions) -> ModelOptions:
 
 
 @contextmanager
-def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+def _new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """A new folder in one that may be new; both are removed if nothing was written into them."""
     if (folder / stall_files.RECORD).exists() and not overwrite:
         raise BadInputError(

@@ -171,9 +171,9 @@ class Stored:
         )
 
 
-def captures_of(request: declared.ModelOptions) -> Path | None:
-    """The folder of stored captures, if the request names one, or a run that stored them."""
-    folder = Path(request.model).expanduser()
+def captures_of(where: str) -> Path | None:
+    """The folder of stored captures, if it is named, or a run that stored them."""
+    folder = Path(where).expanduser()
     places = (folder, folder / CAPTURES, RUNS / folder / CAPTURES)
     return next(filter(is_capture, places), None)
 
@@ -227,7 +227,7 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     BadInputError for options that do not apply to stored captures, and for a model whose layers are
     too large for every implementation.
     """
-    folder = captures_of(request)
+    folder = captures_of(request.model)
     if folder is None:
         target = find(request, whole=request.answers)
         refuse_large(target.ref, target.sizes)
@@ -439,7 +439,7 @@ def _refuse_exclusive(asked: declared.RunOptions, parts: Sequence[str]) -> None:
             "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
             "--verify.",
         )
-    if asked.prefill and (folder := captures_of(asked)) is not None:
+    if asked.prefill and (folder := captures_of(asked.model)) is not None:
         raise BadInputError(
             f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
         )
@@ -491,25 +491,15 @@ def bench(
     """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
     asked, operator = _check_decoded(read(options)), operators.get(options.operator)
-    most = reading.parse_seq(options.max_tokens)
-    tokens, too_large = reading.parse_tokens(
-        options.seq, options.batch, options.cells, options.packed, max_tokens=most
-    )
-    if options.verify or options.state_every:
-        option = "--verify" if options.verify else "--state-every"
-        others = {"--packed": options.packed, "--cells": options.verify and options.cells}
-        if other := next((name for name, typed in others.items() if typed), ""):
-            raise reading.both(option, other)
-        tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
-    if options.pool:
-        tokens = reading.in_pool(options.pool, tokens)
+    tokens, too_large = _tokens_of_bench(options)
     if options.verify:  # `fused` takes single steps
-        asked, too_large = replace(asked, match_with=asked.match_with or "fused"), ()
+        asked = replace(asked, match_with=asked.match_with or "fused")
         if asked.implementations == declared.COMPARED:
             asked = replace(asked, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
+    baseline = "fused" if options.verify else operator.baseline
     sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not (options.sampler or follows()):
         check_folder(options.out)
@@ -524,11 +514,29 @@ def bench(
         measured=reading.expand(
             shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
-        baseline=options.baseline
-        or next(iter(libraries), "fused" if options.verify else operator.baseline),
+        baseline=options.baseline or next(iter(libraries), baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
     return request, (*libraries, *asked.implementations), too_large, join()
+
+
+def _tokens_of_bench(
+    options: declared.BenchOptions,
+) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
+    """The layouts of tokens that are measured, and those that --max-tokens leaves out."""
+    most = reading.parse_seq(options.max_tokens)
+    tokens, too_large = reading.parse_tokens(
+        options.seq, options.batch, options.cells, options.packed, max_tokens=most
+    )
+    if options.verify or options.state_every:
+        option = "--verify" if options.verify else "--state-every"
+        others = {"--packed": options.packed, "--cells": options.verify and options.cells}
+        if other := next((name for name, typed in others.items() if typed), ""):
+            raise reading.both(option, other)
+        tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
+    if options.pool:
+        tokens = reading.in_pool(options.pool, tokens)
+    return tokens, () if options.verify else too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...]]:

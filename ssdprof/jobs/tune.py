@@ -33,7 +33,7 @@ from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import Call, first_line
-from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.sampling import FIRST_LOOK, SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator
@@ -46,9 +46,6 @@ from ssdprof.store.reports import Writer
 # a tuned configuration is faster by more than this, with 95 % confidence: times of a GPU vary as
 # much between days
 MARGIN = 0.01
-SCREENING = SamplingPlan(
-    min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf
-)
 DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
 # the name of this configuration; another one is named by its difference from it
 COMMITTED = "committed"
@@ -246,7 +243,7 @@ def _screened(trials: _Trials) -> Config | None:
         tried |= {committed, *options}
         for start in range(0, len(options), fitting):
             some = options[start : start + fitting]
-            timed = trials.time([committed, best, *some], SCREENING)
+            timed = trials.time([committed, best, *some], FIRST_LOOK)
             if committed not in timed:
                 return None
             fastest = min(timed, key=lambda config: math.prod(_us(timed[config])))

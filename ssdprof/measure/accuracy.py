@@ -97,14 +97,6 @@ def compare(
     return comparison.results()
 
 
-def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
-    """For tests of kernels: AssertionError with the reason unless the output passes."""
-    candidate = Candidate(output=output, precision=precision)
-    reasons = [accuracy.reason for accuracy in compare(inputs, {"output": candidate})["output"]]
-    if any(reasons):
-        raise AssertionError("; ".join(filter(None, reasons)))
-
-
 class _Comparison(Generic[K]):
     """Sums over the blocks of the oracle, of all candidates."""
 
@@ -124,10 +116,8 @@ class _Comparison(Generic[K]):
             for null, cuts in candidate.nulls.items():
                 self._rounded[null] = self._forms(candidate.precision, cuts, count)
         exact = 1 + len(self._shorter)
-        outs = {key: candidate.output[0] for key, candidate in candidates.items()}
-        states = {key: candidate.output[1] for key, candidate in candidates.items()}
-        self._outs = _TensorSums("out", outs, candidates, coarse, exact)
-        self._states = _TensorSums("final_states", states, candidates, coarse, exact)
+        self._outs = _TensorSums("out", candidates, coarse, exact)
+        self._states = _TensorSums("final_states", candidates, coarse, exact)
         self._largest_exponent = torch.zeros(self._out.shape[2], device=inputs.device)
         self._origin = Span(sequence=-1, batch=0, start=0, stop=0)  # of the current sequence
 
@@ -207,22 +197,18 @@ class _TensorSums(Generic[K]):
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
-        self,
-        name: TensorName,
-        tensors: Mapping[K, Tensor],
-        candidates: Mapping[K, Candidate],
-        coarse: bool,
-        exact: int,
+        self, name: TensorName, candidates: Mapping[K, Candidate], coarse: bool, exact: int
     ) -> None:
         """coarse: of 16-bit inputs, whose errors are tested.  exact: rounded forms without random
         errors.
         """
-        first = next(iter(tensors.values()))
+        place = _NAMES.index(name)
+        self._tensors = {key: candidate.output[place] for key, candidate in candidates.items()}
+        first = next(iter(self._tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
         self.name = name
         self.shape = tuple(first.shape)
         self._dtype = first.dtype
-        self._tensors = tensors
         self._candidates = candidates
 
         scale = _rms(first)  # of all comparisons, so that their shares compare

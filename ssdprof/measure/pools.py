@@ -168,6 +168,10 @@ class PoolCall:
         start = sum(row.tokens for row in self.rows[:i])
         return tensor.flatten(0, 1)[start : start + self.rows[i].tokens]
 
+    def tokens_of(self, i: int, count: int | None = None) -> TokenTensors:
+        """The tokens of row i, or its first ones, (count, ...)."""
+        return {name: self.of_row(i, tensor)[:count] for name, tensor in self.parts.items()}
+
     def initial(self, read: int) -> Tensor:
         states = self.pool.states
         return states[read].float() if read >= 0 else torch.zeros_like(states[0]).float()
@@ -309,10 +313,7 @@ class Room:
 
         run: replaces the implementation.
         """
-        parts = [
-            {name: call.of_row(i, tensor) for name, tensor in call.parts.items()}
-            for i, _ in call.live
-        ]
+        parts = [call.tokens_of(i) for i, _ in call.live]
         every = max(len(row.writes) for _, row in call.live) > 1
         plain = self.alone(parts, [call.initial(row.read) for _, row in call.live], every=every)
         out = self.run(call, run)
@@ -469,43 +470,45 @@ class Chain:
             if rows[index].live:
                 self.current[i] = column = 0 if packed else count - 1
                 history = self.histories[i]
-                history.taken.append((call, index, count, out, self.room.calls))
+                history.parts.append(call.tokens_of(index, count))
+                history.outs.append(call.of_row(index, out)[:count])
+                history.last = f"call {self.room.calls}, row {index}"
+                history.labels += [f"{history.last}, token {token}" for token in range(count)]
                 history.final = self.pool.states[self.columns[i][column]].clone()
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
-        histories = [history for history in (*self.ended, *self.histories) if history.taken]
-        parts, labels, outs = [], [], []
+        histories = [history for history in (*self.ended, *self.histories) if history.outs]
+        parts: list[TokenTensors] = []
+        outs: list[Tensor] = []
+        labels: list[str] = []
         for history in histories:
-            pieces: list[TokenTensors] = []
-            for call, index, count, out, number in history.taken:
-                pieces.append(
-                    {
-                        name: call.of_row(index, tensor)[:count]
-                        for name, tensor in call.parts.items()
-                    }
-                )
-                outs.append(call.of_row(index, out)[:count])
-                labels += [f"call {number}, row {index}, token {token}" for token in range(count)]
-            parts.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+            first, *_ = history.parts
+            parts.append(
+                {name: torch.cat([part[name] for part in history.parts]) for name in first}
+            )
+            outs += history.outs
+            labels += history.labels
         plain = self.room.alone(parts, [history.initial for history in histories])
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)
-        last = [
-            f"call {history.taken[-1][-1]}, row {history.taken[-1][1]}" for history in histories
-        ]
+        last = [history.last for history in histories]
         self.room.compare(plain, output, torch.float32, (labels, last))
 
 
 @dataclass
 class PoolHistory:
-    """initial, final: the states before and after what a sequence has taken: of each call, its
-    row, how many tokens of it, out, and its number.
+    """What a sequence has taken: the tokens of each call, and out for them.
+
+    initial, final: the states before and after.  labels: of each token.  last: of the last call.
     """
 
     initial: Tensor
     final: Tensor
-    taken: list[tuple[PoolCall, int, int, Tensor, int]] = field(default_factory=list)
+    parts: list[TokenTensors] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    last: str = ""
 
 
 # --- the laws

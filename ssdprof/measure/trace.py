@@ -75,11 +75,11 @@ def _interpreted() -> Iterator[None]:
     """Mark every kernel that Triton's interpreter runs in the block."""
     run = GridExecutor.__call__
 
-    def named(self: Any, *args: Any, **options: Any) -> None:
+    def marked_run(self: Any, *args: Any, **options: Any) -> None:
         with marked(self.fn.__name__):
             run(self, *args, **options)
 
-    GridExecutor.__call__ = named
+    GridExecutor.__call__ = marked_run
     try:
         yield
     finally:

@@ -282,18 +282,13 @@ def _unpaired(pairs: Sequence[CasePair]) -> Table:
     """Cases without a verdict, except those that passed in both and were timed in neither."""
     rows = []
     for pair in pairs:
-        results = _results(pair)
+        sides = {"BASE": pair.base, "NEW": pair.new}
+        results = ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
         passed_untimed = (pair.verdict, results) == ("not timed", "BASE passed, NEW passed")
         if pair.verdict.startswith(("only", "not")) and not passed_untimed:
             more = "; ".join(pair.incomparable) or results
             rows.append(_names(pair) | {"why": pair.verdict, "more": more})
     return table("Cases without a verdict on speed", rows, (*_NAMES, "why", "more"), keys=3)
-
-
-def _results(pair: CasePair) -> str:
-    """ "BASE passed, NEW failed", of the sides that have it."""
-    sides = {"BASE": pair.base, "NEW": pair.new}
-    return ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
 
 
 def _facts(comparison: Comparison) -> Table:

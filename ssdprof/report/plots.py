@@ -7,6 +7,7 @@ import math
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -202,26 +203,21 @@ def along_positions(group: Group) -> Drawing | None:
     if group.steps or not lines:
         return None
     floor = _worst(group.cases, "floor")
-    distinct: list[tuple[list[float], list[str]]] = []  # a line, and the names of all that coincide
+    distinct: dict[str, list[str]] = {}  # a label -> those whose lines coincide with its line
     for label, line in lines.items():
-        for other, names in distinct:
-            if _coincide(line, other):
-                names.append(label)
-                break
-        else:
-            distinct.append((line, [label]))
+        equal = (first for first in distinct if _coincide(line, lines[first]))
+        distinct.setdefault(next(equal, label), []).append(label)
     slices = len(next(iter(lines.values())))
     middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
     def paint(axes: Axes) -> None:
         """The lines, then the floor."""
-        for number, (line, names) in enumerate(distinct):
-            label = names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} equal"
-            axes.plot(middles, line, drawstyle="steps-mid", color=_color(number), label=label)
+        draw_line = partial(axes.plot, middles, drawstyle="steps-mid")
+        for number, (first, same) in enumerate(distinct.items()):
+            label = first if len(same) == 1 else f"{first}, and {len(same) - 1} equal"
+            draw_line(lines[first], color=_color(number), label=label)
         if floor:
-            axes.plot(
-                middles, floor, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor"
-            )
+            draw_line(floor, color=GREY, linestyle="--", label="floor")
         axes.set(xlabel="position, tokens", ylabel="rms error against fp64")
         axes.set_xlim(0, group.seqlen)
         axes.set_ylim(bottom=0)

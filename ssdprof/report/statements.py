@@ -496,11 +496,6 @@ def _rms(case: Case) -> float:
     return case.error.rms_ratio
 
 
-def _fails(case: Case) -> bool:
-    """Whether a library fails the run, and so is among its failures."""
-    return case.named and case.failed
-
-
 def _of_libraries(report: Report) -> Iterator[str]:
     """Libraries that were not compared, not timed, or timed although they are inaccurate."""
     yield from (f"Not compared: {reason}" for reason in report.absent)
@@ -509,7 +504,10 @@ def _of_libraries(report: Report) -> Iterator[str]:
         for case in report.cases
         if case.kind == "library" and (case.baseline or isinstance(case.task, Generated))
     ]
-    troubles = (case for case in libraries if case.result != "passed" and not _fails(case))
+    # named ones that failed are among the failures of the run
+    troubles = (
+        case for case in libraries if case.result != "passed" and not (case.named and case.failed)
+    )
     by_reason = grouped(troubles, lambda case: (case.implementation, case.why))
     for (_, reason), cases in by_reason.items():
         yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."

@@ -363,14 +363,11 @@ _FULL_WAVE = 0.8
 # reason -> remedy.  Reasons whose remedy depends on more are in `_advice`.
 ADVICE = {
     "short_scoreboard": "Shared memory, exponentials or shuffles answer too late: issue them "
-    "earlier, have fewer of "
-    "them in the chain, or compute them once for several uses.",
+    "earlier, have fewer of them in the chain, or compute them once for several uses.",
     "barrier": "Warps wait for the slowest of their block: give them equal work, put fewer "
-    "barriers into the loop, or "
-    "let only the warps that share data wait for each other.",
+    "barriers into the loop, or let only the warps that share data wait for each other.",
     "wait": "The chain of dependent instructions is the limit, at a fixed latency each: more "
-    "independent work per warp "
-    "or more warps hide it.",
+    "independent work per warp or more warps hide it.",
     "math_pipe_throttle": "A compute pipe is full here: this is work, and only less work helps.",
     "mio_throttle": (
         "Too many shared-memory, exponential or shuffle instructions at once: wider accesses, or "
@@ -388,8 +385,7 @@ ADVICE = {
     ),
     "sleeping": "Warps sleep while they poll a flag: the warps that set it are late.",
     "dispatch_stall": "The dispatcher holds instructions back, mostly for register-file "
-    "conflicts: this is rarely in a "
-    "kernel's hand.",
+    "conflicts: this is rarely in a kernel's hand.",
     "branch_resolving": "Short loops and branches: unroll, or use predicates.",
     "imc_miss": "Constants miss their cache: fewer kernel arguments in the inner loop.",
     "drain": "Programs end while their stores are still under way: fewer, larger programs.",

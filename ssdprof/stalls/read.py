@@ -14,7 +14,6 @@ import json
 import math
 import os
 import struct
-import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -145,25 +144,16 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
         out = Path(folder) / "kernels.json"
         command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
         environ = os.environ | child.search_path()
-        try:
-            ended = subprocess.run(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
-        if ended.returncode == _NOT_INSTALLED:
+        code, output = child.run(command, timeout_s=_TIMEOUT_S, environ=environ)
+        if code is None:
+            raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN)
+        if code == _NOT_INSTALLED:
             raise MissingCapabilityError(
                 "The ncu-report package, which reads ncu's files, is not installed.",
                 "pip install ncu-report",
             )
-        if ended.returncode != 0:
-            words = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            how = how_ended(ended.returncode) if ended.returncode < 0 else "".join(words)
+        if code != 0:
+            how = how_ended(code) if code < 0 else "".join(output.strip().splitlines()[-1:])
             raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
         return KERNELS.validate_json(out.read_bytes())
 

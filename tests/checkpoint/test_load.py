@@ -30,7 +30,6 @@ from ssdprof.errors import (
     ModelUnavailableError,
     SsdprofError,
 )
-from ssdprof.jobs.plan import weights_file
 
 Save = Callable[[str], Path]
 
@@ -161,7 +160,6 @@ def test_shards_may_lie_in_a_subfolder(copied: Save) -> None:
     local = fetch(open_model(str(folder)))
     model = load_model(local, device="cpu")
     check_layers(model, tiny_models.shared("mamba2"), tiny_models.prompt(40))
-    assert weights_file(local) is not None
 
 
 def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Save) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from ssdprof.checkpoint.hub import Source
 from ssdprof.checkpoint.load import fetch
 from ssdprof.checkpoint.model import open_model
-from ssdprof.checkpoint.weights import INDEX, is_needed, stays_inside
+from ssdprof.checkpoint.weights import INDEX, SINGLE, Weights, stays_inside
 from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError, SsdprofError
 
 Save = Callable[[str], Path]
@@ -161,9 +162,11 @@ def test_which_weights_three_layers_need() -> None:
         "mtp.layers.0.mlp.weight",
     )
     towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
-    assert all(is_needed(key, depth=3) for key in needed)
-    assert not any(is_needed(key, depth=3) for key in (*others, *towers))
-    assert is_needed("lm_head.weight", depth=3, head=True)
+    source: Any = None
+    weights = Weights(source, None, SINGLE, depth=3)
+    assert all(map(weights.needs, needed))
+    assert not any(map(weights.needs, (*others, *towers)))
+    assert replace(weights, head=True).needs("lm_head.weight")
 
 
 def test_a_folder_without_safetensors_is_refused(copied: Save) -> None:

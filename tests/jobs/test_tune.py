@@ -32,7 +32,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.tuned import TunedConfig, TunedConfigs
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
-from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, difference, search
+from ssdprof.jobs.tune import DECIDING, Problem, difference, search
 from ssdprof.kernels import device, registry
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.device import INTERPRETED
@@ -52,6 +52,7 @@ from ssdprof.kernels.ssd.hopper.config import (
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import Call
+from ssdprof.measure.sampling import FIRST_LOOK
 from ssdprof.operators.gdn_tuning import TUNING as GDN
 from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
@@ -356,7 +357,7 @@ def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -
     assert isinstance(outcome[1], str)
     assert why in outcome[1]
     if isinstance(fake, PlacedTimer):
-        assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
+        assert fake.recordings >= FIRST_LOOK.min_recordings + DECIDING.min_recordings >= 8
         faster = PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0)
         assert value(found(faster), "segment") == 4
     if "1%" in why:

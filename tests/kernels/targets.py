@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, GDNCase, KDACase, SSDCase, assert_close
+from verdict import assert_passes
 
 from ssdprof.kernels import get
 from ssdprof.kernels.device import capability, sm_count
@@ -39,7 +40,6 @@ from ssdprof.kernels.ssd.hopper.launch import passing as passing
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.reference import ssd_chunked, ssd_recurrence
-from ssdprof.measure.accuracy import assert_passes
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")

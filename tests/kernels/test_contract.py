@@ -35,11 +35,11 @@ from kernel_cases import (
     with_steps,
 )
 from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, slow, targets
+from verdict import assert_passes
 
 from ssdprof.kernels import UnsupportedError, get
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 
 # --- dtypes
 

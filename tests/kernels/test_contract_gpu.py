@@ -36,12 +36,12 @@ from targets import (
     targets,
 )
 from test_contract_oracle import LONG_CUT, LONG_PARTS
+from verdict import assert_passes
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.ssd.fused import run
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu
 

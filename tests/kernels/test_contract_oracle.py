@@ -33,6 +33,7 @@ from targets import (
     ssd_portable,
     targets,
 )
+from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.kernels import UnsupportedError
@@ -40,7 +41,6 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.measure.accuracy import assert_passes
 
 # --- right, for every size, dtype and precision
 

@@ -25,6 +25,7 @@ from targets import (
     slow,
     targets,
 )
+from verdict import assert_passes
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.choice import FusedCall
@@ -33,7 +34,6 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
-from ssdprof.measure.accuracy import assert_passes
 
 SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
 LEADING = replace(GDN_CUT, first_segment_extra=True)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
 from targets import TARGETS, Target, slow, targets
+from verdict import assert_passes
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.fused import KDAPortableConfig, hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
-from ssdprof.measure.accuracy import assert_passes
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
 RAGGED = dict(

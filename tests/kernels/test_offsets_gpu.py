@@ -18,13 +18,13 @@ from targets import (
     ssd_hopper,
     targets,
 )
+from verdict import assert_passes
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_gpu_memory")]
 

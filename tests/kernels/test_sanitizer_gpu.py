@@ -18,9 +18,9 @@ import sys
 import pytest
 from kernel_cases import EXACT, RELAXED, GDNCase, SSDCase, assert_close, moved
 from targets import GDN_ON_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, TARGETS
+from verdict import assert_passes
 
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.measure.accuracy import assert_passes
 
 SMALL_SSD = SSDCase(**SSD_ON_HOPPER | dict(dstate=64))
 # several segments; whole and partial chunks, one position, empty sequences; with N = 256 halves

@@ -14,6 +14,7 @@ from gluon_emulator import emulate
 from kernel_cases import BF16, EXACT, RELAXED, SSDCase, assert_bitwise
 from targets import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
 from test_contract_oracle import CUTS, RAGGED
+from verdict import assert_passes
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.hopper.schedule import Cut
@@ -21,7 +22,6 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.hopper_kernel import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.accuracy import assert_passes
 
 SMALL = SSDCase(**SSD_ON_HOPPER)
 SLOW = pytest.mark.slow

@@ -7,13 +7,14 @@ import pytest
 import torch
 from kernel_cases import DTYPES, EXACT, PRECISIONS, RELAXED_FP32
 from measure.conftest import random_inputs
+from verdict import assert_passes
 
 from ssdprof.core.accuracy import Accuracy
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
-from ssdprof.measure.accuracy import Candidate, assert_passes, compare
+from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.rounding import Span
 

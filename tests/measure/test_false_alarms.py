@@ -10,12 +10,13 @@ import torch
 from generated_inputs import generated
 from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
+from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.accuracy import Candidate, assert_passes, compare
+from ssdprof.measure.accuracy import Candidate, compare
 
 SHAPES = {
     "one short chunk": {"seqlen": 5, "chunk_size": 16, "headdim": 16},

@@ -12,6 +12,7 @@ import torch
 from test_guard import gdn, ssd
 
 from ssdprof import operators
+from ssdprof.environment import child
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -113,12 +114,11 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
-    def run(_command: list[str], words: Path, _timeout_s: float) -> int:
+    def run(_command: list[str], **_options: Any) -> tuple[int, str]:
         done.append("run")
-        words.write_text("")
-        return 1
+        return 1, ""
 
-    monkeypatch.setattr(isolate, "_run", run)
+    monkeypatch.setattr(child, "run", run)
     assert verdict("good", ssd())[0] == "failed"
     assert done == ["released", "run"]
 
@@ -147,12 +147,13 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     (tmp_path / "typing.py").write_text("raise RuntimeError('not this one')\n")
     (tmp_path / "telling.py").write_text(
         "import os\n"
         "def kernel(inputs):\n"
         "    told = inputs.B.stride(), inputs.dt_limit, inputs.x.double().sum().item(), "
-        "os.getenv('HF_TOKEN')\n"
+        "os.getenv('HF_TOKEN') or os.getenv('WANDB_API_KEY')\n"
         "    raise ValueError(str(told))\n"
     )
     given = ssd()

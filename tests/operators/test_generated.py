@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
@@ -21,7 +22,6 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused, recurrent, unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import assert_passes
 from ssdprof.operators.generate import Cell, Layout, Tokens
 from ssdprof.operators.implementations import resolve
 

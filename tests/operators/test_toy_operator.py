@@ -13,6 +13,7 @@ from cases import prompt, task_of, value
 from command_line import Answer, ending, passing
 from fakes import RAN, pretend_gpu
 from operators import toy
+from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.capture.store import load as load_captures
@@ -21,7 +22,6 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.accuracy import assert_passes
 from ssdprof.store.reports import load
 
 SEQLEN = 40

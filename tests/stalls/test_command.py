@@ -19,7 +19,7 @@ from ssdprof.core.case import Launch
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import limits, stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs.options import ModelOptions, RunOptions, StallsOptions
 from ssdprof.progress import Watcher
@@ -84,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def read(path: Path) -> object:
         return synthetic.report(synthetic.kernel(function=f"_{path.read_text()}"), name=path.name)
 
-    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(stalls_job, "require_gpu", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(ncu, "launch", launch)
     monkeypatch.setattr(ncu, "profile", profile)
     monkeypatch.setattr(ncu, "find", lambda: ("ncu", "2025.3.1.0"))
