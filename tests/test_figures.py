@@ -352,7 +352,6 @@ def held() -> dict[tuple[str, str], float]:
         for cell in cells()
         if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"
     ]
-    model = prefill("mamba2-2.7b", 131_072, "model")
     long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
     stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
     us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
@@ -371,7 +370,6 @@ def held() -> dict[tuple[str, str], float]:
         ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
         ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"]
         / brief["fused"],
-        ("docs/whole-models.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
         (kernels, "0.76"): floor_us(layer) / 1e3,
         (kernels, "453"): us["_prep_kernel"],
         (kernels, "9"): us["_parts_kernel"] + us["_combine_kernel"],
@@ -386,8 +384,6 @@ def held() -> dict[tuple[str, str], float]:
         (measuring, "92.6"): match_pct("h200-granite-4.0-h-1b-128k"),
         (measuring, "91.5"): match_pct("h200-mamba2-2.7b-128k"),
         (large, "4.9"): h200["one-gpu"],
-        (large, "5.5"): h200["all-gpus"],
-        (large, "5.2"): h200["cpu-offload"],
         (large, "6.4"): h200["disk-offload"],
     }
 

@@ -696,9 +696,9 @@ class BenchOptions(TimingOptions):
     """Time the fused and the unfused kernels on random inputs, and compare them with other
     libraries.
 
-    Needs an NVIDIA GPU.  Outputs are compared with the fp64 oracle first.  Exit code 1 says that
-    one of ssdprof's kernels was wrong or refused a case, that nothing was compared, or that a gate
-    does not hold: gates judge the fused kernel.
+    Needs an NVIDIA GPU, but not for --decode-states.  Outputs are compared with the fp64 oracle
+    first.  Exit code 1 says that one of ssdprof's kernels was wrong or refused a case, that nothing
+    was compared, or that a gate does not hold: gates judge the fused kernel.
     """
 
     operator: str = argument(..., "OPERATOR", "ssd, gdn or kda.")

@@ -26,7 +26,7 @@ _READING = (
     f"state error exceeds {BUDGET} times that of the format's first rounding, from that step on.  "
     "Trend: the state error of the worst head grows, stays or is forgotten as step^p, fitted from "
     f"the square root of the last step on, with its 95 % interval.  Pool: {SLOTS} sequences, these "
-    "layers.  'ssdprof answers --decode-states' shows what becomes of the model's answers."
+    "layers.  'ssdprof answers --decode-states' shows how the model's answers change."
 )
 
 

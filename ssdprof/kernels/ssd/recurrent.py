@@ -206,9 +206,11 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
             state = stored_after(state, t + 1, length, key, elements, 1, S)
         if len(writes_strides) == 2:
             new = tl.load(writes_ptr + step * writes_strides[1])
-            at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
-            kept = state.to(final_states_ptr.dtype.element_ty)
-            tl.store(final_states_ptr + at, kept, mask=tl.where(new >= 0, m_state, False))
+            # a call step by step keeps few states, and saves the addresses of others
+            if S.FORMAT is None or new >= 0:
+                at = ptr_offset((new, i_h, o_p[:, None], o_n[None, :]), final_states_strides)
+                kept = state.to(final_states_ptr.dtype.element_ty)
+                tl.store(final_states_ptr + at, kept, mask=tl.where(new >= 0, m_state, False))
 
     # stage setup.store
     if not S.EVERY_STATE and len(writes_strides) != 2:
