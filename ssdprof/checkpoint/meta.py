@@ -180,7 +180,8 @@ def destinations(
     targets: dict[str, list[str]] = {}
     for converter in converters:
         targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state = model.state_dict()
+    prefix = model.base_model_prefix
     known = {}
     for key in sorted(keys):
         rename = partial(loading.rename_source_key, key)
@@ -262,7 +263,8 @@ def quiet_transformers() -> Iterator[None]:
     ssdprof checks.
     """
     logging: Any = transformers.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.ERROR)
     logging.disable_progress_bar()
     try:

@@ -413,7 +413,8 @@ class _Timed:
 
     def _outside(self, name: str, output: Output) -> str:
         """Why an output is worse than the one that was verified."""
-        entry, known = self.entries[name], self.cases[name]
+        entry = self.entries[name]
+        known = self.cases[name]
         (accuracy,) = compare_with_oracle(
             entry.call.inputs, {name: entry.candidate(output)}
         ).values()
@@ -516,7 +517,8 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
     """Fields of a case whose device time is shorter than this GPU can be: its work was not what was
     timed.
     """
-    share, time = case.floor_pct(ceilings), case.device_us
+    share = case.floor_pct(ceilings)
+    time = case.device_us
     if share is None or time is None or share <= 100:
         return {}
     reason = (

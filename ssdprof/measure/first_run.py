@@ -129,7 +129,8 @@ class Call:
                 else self._inputs[0]
             )
             plan = self.implementation.plan(first, self.precision)
-            reason, calls = plan.reason, len(self._inputs)
+            reason = plan.reason
+            calls = len(self._inputs)
             if calls > 1:
                 copies = "one for each state, and copies that join the states"
                 reason = f"{calls:,} calls, {copies}; {reason}"
@@ -370,7 +371,8 @@ def describe(kernel: Any) -> Launch:
     """A compiled kernel: its compile-time arguments and options as `config`, its resources as the
     driver loaded it.
     """
-    metadata, source = kernel.metadata, kernel.src
+    metadata = kernel.metadata
+    source = kernel.src
     config: dict[str, int | str | bool] = {}
     if isinstance(source, ASTSource):
         for path, value in source.constants.items():
@@ -432,7 +434,8 @@ def completed(run: Run, device: torch.device) -> tuple[Output, str]:
     output = run()
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    bits, end = fingerprint(*output), time.monotonic() + _LATEST
+    bits = fingerprint(*output)
+    end = time.monotonic() + _LATEST
     for thread in set(threading.enumerate()).difference(running):
         thread.join(max(0.0, end - time.monotonic()))
     if device.type == "cuda":

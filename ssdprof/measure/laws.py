@@ -57,7 +57,8 @@ Form = TypeVar("Form")  # of inputs, of which a kernel may refuse some
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
-AMPLIFICATION, AMPLIFIED_SHARE = 2.0**40, 32
+AMPLIFICATION = 2.0**40
+AMPLIFIED_SHARE = 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
@@ -383,7 +384,8 @@ def sequence_alone(trial: Trial) -> None:
     inputs = trial.several
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
-    together, output = trial.run(inputs), trial.run(inputs_alone)
+    together = trial.run(inputs)
+    output = trial.run(inputs_alone)
     if difference := first_difference(output_of(inputs, together, last), output):
         context = f"a sequence alone is not as among others: {difference}; "
         trial.judge(inputs_alone, output, context)
@@ -405,7 +407,8 @@ def causality(trial: Trial) -> None:
 
 def _replace_later(trial: Trial, start: int) -> None:
     """Inputs from position `start` of the tensors on must not change earlier outputs."""
-    inputs, spans = trial.inputs, spans_of(trial.inputs)
+    inputs = trial.inputs
+    spans = spans_of(trial.inputs)
     later = [replace(span, start=max(span.start, start)) for span in spans if span.stop > start]
     before = trial.base[0][:, :start]
     after = trial.run(amplified(inputs, later, trial.leak_factor))[0][:, :start]
@@ -461,7 +464,8 @@ def single_steps(trial: Trial) -> None:
 def accepted_tokens(trial: Trial) -> None:
     """The next tokens begin with the state that was kept after any of the drafted ones."""
     inputs = trial.longest
-    (whole,), (out, states) = spans_of(inputs), trial.run(inputs)
+    (whole,) = spans_of(inputs)
+    (out, states) = trial.run(inputs)
     for kept in range(1, whole.length):
         rest = alone(inputs, replace(whole, start=kept))
         more = trial.run(rest.after(states[kept - 1 : kept]))
@@ -555,7 +559,8 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     out, _ = trial.run(history.inputs)
     errors = [(known, _errors_of(known, out)) for known in history.known if len(known.positions)]
     known, relative = max(errors, key=lambda pair: float(pair[1].max()))
-    bad, worst = relative > DROPPED, int(relative.argmax())
+    bad = relative > DROPPED
+    worst = int(relative.argmax())
     if not bool(bad.any()):
         return
     batch, length, heads = out.shape[:3]

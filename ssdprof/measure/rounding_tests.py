@@ -19,7 +19,8 @@ from ssdprof.core.base import SLICES
 
 DRAWS = 12
 PERIODS = (16, 32, 64, 128, 256)
-_SIGMAS, _MANY_SIGMAS = 6.0, 18.0
+_SIGMAS = 6.0
+_MANY_SIGMAS = 18.0
 _SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
 
 
@@ -58,7 +59,8 @@ class RoundingTests:
     """
 
     def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
-        self._tested, self._exact = tested, exact
+        self._tested = tested
+        self._exact = exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
@@ -212,14 +214,17 @@ class RoundingTests:
         real roundings are not, where a number of few bits is multiplied by a factor near 1: the
         exact forms show that bias, of which a kernel may have twice as much.
         """
-        least, most = [], []
+        least = []
+        most = []
         for gains in forms:
-            exact, draws = gains[: self._exact], gains[self._exact :]
+            exact = gains[: self._exact]
+            draws = gains[self._exact :]
             bias = 2 * (exact - draws.mean(0))
             spread = room + 2 * _SIGMAS * draws.std(0)
             least.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
             most.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
-        low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
+        low = torch.stack(least).amin(0)
+        high = torch.stack(most).amax(0)
         return ours - (low + high) / 2, (high - low) / 2
 
 

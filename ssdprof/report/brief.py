@@ -111,7 +111,8 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 def _errors(series: Series) -> TableRow:
     """The output of all calls."""
-    baseline, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    baseline = series.pooled("vs_baseline")
+    oracle = series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
     return {
@@ -146,7 +147,8 @@ def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> 
             name["tokens"] = name["tokens"].replace(" tokens", "")
         shown = {heading: cell for heading, cell in row.items() if heading not in _DETAILS}
         rows.append(name | (row if len(keys) == 1 else shown))
-    rows, notes = fold_precisions(rows), []
+    rows = fold_precisions(rows)
+    notes = []
     if len(rows) > 1:
         first_number = list(rows[0])[len(keys)]
         rows, in_note = split_columns(rows, keep=(*keys, first_number))
