@@ -174,9 +174,12 @@ def destinations(
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
     conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
-    loading = core_model_loading
-    renamings = [step for step in conversions if isinstance(step, loading.WeightRenaming)]
-    converters = [step for step in conversions if isinstance(step, loading.WeightConverter)]
+    renamings = [
+        step for step in conversions if isinstance(step, core_model_loading.WeightRenaming)
+    ]
+    converters = [
+        step for step in conversions if isinstance(step, core_model_loading.WeightConverter)
+    ]
     targets: dict[str, list[str]] = {}
     for converter in converters:
         targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
@@ -184,7 +187,7 @@ def destinations(
     prefix = model.base_model_prefix
     known = {}
     for key in sorted(keys):
-        rename = partial(loading.rename_source_key, key)
+        rename = partial(core_model_loading.rename_source_key, key)
         name, source = rename(renamings, converters, prefix, state)
         if name not in state and key in state:
             name, source = rename([], [], prefix, state)

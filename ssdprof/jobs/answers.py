@@ -351,9 +351,10 @@ def with_moved_bits(compute: Compute) -> Compute:
         return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
 
     def run(call: OperatorCall) -> Result:
-        views = call.operator.binding.views
         changed = {
-            name: moved(tensor) for name, tensor in call.inputs.tensors.items() if name in views
+            name: moved(tensor)
+            for name, tensor in call.inputs.tensors.items()
+            if name in call.operator.binding.views
         }
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 

@@ -157,8 +157,9 @@ class Trial:
             raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
 
     def _candidate(self, output: Output) -> Candidate:
-        cuts = self.implementation.cuts_operands
-        return Candidate(output=output, precision=self.precision, cuts=cuts)
+        return Candidate(
+            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
+        )
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
         """The outputs that need more than this many times their budget."""

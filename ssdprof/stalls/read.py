@@ -203,8 +203,8 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
     while True:
         byte = content[at]
         value |= (byte & 0x7F) << shift
-        at = at + 1
-        shift = shift + 7
+        at += 1
+        shift += 7
         if byte < 0x80:
             return value, at
 
