@@ -465,26 +465,21 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
     elif isinstance(cause, errors.HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
-        why = f"the hub at {api().endpoint} cannot be reached" + (
-            f": {library_message(cause)}" if cause else ""
-        )
+        reason = f": {library_message(cause)}" if cause else ""
+        why = f"the hub at {api().endpoint} cannot be reached{reason}"
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
         cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")[:20]
     except errors.CacheNotFound:
         cached = []
-    what = (
-        f"{repo_id} is only partly in the cache"
-        if repo_id in cached
-        else f"{repo_id} is not in the cache"
-    )
+    where = "only partly" if repo_id in cached else "not"
     remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
     hint = (
         f"In the cache: {', '.join(cached)}."
         if cached
         else f"The cache is empty: {remedy}, or use demo."
     )
-    return ModelUnavailableError(f"{what}, and {why}.", hint)
+    return ModelUnavailableError(f"{repo_id} is {where} in the cache, and {why}.", hint)
 
 
 def _revisions_hint(repo_id: str) -> str:

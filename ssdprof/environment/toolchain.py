@@ -108,7 +108,9 @@ def unusable_gpu() -> str:
     """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there
     is none.
     """
-    version, uuids = (None if torch.cuda.is_available() else ask_nvml(_driver)) or (0, [])
+    if torch.cuda.is_available():
+        return ""
+    version, uuids = ask_nvml(_driver) or (0, [])
     if not uuids:
         return ""
     there = plural(len(uuids), "NVIDIA GPU")

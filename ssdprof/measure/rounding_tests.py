@@ -64,7 +64,7 @@ class RoundingTests:
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
-        # slices)
+        # slices); by ("oracle" | "floor" | "ours" | "rounded", the kernel or the form, the draw)
         self._sums: dict[tuple[str, Hashable, int], Tensor] = {}
         self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
 
@@ -91,31 +91,33 @@ class RoundingTests:
         computed as they are taken, so that one is in memory at a time.  start: position of the
         first row; origin: of the first of its sequence.
         """
-        size = high.square().mean(2, keepdim=True).sqrt()
-        weights = torch.where(size > _SMALLEST_ROW, 1 / size.square(), 0.0)  # of squares
+        rms = high.square().mean(2, keepdim=True).sqrt()  # (h, rows, 1)
+        weights = torch.where(rms > _SMALLEST_ROW, 1 / rms.square(), 0.0)  # of squares
         scaled = high * weights
-        weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def summed(key: tuple[str, Hashable, int], error: Tensor) -> None:
+        def add_error(key: tuple[str, Hashable, int], error: Tensor) -> None:
+            """Add the sums of this block, with rows weighted: see `_sums`."""
             error = finite(error)
-            squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
-                error
-            )
+            norms = self._norms.setdefault(key, HeadNorms(len(high), high.device))
+            squares, of_rows = norms.add(error)
             if not self._tested:
                 return
-            columns = (weights @ squares)[:, 0]
-            sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
-            new = torch.cat([*sums, columns, (rows * weights[:, 0]) @ in_slice], 1)
+            with_high = (error * scaled).sum((1, 2))
+            of_columns = (weights.mT @ squares)[:, 0]
+            of_head = of_columns.sum(1)
+            of_slices = (of_rows * weights[..., 0]) @ in_slice
+            heads = torch.stack([with_high, of_head], 1)
+            new = torch.cat([heads, of_columns, of_slices], 1)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
 
-        summed(("oracle", None, 0), high)
-        summed(("floor", None, 0), floor - high)
+        add_error(("oracle", None, 0), high)
+        add_error(("floor", None, 0), floor - high)
         for name, tensor in kernels.items():
-            summed(("ours", name, 0), tensor - high)
+            add_error(("ours", name, 0), tensor - high)
         for null, several in rounded.items():
             for k, error in enumerate(several):
-                summed(("rounded", null, k), error)
+                add_error(("rounded", null, k), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
