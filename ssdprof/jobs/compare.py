@@ -352,8 +352,11 @@ class Comparer:
         calls = [entry.call for entry in group]
         risky = next((case for case in group.values() if case.kind == "own" or case.named), None)
         with while_it_runs(risky), _changeable(calls) as scale:
-            timed = _Timed(entries={entry.call.label: entry for entry in group}, scale=scale)
-            timed.cases = {entry.call.label: case for entry, case in group.items()}
+            timed = _Timed(
+                entries={entry.call.label: entry for entry in group},
+                cases={entry.call.label: case for entry, case in group.items()},
+                scale=scale,
+            )
             fields = time_in_turns(
                 {name: entry.call.run for name, entry in timed.entries.items()},
                 timer,
@@ -376,7 +379,7 @@ class _Timed:
     """
 
     entries: Mapping[str, Entry]
-    cases: dict[str, Case] = field(default_factory=dict)
+    cases: dict[str, Case]
     scale: Callable[[float], None] | None
 
     def check(self, name: str, run: Run) -> str:
