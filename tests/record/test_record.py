@@ -67,8 +67,8 @@ def test_a_recorded_server_runs_as_without(
     assert capfd.readouterr().out.splitlines() == digests
     folder = Path("out")
     manifest = read_manifest(folder)
-    names = [layer.name for layer in manifest.checkpoint.layers]
-    assert names == [f"model.layers.{index}.linear_attn" for index in (2, 9, 10)]
+    layers = [(layer.index, layer.name) for layer in manifest.checkpoint.layers]
+    assert layers == [(index, f"model.layers.{index}.linear_attn") for index in (2, 9, 10)]
     assert len(manifest.layers) == 3 * (1 + 12 + 12 + 2)
     captured = read_layer(folder, manifest.layers[-1])
     assert captured.inputs.sequences == 2
@@ -231,6 +231,16 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     ended, dropped = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
     assert re.match(r"Recording has ended: .*File too large.*  The program goes on.", ended)
     assert re.match("[345] calls because the queue was full: not recorded", dropped)
+
+
+def test_recording_ends_after_as_many_calls_as_are_allowed(
+    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = chunked(max_calls=2)
+    for _ in range(4):
+        function(**arguments(), output_final_state=True)
+    assert stored() == 2
+    assert "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
 
 
 def test_a_transposed_state_is_outside_the_budget(
