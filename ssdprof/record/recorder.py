@@ -120,7 +120,7 @@ class Recorder:
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                inputs = operators.get(place.operator).inputs(**bound.inputs)
+                inputs = operators.get(place.operator).inputs(**bound.activate(bound.inputs))
                 if inputs.device.type != "cuda":
                     inputs = replace(inputs, **_copies(inputs.tensors))
                 return bound, inputs, str(bound.layer or self._layer())
