@@ -117,10 +117,7 @@ def test_a_run_that_stored_captures_stands_for_them(
     folder = Path("runs/one/captures")
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
-    asked = (
-        captures_of(options.RunOptions(model=model))
-        for model in ("one", "runs/one", "runs/one/captures", "two")
-    )
+    asked = (captures_of(model) for model in ("one", "runs/one", "runs/one/captures", "two"))
     assert list(asked) == [folder, folder, folder, None]
 
 

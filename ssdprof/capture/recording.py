@@ -1,8 +1,10 @@
 """Reads what a server wrote of its operators' calls as a capture, its outputs included.
 
-flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
-safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
-               operator's own names; or files that say this themselves: those of `ssdprof record`
+flashinfer          the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
+safetensors         `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the
+                    operator's own names; or files that say this themselves: those of `ssdprof
+                    record`
+flashinfer-bench    definitions and workloads, which have no outputs; each becomes a layer
 
 Calls are in the order in which their process made them.  Where they name no layer, a forward pass
 calls every layer once, on the same sequences.  docs/from-a-server.md describes all.
@@ -14,12 +16,13 @@ import ast
 import hashlib
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter, index, itemgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -30,10 +33,17 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.checkpoint.load import unpickled
 from ssdprof.checkpoint.names import select_indices
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.target import CallRef, CheckpointRef, LayerRef, Prompt
 from ssdprof.core.words import plural, size_words, words
 from ssdprof.environment.machine import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    SsdprofError,
+    library_message,
+    printable,
+)
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
@@ -43,7 +53,7 @@ from ssdprof.operators.tensors import dtype_name
 T = TypeVar("T")
 # inputs, what the server computed, and the slots of the sequences in its pool of states
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
-Format = Literal["flashinfer", "safetensors"]
+Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
@@ -55,7 +65,7 @@ _METADATA_BYTES = 1 << 24
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     """A call of an operator.  shape: tokens and sequences.  identity: the server's description.
-    load: gives inputs and output.
+    process: empty for a workload, which has no output.  load: gives inputs and output.
     layer: its name; empty if it is not known.  number: among the calls of the layer; None if calls
     may be missing before this one.
     """
@@ -125,7 +135,7 @@ class ServerCalls:
                     inputs, served, slots = call.load()
                     remark = (
                         ""
-                        if served
+                        if served or not call.process
                         else f"No output of {layer.name} was recorded in pass {number}."
                     )
                     yield CapturedLayer(
@@ -146,7 +156,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
     forward pass.
     """
-    calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
+    calls, others, source = _READERS[kind](folder)
     are_named = all(call.layer for call in calls)
     passes, incomplete = _named_passes(calls) if are_named else _counted_passes(calls)
     out = [
@@ -168,7 +178,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
         revision=None,
         model_type=f"recorded by {source}",
         layers=layers,
-        layer_count=len(layers),
+        layer_count=layers[-1].index + 1,
     )
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
@@ -179,13 +189,16 @@ def _named_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
     """
     operators_of = {call.layer: call.operator for call in calls}
     names = sorted(operators_of, key=_by_numbers)
+    # of "model.layers.3.linear_attn", 3, if these tell the layers apart
+    numbers = [int(number[0]) for name in names if (number := re.search(r"\d+", name))]
+    indices = numbers if len(set(numbers)) == len(names) else range(len(names))
     layers = {
         name: LayerRef(
             index=index,
             name=f"layer {name}" if name.isdecimal() else name,
             operator=operators_of[name],
         )
-        for index, name in enumerate(names)
+        for index, name in zip(indices, names, strict=True)
     }
     passes: list[dict[LayerRef, _Call]] = []
     before: tuple[str, tuple[int, int]] | None = None
@@ -283,13 +296,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room
     for it twice.
     """
-    size, room = regular(file, math.inf).stat().st_size, host_memory()
-    if 2 * size > room:
-        raise MissingCapabilityError(
-            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
-            "twice.",
-            "Record with a smaller pool of states, or read it on a larger machine.",
-        )
+    _check_room(file, regular(file, math.inf).stat().st_size)
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -297,6 +304,15 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
         raise ValueError(f"{file.name} holds no table of tensors")
     return content
+
+
+def _check_room(file: Path, size: int) -> None:
+    if 2 * size > (room := host_memory()):
+        raise MissingCapabilityError(
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold "
+            "twice.",
+            "Record with a smaller pool of states, or read it on a larger machine.",
+        )
 
 
 # --- FlashInfer's recorder
@@ -463,3 +479,112 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
     return _checked(inputs, output if len(output) == 2 else None, slots)
+
+
+# --- definitions and workloads of flashinfer-bench
+
+
+_Document: TypeAlias = "dict[str, Any]"
+
+
+def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
+    """As `_flashinfer`."""
+    files = sorted((folder / "definitions").rglob("*.json"))
+    documents = dict(_reading(file, _definition) for file in files)
+    entries: list[_Call | str] = []
+    for file in sorted((folder / "workloads").rglob("*.jsonl")):
+        entries += _reading(file, _workloads, folder, documents)
+    if not entries:
+        raise BadInputError(f"{folder} holds no workloads of flashinfer-bench.", _AGAIN)
+    others = Counter(entry for entry in entries if isinstance(entry, str))
+    calls = [entry for entry in entries if isinstance(entry, _Call)]
+    return calls, others, "flashinfer-bench"
+
+
+def _definition(file: Path) -> tuple[str, _Document]:
+    """By its name.  Raises errors of any class."""
+    document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
+    return str(document["name"]), document
+
+
+def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> list[_Call | str]:
+    """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
+    entries: list[_Call | str] = []
+    for line in regular(file).read_text(encoding="utf-8").splitlines():
+        entry = parse_json(line)
+        name, workload = entry["definition"], entry["workload"]
+        document = documents[name]
+        known = [pair for pair in operators.definitions() if pair[1].defines(document)]
+        entries += [] if known else [f"of {name}"]
+        for operator, definition in known:
+            sizes = _sizes(document, workload)
+            tokens = math.prod(sizes[axis] for axis in definition.tokens)
+            sequences = sizes[definition.sequences]
+            if not (0 < tokens <= LONGEST_SEQLEN and 0 < sequences <= LONGEST_SEQLEN):
+                raise ValueError(f"{tokens:,} tokens of {sequences:,} sequences are no call")
+            load = partial(
+                _reading, file, _load_workload, folder, definition.read, document, workload
+            )
+            call = _Call(
+                operator=operator.name,
+                process="",
+                shape=(tokens, sequences),
+                identity=line,
+                load=load,
+                layer=printable(f"{name} {workload['uuid']}"),
+                number=1,  # nothing is known of calls before it
+            )
+            entries.append(call)
+    return entries
+
+
+def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
+    """Axis -> its size."""
+    return {
+        axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
+        for axis, form in document["axes"].items()
+    }
+
+
+def _load_workload(
+    file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
+) -> Recorded:
+    """A call whose tensors have the shapes and dtypes of its definition."""
+    values, sizes = {}, _sizes(document, workload)
+    for name, form in document["inputs"].items():
+        source = workload["inputs"].get(name, {"type": "random"})
+        if source["type"] == "scalar":
+            values[name] = source["value"]
+            continue
+        shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
+        if source["type"] == "random":
+            _check_room(file, 8 * math.prod(shape))
+            tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)
+        else:
+            path = (folder / source["path"]).resolve()
+            if not path.is_relative_to(folder.resolve()):
+                raise ValueError(f"{source['path']} is outside of the folder")
+            with safe_open(regular(path, math.inf), framework="pt", device="cpu") as opened:
+                tensor = opened.get_tensor(source["tensor_key"])
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {shape} {dtype}")
+        values[name] = tensor
+    return _checked(read(**values), None, None)
+
+
+def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The same for each name: normal, q and k of length 1, with which states stay finite."""
+    if not dtype.is_floating_point:
+        raise ValueError(f"random integers are no {name.split()[-1]}")
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator)
+    if name.endswith((" q", " k")):
+        values = torch.nn.functional.normalize(values, dim=-1)
+    return values.to(dtype)
+
+
+_READERS = {
+    "flashinfer": _flashinfer,
+    "flashinfer-bench": _flashinfer_bench,
+    "safetensors": _safetensors,
+}

@@ -27,7 +27,7 @@ def record(options: RecordOptions, code: int) -> None:
     try:
         _finish(options)
     except SsdprofError as error:
-        terminal.say(f"{error.message}  {error.hint}")
+        terminal.say(f"{error.message}  {error.hint}  The calls stay in {options.out / CALLS}.")
     if code < 0:
         _end_by_signal(-code)
     raise typer.Exit(code)

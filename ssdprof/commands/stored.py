@@ -33,6 +33,7 @@ from ssdprof.errors import BadInputError, ExitCode, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
+from ssdprof.jobs.target import captures_of
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.table import TableRow, table
 from ssdprof.report.terminal import SplitTable, render
@@ -129,6 +130,9 @@ def export(options: options.ExportOptions) -> None:
     chosen = options.format or ("json" if options.json else format_of(options.output or Path()))
     if options.json and chosen != "json":
         raise both("--json", f"--format {chosen}")
+    if chosen == "flashinfer-bench":
+        _to_workloads(options)
+        return
     if chosen == "github":
         if options.output is not None:
             raise BadInputError(
@@ -153,6 +157,30 @@ def export(options: options.ExportOptions) -> None:
             source=f" from {folder}",
         )
     output.end(report)
+
+
+def _to_workloads(options: options.ExportOptions) -> None:
+    """Write captures as a folder of flashinfer-bench."""
+    if options.output is None:
+        raise BadInputError(f"--format {options.format} writes a folder.", "Name it: -o DIR.")
+    if options.output.is_dir() and any(options.output.iterdir()) and not options.force:
+        raise BadInputError(
+            f"{options.output} is not empty.", "Name another folder, or give --force to add to it."
+        )
+    where = options.run or str(reports.load(None, "run")[0])
+    captures = captures_of(where)
+    if captures is None:
+        raise BadInputError(
+            f"{where} holds no captures.", "Name a capture's folder, or run with --save-captures."
+        )
+    from ssdprof.capture.workloads import write_folder  # imports torch
+
+    try:
+        for sentence in write_folder(captures, options.output):
+            terminal.say(sentence)
+    except OSError as error:
+        raise files.unwritable(options.output, error) from error
+    terminal.say(f"Wrote {options.output} from {captures}.")
 
 
 def _to_github(report: Report) -> None:

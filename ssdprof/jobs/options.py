@@ -404,10 +404,10 @@ class CaptureOptions(ServedModelOptions):
     One layer of a large model takes gigabytes at 128k tokens.
     """
 
-    recorded: Literal["flashinfer", "safetensors"] | None = option(
+    recorded: Literal["flashinfer", "flashinfer-bench", "safetensors"] | None = option(
         None,
         "",
-        "MODEL is a folder that a server wrote: see docs/from-a-server.md.",
+        "MODEL is a folder that a server or flashinfer-bench wrote: see docs/from-a-server.md.",
         "--from",
         shown="a model",
     )
@@ -527,6 +527,7 @@ class ExportOptions:
 
     baseline is short, for compare: a line per case, without samples.  github appends a summary and
     outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.
+    flashinfer-bench writes captures, named or of a run, as workloads into the folder FILE.
 
     The report is written in any case.  Exit code 1 says that not all requested cases were compared
     and passed.
@@ -538,9 +539,12 @@ class ExportOptions:
         "A report's folder, its name under runs/, or what --json printed.",
         shown="the latest report",
     )
-    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github"] | None = (
-        option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
-    )
+    format: (
+        Literal[
+            "markdown", "html", "json", "baseline", "junit", "csv", "github", "flashinfer-bench"
+        ]
+        | None
+    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     output: OutputOption = None
     force: Force = False
     json: FormatJson = False

@@ -164,9 +164,9 @@ class Stored:
         )
 
 
-def captures_of(request: declared.ModelOptions) -> Path | None:
-    """The folder of stored captures, if the request names one, or a run that stored them."""
-    folder = Path(request.model).expanduser()
+def captures_of(where: str) -> Path | None:
+    """The folder of stored captures, if it is named, or a run that stored them."""
+    folder = Path(where).expanduser()
     places = (folder, folder / CAPTURES, RUNS / folder / CAPTURES)
     return next(filter(is_capture, places), None)
 
@@ -220,7 +220,7 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     BadInputError for options that do not apply to stored captures, and for a model whose layers are
     too large for every implementation.
     """
-    folder = captures_of(request)
+    folder = captures_of(request.model)
     if folder is None:
         target = find(request, whole=request.answers)
         refuse_large(target.ref, target.sizes)
@@ -410,7 +410,7 @@ def _refuse_exclusive(asked: declared.RunOptions, parts: Sequence[str]) -> None:
             "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
             "--verify.",
         )
-    if asked.prefill and (folder := captures_of(asked)) is not None:
+    if asked.prefill and (folder := captures_of(asked.model)) is not None:
         raise BadInputError(
             f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
         )

@@ -62,6 +62,10 @@ class Stepping:
         return None if self.format is None else self.format.constants
 
     @property
+    def rounds(self) -> bool:
+        return self.format is not None and self.format.number != "fp32"
+
+    @property
     def whole_state(self) -> bool:
         """Whether a program needs all of a head's state."""
         return self.format is not None and self.format.scale == "head"
@@ -149,24 +153,23 @@ def _scaled(state, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
     """
     LARGEST: tl.constexpr = 127.0 if FORMAT[0] == "int8" else 448.0
     magnitude = tl.abs(state)
-    largest = tl.where(magnitude < INFINITY, magnitude, INFINITY)  # NaN too
     if FORMAT[2] == "fixed":
-        largest = tl.where(magnitude < INFINITY, FORMAT[3], INFINITY)
+        largest = tl.full((1, 1), FORMAT[3], tl.float32)
     else:
+        largest = tl.where(magnitude < INFINITY, magnitude, INFINITY)  # a maximum loses NaN
         largest = tl.max(largest, axis=ROW_AXIS, keep_dims=True)
         if FORMAT[2] == "head":
             largest = tl.max(largest, axis=1 - ROW_AXIS, keep_dims=True)
-    finite = largest < INFINITY
-    scale = tl.div_rn(tl.where(finite, largest, 0.0), LARGEST)
-    scale = tl.where(scale > LEAST_SCALE, scale, 0.0)
-    per_unit = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
-    number = _clamped(tl.where(finite, state, 0.0) * per_unit, LARGEST)
+    scale = tl.div_rn(largest, LARGEST)
+    kept = scale > LEAST_SCALE
+    per_unit = tl.where(kept, tl.div_rn(1.0, tl.where(kept, scale, 1.0)), 0.0)
+    number = _clamped(state * per_unit, LARGEST)
     number = _to_units(number, 1.0) if FORMAT[0] == "int8" else _e4m3(number)
     rounded = number * scale
     if FORMAT[1] == "carried":
-        error = _clamped((tl.where(finite, state, 0.0) - rounded) * (254.0 * per_unit), 127.0)
+        error = _clamped((state - rounded) * (254.0 * per_unit), 127.0)
         rounded += _to_units(error, 1.0) * (scale / 254.0)
-    return tl.where(finite, rounded, NAN)
+    return tl.where((magnitude < INFINITY) & (largest < INFINITY), rounded, NAN)
 
 
 @triton.jit

@@ -98,4 +98,5 @@ OPERATOR = replace(
     generated=GENERATOR,
     libraries=LIBRARIES,
     load_tuning=lambda: kda_tuning.TUNING,
+    load_definitions=tuple,
 )

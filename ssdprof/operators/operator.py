@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels import oracle
     from ssdprof.kernels.inputs import Inputs
     from ssdprof.kernels.oracle import Block
+    from ssdprof.operators.definition import Definition
     from ssdprof.operators.tuning import Tuning
 else:
     oracle = lazy("ssdprof.kernels.oracle")
@@ -260,6 +261,7 @@ class Operator(Generic[I]):
     load_inputs: the type that implementations take.
     mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.
     words: of these sizes.
+    load_definitions: the calls that flashinfer-bench defines.
     refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the
         heads, in a sentence; empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
@@ -279,6 +281,7 @@ class Operator(Generic[I]):
     words: str = ""
     stages: Stages = field(default_factory=Stages)
     load_tuning: Callable[[], Tuning] | None = None
+    load_definitions: Callable[[], Sequence[Definition[I]]] = tuple
     refusal: Callable[[Mapping[str, int], int], str] | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
     baseline: str = "unfused"

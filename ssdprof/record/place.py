@@ -14,23 +14,30 @@ if TYPE_CHECKING:
 class FunctionCall:
     """A call of a place's function in the operator's terms.
 
-    inputs: fields of the operator's inputs (`GDNInputs`, ...), on the call's device and without
-        waiting for it.  Initial states are those of the call's sequences alone, gathered from the
-        pool if there is one, K before V.  What the function overwrites is a copy.
+    inputs: what `activate` takes, on the call's device and without waiting for it.  Initial states
+        are those of the call's sequences alone, gathered from the pool if there is one, K before V.
+        What the function overwrites is a copy.
     result: what the function returned -> out, in the shape of the values, and the final states of
         the call's sequences as `inputs` has the initial ones, read from the pool if the function
-        wrote them there; None if there are none.
-    slots: (sequences) of the pool; -1 is padding.
+        wrote them there; None if there are none.  In a verification, whose inputs have
+        `state_every` 1: (tokens, ...), the state after each token.
+    slots: (sequences) of the pool; -1 is padding, which servers do not compute.  Its states are 0,
+        and of steps its out, too.
     layer: its name or index in the model, where the call itself can tell.
+    activate: inputs, or copies of them -> fields of the operator's inputs (`GDNInputs`, ...), with
+        gates after their activations.  For calls that are stored or computed again: it costs as
+        much as a part of the call.
     """
 
     inputs: dict[str, Any]
     result: Callable[[Any], tuple[Tensor, Tensor | None]]
     slots: Tensor | None = None
     layer: str | None = None
+    activate: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 Bind = Callable[[Mapping[str, Any]], FunctionCall | None]
+Phase = Literal["prompt", "decode", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,7 @@ class Place:
     library: its distribution on PyPI.
     module: in which the program looks the function up; wrapped as soon as it has been imported.
     function: its qualified name there: "chunk_kda", "ChunkGatedDeltaRule.forward_native".
+    phase: "decode" also where a call may be a verification.
     parameters: those that `bind` reads.  A function that lacks one of them is named as changed, and
         is not wrapped.
     bind: the arguments by name, defaults included, those of **kwargs among them -> the call; None
@@ -51,6 +59,6 @@ class Place:
     module: str
     function: str
     operator: str
-    phase: Literal["prompt", "decode", "verify"]
+    phase: Phase
     parameters: tuple[str, ...]
     bind: Bind

@@ -1,72 +1,59 @@
-"""The table of places.  Imports no torch."""
+"""The table of places, from `places.toml`.  Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
 
-from ssdprof.record.place import FunctionCall, Place
+from ssdprof.record import delta_rule, selective_scan
+from ssdprof.record.place import FunctionCall, Phase, Place
+from ssdprof.record.signature import Signature, arguments_of, signatures
 
-# arguments with which a call is another operator than that of its inputs
-_UNKNOWN = ("cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
-
-
-def _chunked(names: tuple[str, str, str], arguments: Mapping[str, Any]) -> FunctionCall | None:
-    """A call with gates after their activations.  names: the library's, of q, k and v."""
-    if any(arguments.get(name) for name in _UNKNOWN) or not arguments["output_final_state"]:
-        return None
-    v_first, states = arguments.get("state_v_first"), arguments["initial_state"]
-    q, k, v = (arguments[name] for name in names)
-    inputs = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "g": arguments["g"],
-        "beta": arguments["beta"],
-        "scale": arguments.get("scale"),
-        "initial_state": states.mT if v_first and states is not None else states,
-        "use_qk_l2norm": arguments["use_qk_l2norm_in_kernel"],
-        "cu_seqlens": arguments.get("cu_seqlens"),
-    }
-
-    def result(returned: Any) -> tuple[Any, Any]:
-        out, final_states = returned
-        return out, final_states.mT if v_first else final_states
-
-    return FunctionCall(inputs=inputs, result=result)
+# (whether the function is for a step, arguments by our names) -> the call
+_BIND: dict[str, Callable[[bool, Mapping[str, Any]], FunctionCall | None]] = {
+    "gdn": partial(delta_rule.bind, False),
+    "kda": partial(delta_rule.bind, True),
+    "ssd": selective_scan.bind,
+}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_REFUSED = tuple(_TABLE["refused"].split())
 
 
-def fla_chunked(arguments: Mapping[str, Any]) -> FunctionCall | None:
-    return _chunked(("q", "k", "v"), arguments)
+def _bind(
+    signature: Signature, operator: str, phase: Phase, arguments: Mapping[str, Any]
+) -> FunctionCall | None:
+    """As `Place.bind`."""
+    for name in _REFUSED:
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise ValueError(f"a call with {name} is not recorded")
+    call = _BIND[operator](phase != "prompt", arguments_of(signature, arguments))
+    layer = arguments.get("layer_id")
+    if call is not None and layer is not None:
+        call.layer = str(layer)
+    return call
 
 
-def transformers_chunked(arguments: Mapping[str, Any]) -> FunctionCall | None:
-    return _chunked(("query", "key", "value"), arguments)
+def _places() -> Iterator[Place]:
+    known = signatures(_TABLE["signature"])
+    for entry in _TABLE["place"]:
+        modules = entry.get("modules") or [
+            f"transformers.models.{model}.modeling_{model}" for model in entry["models"].split()
+        ]
+        for module in modules:
+            for phase in get_args(Phase):
+                for function, name in entry.get(phase, {}).items():
+                    yield Place(
+                        library=entry["library"],
+                        module=module,
+                        function=function,
+                        operator=entry["operator"],
+                        phase=phase,
+                        parameters=tuple(known[name]["reads"].values()),
+                        bind=partial(_bind, known[name], entry["operator"], phase),
+                    )
 
 
-PLACES: tuple[Place, ...] = (
-    Place(
-        library="flash-linear-attention",
-        module="fla.ops.gated_delta_rule.chunk",
-        function="chunk_gated_delta_rule",
-        operator="gdn",
-        phase="prompt",
-        parameters=(
-            *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
-            *("use_qk_l2norm_in_kernel", "cu_seqlens"),
-        ),
-        bind=fla_chunked,
-    ),
-    Place(
-        library="transformers",
-        module="transformers.models.qwen3_next.modeling_qwen3_next",
-        function="torch_chunk_gated_delta_rule",
-        operator="gdn",
-        phase="prompt",
-        parameters=(
-            *("query", "key", "value", "g", "beta", "initial_state", "output_final_state"),
-            "use_qk_l2norm_in_kernel",
-        ),
-        bind=transformers_chunked,
-    ),
-)
+PLACES: tuple[Place, ...] = tuple(_places())

@@ -17,8 +17,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from torch import Tensor
 from ssdprof import operators
 from ssdprof.core.words import plural
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.record.keeper import CallOnHost, Keeper, TakenCall
+from ssdprof.record.keeper import Keeper
 from ssdprof.record.notes import note
+from ssdprof.record.place import FunctionCall, Place
+from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
 
 if TYPE_CHECKING:
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 _WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, which stay in the GPU's memory
 _FLUSH_S = 60.0  # for what is in the queue when the process ends
 _FRAMES = 16  # of callers, among whom a layer is looked for
+# a call before its function runs: as its place reads it, its inputs, its layer
+_Begun: TypeAlias = "tuple[FunctionCall, Inputs, str]"
+# a call, and the event behind it; None on a CPU
+_Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None]"
 _LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
 _IN_GRAPHS = "inside CUDA graphs"
 _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
@@ -44,12 +51,12 @@ _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
 def call(site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call the function of a place, and record the call unless there is a reason not to."""
     recorder = Recorder.of_process()
-    taken = recorder.before(site, args, kwargs)
-    if taken is None:
+    begun = recorder.before(site, args, kwargs)
+    if begun is None:
         return site.function(*args, **kwargs)
     with recorder.inside():
         returned = site.function(*args, **kwargs)
-    recorder.after(taken, returned)
+    recorder.after(site.place, begun, returned)
     return returned
 
 
@@ -65,6 +72,7 @@ class Recorder:
         self._counts: Counter[str] = Counter()  # of the calls of each layer
         self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
         self._queue, self._keeper = _Queue(), Keeper(self.settings)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()
         # processes of multiprocessing end without atexit, others without its finalizers
@@ -89,17 +97,15 @@ class Recorder:
         """While the context is open, places that the function of this one calls are not recorded
         again.
         """
-        self._local.depth = True
+        self._local.is_inside = True
         try:
             yield
         finally:
-            self._local.depth = False
+            self._local.is_inside = False
 
-    def before(
-        self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> TakenCall | None:
+    def before(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
         """The call, before its function overwrites anything; None if it is not recorded."""
-        if self._queue.closed or getattr(self._local, "depth", False):
+        if self._queue.closed or getattr(self._local, "is_inside", False):
             return None
         place = site.place
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -114,39 +120,48 @@ class Recorder:
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                inputs = operators.get(place.operator).inputs(**bound.inputs)
+                inputs = operators.get(place.operator).inputs(**bound.activate(bound.inputs))
                 if inputs.device.type != "cuda":
-                    inputs = _copied(inputs)
-                layer = bound.layer or self._layer()
-                return TakenCall(
-                    place=place,
-                    layer=str(layer),
-                    inputs=inputs,
-                    result=bound.result,
-                    slots=bound.slots,
-                )
+                    inputs = replace(inputs, **_copies(inputs.tensors))
+                return bound, inputs, str(bound.layer or self._layer())
         except Exception as error:
-            self._cannot(place.module, place.function, error)
+            self._cannot(place, error)
             return None
 
-    def after(self, taken: TakenCall, returned: Any) -> None:
+    def after(self, place: Place, begun: _Begun, returned: Any) -> None:
         """Queue the call with what it returned, or drop it."""
+        bound, inputs, layer = begun
         try:
             with torch.no_grad():
-                taken.returned(returned)
+                out, final_states = bound.result(returned)
+                # after a call that was not recorded, and between replays of graphs, there is a gap
+                number = self._counts[layer] + self.lost.total()
+                call = RecordedCall(
+                    place=place,
+                    layer=layer,
+                    number=number,
+                    inputs=inputs,
+                    out=out,
+                    final_states=final_states,
+                    slots=bound.slots,
+                )
+                done = None
+                if inputs.device.type == "cuda":
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    done.record(torch.cuda.current_stream(inputs.device))
+                else:
+                    call = call.with_tensors(_copies(call.tensors))
         except Exception as error:
-            self._cannot(taken.place.module, taken.place.function, error)
+            self._cannot(place, error)
             return
-        # after a call that was not recorded, or between replays of graphs, there is a gap
-        taken.number = self._counts[taken.layer] + self.lost.total()
-        self._counts[taken.layer] += 2 if _IN_GRAPHS in self.lost else 1
-        if not self._queue.put(taken, self.settings.max_delay_s):
+        self._counts[layer] += 2 if _IN_GRAPHS in self.lost else 1
+        if not self._queue.put(call, done, self.settings.max_delay_s) and not self._queue.closed:
             self.lost["because the queue was full"] += 1
 
-    def _cannot(self, module: str, function: str, error: Exception) -> None:
+    def _cannot(self, place: Place, error: Exception) -> None:
         self.lost["of a kind that is not recorded"] += 1
         why = " ".join(str(error).split())[:200]
-        note(f"Calls of {module}.{function} are not recorded: {why}.", once=True)
+        note(f"Calls of {place.module}.{place.function} are not recorded: {why}.", once=True)
 
     def _note_graph(self, module: str) -> None:
         """Only the capture of a graph calls Python."""
@@ -178,18 +193,34 @@ class Recorder:
     # --- in the thread
 
     def _work(self) -> None:
-        streams: dict[torch.device, torch.cuda.Stream] = {}
-        with torch.no_grad():
-            while (taken := self._queue.get()) is not None:
-                try:
-                    self._keeper.keep(_on_host(taken, streams))
-                except OSError as error:
-                    note(f"Recording has ended: {error.strerror or error}.  The program goes on.")
-                    self._queue.close()
-                except Exception as error:
-                    self._cannot(taken.place.module, taken.place.function, error)
-                if self._keeper.is_full:
-                    self._queue.close()
+        """Keep calls until the queue is closed and empty."""
+        while (queued := self._queue.get()) is not None:
+            try:
+                self._keep(*queued)
+            except OSError as error:
+                note(f"Recording has ended: {error.strerror or error}.  The program goes on.")
+                self._queue.close()
+            except Exception as error:
+                self._cannot(queued[0].place, error)
+            del queued  # before it waits, so that the program may use the memory
+            if self._keeper.is_full:
+                self._queue.close()
+
+    def _keep(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
+        """Copy a call to main memory, and keep it.  What computes, does so on a stream of this
+        thread.
+        """
+        device = call.inputs.device
+        if done and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams.get(device)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            if stream and done:
+                stream.wait_event(done)
+            is_finite = _is_finite(call)
+            call = _on_host(call).packed()
+            if call.inputs.length:
+                self._keeper.keep(call, device, is_finite=is_finite)
 
     def flush(self) -> None:
         """When the process ends: store what is in the queue, and say what was lost."""
@@ -205,14 +236,14 @@ class _Queue:
     """Calls between the program and the thread, bounded by their bytes."""
 
     def __init__(self) -> None:
-        self._calls: deque[TakenCall] = deque()
+        self._calls: deque[_Queued] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self.closed = False
 
-    def put(self, taken: TakenCall, most_s: float) -> bool:
+    def put(self, call: RecordedCall, done: torch.cuda.Event | None, most_s: float) -> bool:
         """Whether there was room for the call, or became within this time."""
-        size = taken.nbytes
+        size = call.nbytes
 
         def has_room() -> bool:
             return self.closed or not self._bytes or self._bytes + size <= _WAITING_BYTES
@@ -220,21 +251,21 @@ class _Queue:
         with self._changed:
             if not self._changed.wait_for(has_room, most_s) or self.closed:
                 return False
-            self._calls.append(taken)
+            self._calls.append((call, done))
             self._bytes += size
             self._changed.notify_all()
         return True
 
-    def get(self) -> TakenCall | None:
+    def get(self) -> _Queued | None:
         """The next call; None if there is none and there will be none."""
         with self._changed:
             self._changed.wait_for(lambda: self._calls or self.closed)
             if not self._calls:
                 return None
-            taken = self._calls.popleft()
-            self._bytes -= taken.nbytes
+            queued = self._calls.popleft()
+            self._bytes -= queued[0].nbytes
             self._changed.notify_all()
-        return taken
+        return queued
 
     def close(self) -> None:
         """Take no more calls."""
@@ -254,35 +285,28 @@ def _is_plain(arguments: Mapping[str, Any]) -> bool:
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
-def _copied(inputs: Inputs) -> Inputs:
-    copies = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
-    return type(inputs).unchecked(**vars(inputs) | copies)
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def _on_host(taken: TakenCall, streams: dict[torch.device, torch.cuda.Stream]) -> CallOnHost:
-    """A copy of the call in main memory.  Waits for it, on a stream of this thread's own."""
-    device = taken.inputs.device
-    if taken.done is None:
-        return CallOnHost.of(taken, taken.tensors, finite=_is_finite(taken))
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(streams[device]):
-        streams[device].wait_event(taken.done)
-        copies = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
-                tensor, non_blocking=True
-            )
-            for name, tensor in taken.tensors.items()
-        }
-        finite = _is_finite(taken)  # waits
-        streams[device].synchronize()
-    return CallOnHost.of(taken, copies, finite=finite)
+def _on_host(call: RecordedCall) -> RecordedCall:
+    """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
+    if call.inputs.device.type != "cuda":
+        return call
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        for name, tensor in call.tensors.items()
+    }
+    for name, tensor in call.tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return call.with_tensors(copies)
 
 
-def _is_finite(taken: TakenCall) -> bool:
+def _is_finite(call: RecordedCall) -> bool:
     """Whether all outputs are, by their sum, which takes one pass over them.  A sum of large
     numbers may overflow.
     """
-    outputs = [tensor for tensor in (taken.out, taken.final_states) if tensor is not None]
+    outputs = [tensor for tensor in (call.out, call.final_states) if tensor is not None]
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
     return bool(sums.sum().isfinite())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ssdprof import kernels, operators
@@ -19,15 +21,13 @@ for _operator in operators.names():
     kernels.get(_operator, "reference")
 
 
-def outside_budget(inputs: Inputs, served: Output) -> str:
+def outside_budget(inputs: Inputs, served: Output, device: torch.device) -> str:
     """Why what a server computed is outside the budget that `ssdprof run` has for it; empty if it
     is not.
 
-    Computed on this thread's stream.  Our kernel, which is well inside of the budget, decides on
-    most calls; the fp64 oracle takes as much time as hundreds of calls.
+    Computed on the device, on this thread's stream.  Our kernel, which is well inside of the
+    budget, decides on most calls; the fp64 oracle takes as much time as hundreds of calls.
     """
-    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.device("cuda" if on_gpu else "cpu")
     on_device = _moved(inputs, device)
     ours = operators.get(inputs.operator).binding.replacement(on_device)
     distances = [
@@ -53,4 +53,4 @@ def outside_budget(inputs: Inputs, served: Output) -> str:
 
 def _moved(inputs: Inputs, device: torch.device) -> Inputs:
     moved = {name: tensor.to(device) for name, tensor in inputs.tensors.items()}
-    return type(inputs).unchecked(**vars(inputs) | moved)
+    return replace(inputs, **moved)

@@ -229,7 +229,7 @@ def states_of_another_slot(file: Path) -> None:
         (flipped, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
-        (states_of_another_slot, "state_indices names slots outside of a pool of 3"),
+        (states_of_another_slot, "slots are named outside of a pool of 3"),
         (
             lambda file: repack(file, lambda tensors: tensors.pop("kwarg_cu_seqlens")),
             "cannot be used: KeyError: 'cu_seq",

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs
 from ssdprof.record import hook, keeper, notes, recorder
-from ssdprof.record.keeper import CallOnHost, TakenCall
 from ssdprof.record.places import PLACES
+from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
 
 ROOT = Path(__file__).parents[2]
@@ -66,8 +67,8 @@ def test_a_recorded_server_runs_as_without(
     assert capfd.readouterr().out.splitlines() == digests
     folder = Path("out")
     manifest = read_manifest(folder)
-    names = [layer.name for layer in manifest.checkpoint.layers]
-    assert names == [f"model.layers.{index}.linear_attn" for index in (2, 9, 10)]
+    layers = [(layer.index, layer.name) for layer in manifest.checkpoint.layers]
+    assert layers == [(index, f"model.layers.{index}.linear_attn") for index in (2, 9, 10)]
     assert len(manifest.layers) == 3 * (1 + 12 + 12 + 2)
     captured = read_layer(folder, manifest.layers[-1])
     assert captured.inputs.sequences == 2
@@ -212,9 +213,9 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
     keep = keeper.Keeper.keep
 
-    def wait(self: keeper.Keeper, call: CallOnHost) -> None:
+    def wait(*arguments: Any, **options: Any) -> None:
         blocked.wait(30)
-        keep(self, call)
+        keep(*arguments, **options)
 
     monkeypatch.setattr(keeper.Keeper, "keep", wait)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,7 +230,17 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     assert not list(Path("calls").glob("*.tmp"))
     ended, dropped = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
     assert re.match(r"Recording has ended: .*File too large.*  The program goes on.", ended)
-    assert re.match("[45] calls because the queue was full: not recorded", dropped)
+    assert re.match("[345] calls because the queue was full: not recorded", dropped)
+
+
+def test_recording_ends_after_as_many_calls_as_are_allowed(
+    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = chunked(max_calls=2)
+    for _ in range(4):
+        function(**arguments(), output_final_state=True)
+    assert stored() == 2
+    assert "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
 
 
 def test_a_transposed_state_is_outside_the_budget(
@@ -258,19 +269,23 @@ def test_rows_of_padding_are_not_stored() -> None:
     given = {name: tensor[:1] for name, tensor in arguments(7).items()}
     bounds, slots = torch.tensor([0, 2, 4, 6]), torch.tensor([3, -1, 0])
     inputs = GDNInputs(**given, cu_seqlens=bounds, initial_state=torch.randn(3, 2, 16, 16))
-    taken = TakenCall(
-        place=PLACES[0], layer="", inputs=inputs, result=lambda pair: pair, slots=slots
-    )
-    taken.returned((given["v"], torch.randn(3, 2, 16, 16)))
-    call = CallOnHost.of(taken, taken.tensors, finite=True)
+    states = torch.randn(3, 2, 16, 16)
+    call = RecordedCall(
+        place=PLACES[0],
+        layer="",
+        number=0,
+        inputs=inputs,
+        out=given["v"],
+        final_states=states,
+        slots=slots,
+    ).packed()
     assert call.slots is not None
     assert call.final_states is not None
-    assert taken.final_states is not None
     assert inputs.initial is not None
     assert call.slots.tolist() == [3, 0]
     assert call.inputs.tensors["cu_seqlens"].tolist() == [0, 2, 4]
     assert torch.equal(call.out, given["v"][:, [0, 1, 4, 5]])
-    assert torch.equal(call.final_states, taken.final_states[[0, 2]])
+    assert torch.equal(call.final_states, states[[0, 2]])
     assert torch.equal(call.inputs.tensors["initial_state"], inputs.initial[[0, 2]])
 
 

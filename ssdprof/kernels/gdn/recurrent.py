@@ -362,6 +362,8 @@ def _step_on_pool(inputs: GDNInputs, stepping: Stepping) -> GDNOutput:
 def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
     refuse_device("recurrent", inputs.q)
     blocks = blocks_of(inputs, whole_state=stepping.whole_state)
+    if stepping.rounds:
+        blocks["block_t"] = 1  # unrolled roundings of four tokens spill
     return recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)
 
 
