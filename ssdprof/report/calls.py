@@ -97,9 +97,11 @@ def speeds(
 
 def total_speed(group: Group) -> Table:
     """Every series, summed over its calls."""
-    every, unit = group.calls, "layers" if group.calls == len(group.layers) else "calls"
+    every = group.calls
+    unit = "layers" if group.calls == len(group.layers) else "calls"
     rows = [(names(series), series) for series in group.series()]
-    title, notes = f"Speed {group.where}, {group.extent}", []
+    title = f"Speed {group.where}, {group.extent}"
+    notes = []
     if every > 1:
         title = f"Speed {group.where}, sum over {group.extent}"
         notes.append(
@@ -189,7 +191,8 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
     """Shares, errors, and the place of the largest: "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7,
     3)".
     """
-    call, largest = pooled.case.call, pooled.largest
+    call = pooled.case.call
+    largest = pooled.largest
     place = []
     if len(group.layers) > 1:
         place.append(f"layer {layer_of(pooled.case)}")
@@ -340,7 +343,8 @@ def reasons(report: Report) -> Table:
         }
         for (*_, why, first), cases in grouped(remarkable, _trouble).items()
     ]
-    note, hidden = "", len(rows) - _MOST_ROWS
+    note = ""
+    hidden = len(rows) - _MOST_ROWS
     if hidden > 0:
         note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
     title = "Failures, refusals, remarks"

@@ -134,12 +134,14 @@ def _times(comparison: Comparison) -> str:
 
 def _accuracy_change(pair: CasePair) -> str:
     """How the result and the errors of a case changed; "" if neither has an error."""
-    base, new = pair.base, pair.new
+    base = pair.base
+    new = pair.new
     if base is None or new is None:
         return ""
     if base.result != new.result:
         return f"now {new.result}"
-    before, after = _error(base), _error(new)
+    before = _error(base)
+    after = _error(new)
     if before is None or after is None:
         return ""
     if pair.other_inputs:
