@@ -538,13 +538,13 @@ def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
     inputs = replace(inputs, **linear)
     out, states = trial.run(inputs)
     for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
-        start = replace(span, stop=min(span.stop, span.start + longest))
-        part = alone(inputs, start)
+        judged = replace(span, stop=min(span.stop, span.start + longest))
+        part = alone(inputs, judged)
         # the states after these positions are known only where the sequence ends there
-        whole = start == span
-        after = states[rows_of_states(inputs, span)] if whole else oracle_output(part)[1]
+        ends = judged == span
+        after = states[rows_of_states(inputs, span)] if ends else oracle_output(part)[1]
         if span.length:
-            trial.judge(part, (out[span.batch, start.start : start.stop][None], after))
+            trial.judge(part, (out[span.batch, judged.start : judged.stop][None], after))
 
 
 def turning_keys(trial: Trial) -> None:
