@@ -103,11 +103,11 @@ NO_DRIVER, LIBRARY, FAILS = (
     [
         (GCC, {}, "C compiler", "there is no C compiler", f"{APT} gcc"),
         (
-            GCC | {"bin/apt-get": None, "bin/apk": ""},
+            GCC | {"bin/apt-get": None, "bin/dnf": ""},
             {},
             "C compiler",
             "no C compiler",
-            "apk add gcc",
+            "dnf install -y gcc",
         ),
         ({}, {"CC": "icx"}, "C compiler", "CC=icx is not a program", "unset CC"),
         # Triton starts the program "" too

@@ -178,7 +178,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
         revision=None,
         model_type=f"recorded by {source}",
         layers=layers,
-        layer_count=len(layers),
+        layer_count=layers[-1].index + 1,
     )
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
@@ -189,13 +189,16 @@ def _named_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
     """
     operators_of = {call.layer: call.operator for call in calls}
     names = sorted(operators_of, key=_by_numbers)
+    # of "model.layers.3.linear_attn", 3, if these tell the layers apart
+    numbers = [int(number[0]) for name in names if (number := re.search(r"\d+", name))]
+    indices = numbers if len(set(numbers)) == len(names) else range(len(names))
     layers = {
         name: LayerRef(
             index=index,
             name=f"layer {name}" if name.isdecimal() else name,
             operator=operators_of[name],
         )
-        for index, name in enumerate(names)
+        for index, name in zip(indices, names, strict=True)
     }
     passes: list[dict[LayerRef, _Call]] = []
     before: tuple[str, tuple[int, int]] | None = None
@@ -547,11 +550,12 @@ def _load_workload(
     file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
 ) -> Recorded:
     """A call whose tensors have the shapes and dtypes of its definition."""
-    values, sizes = {}, _sizes(document, workload)
+    values: dict[str, Any] = {}
+    sizes = _sizes(document, workload)
     for name, form in document["inputs"].items():
         source = workload["inputs"].get(name, {"type": "random"})
         if source["type"] == "scalar":
-            values[name] = source["value"]
+            values[name] = float(source["value"])
             continue
         shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
         if source["type"] == "random":

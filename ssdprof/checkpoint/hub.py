@@ -240,7 +240,8 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
             raise BadInputError(f"{library_message(error)}.", _ADDRESS) from None
         if address.type != "model":
             raise BadInputError(f"{typed} is not the address of a model.", _ADDRESS)
-        repo_id, named = address.id, address.revision
+        repo_id = address.id
+        named = address.revision
     else:
         repo_id, _, at = typed.partition("@")
         named = at or None
@@ -350,7 +351,8 @@ def api() -> HfApi:
 
 def _masked(record: logging.LogRecord) -> bool:
     """Its warnings quote addresses, which may hold a password."""
-    record.msg, record.args = masked(record.getMessage()), ()
+    record.msg = masked(record.getMessage())
+    record.args = ()
     return True
 
 
@@ -392,8 +394,8 @@ def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[
 
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
     """A class is tried before those that it is derived from."""
-    text, token = library_message(error), get_token()
-    kind: type[SsdprofError] = ModelUnavailableError
+    text = library_message(error)
+    token = get_token()
     match error:
         case errors.GatedRepoError():
             state = (
@@ -416,8 +418,10 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             )
             hint = f"If it is private, {do}"
         case errors.HFValidationError():
-            kind, what = BadInputError, f"{shown(repo_id)} is neither a hub id nor a folder."
-            hint = "A hub id has the form org/name; a folder must exist."
+            return BadInputError(
+                f"{shown(repo_id)} is neither a hub id nor a folder.",
+                "A hub id has the form org/name; a folder must exist.",
+            )
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             return _out_of_reach(repo_id, error.__cause__)
         case errors.HfHubHTTPError():
@@ -425,10 +429,10 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             what = f"The hub answered {status} for {f'{repo_id}/{file}'.rstrip('/')}."
             hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
         case ImportError():
-            kind, what = MissingCapabilityError, f"The hub's client lacks a package: {text}."
-            hint = (
+            return MissingCapabilityError(
+                f"The hub's client lacks a package: {text}.",
                 "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or "
-                "HTTP_PROXY."
+                "HTTP_PROXY.",
             )
         case ValueError():
             return _bad_settings(text)
@@ -449,7 +453,7 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
                 "Check the network and SSL_CERT_FILE, and run the same command again: complete "
                 "files are kept."
             )
-    return kind(what, hint)
+    return ModelUnavailableError(what, hint)
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
@@ -461,26 +465,21 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
     elif isinstance(cause, errors.HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
-        why = f"the hub at {api().endpoint} cannot be reached" + (
-            f": {library_message(cause)}" if cause else ""
-        )
+        reason = f": {library_message(cause)}" if cause else ""
+        why = f"the hub at {api().endpoint} cannot be reached{reason}"
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
         cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")[:20]
     except errors.CacheNotFound:
         cached = []
-    what = (
-        f"{repo_id} is only partly in the cache"
-        if repo_id in cached
-        else f"{repo_id} is not in the cache"
-    )
+    where = "only partly" if repo_id in cached else "not"
     remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
     hint = (
         f"In the cache: {', '.join(cached)}."
         if cached
         else f"The cache is empty: {remedy}, or use demo."
     )
-    return ModelUnavailableError(f"{what}, and {why}.", hint)
+    return ModelUnavailableError(f"{repo_id} is {where} in the cache, and {why}.", hint)
 
 
 def _revisions_hint(repo_id: str) -> str:

@@ -103,7 +103,8 @@ def fetch(
     it should hold.
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
-    repo_id, weights = model.source.label, model.part(deepest_layer, head=head)
+    repo_id = model.source.label
+    weights = model.part(deepest_layer, head=head)
     try:
         empty, fit = _check_fit(model, deepest_layer, head=head)
         folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
@@ -223,7 +224,8 @@ def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
     Raises, before anything is allocated, for a weight that is missing, of another shape or stored
     as codes, and for a config that describes more parameters than the weights hold.
     """
-    label, names = model.source.label, _renamings(model)
+    label = model.source.label
+    names = _renamings(model)
     places = destinations(empty, stored, names)
     if model.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return names, places
@@ -278,7 +280,8 @@ def _refuse_codes(
         is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
         if not is_code or (name not in known and _module(name) not in modules):
             continue
-        why, hint = "its config names no quantisation", "Take the unquantised checkpoint."
+        why = "its config names no quantisation"
+        hint = "Take the unquantised checkpoint."
         described = next((file for file in _QUANTISERS if file in model.source.sizes), None)
         if model.quantization:
             why = f"has no {model.quantization} scale for it"
@@ -361,9 +364,11 @@ def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
     """See `load_model`."""
-    model, empty = local.model, local.empty
+    model = local.model
+    empty = local.empty
     kind = type(empty)
-    pickled, stored = None, local.tensors
+    pickled = None
+    stored = local.tensors
     if stored is None:
         pickled = _pickled(local)
         stored = {key: _described(tensor) for key, tensor in pickled.items()}
@@ -467,7 +472,8 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
     """The tables of floats in a pickle by stored name.  All other entries must be no weights of
     the model.
     """
-    path, label = local.folder / PICKLE, local.model.source.label
+    path = local.folder / PICKLE
+    label = local.model.source.label
     try:
         content = unpickled(path)
     except pickle.UnpicklingError:
@@ -511,7 +517,8 @@ def _described(tensor: Tensor) -> TensorInfo:
     """As the header of a safetensors file describes it."""
     names = {getattr(torch, name): code for code, name in FLOATS.items()}
     code = names.get(tensor.dtype, str(tensor.dtype))
-    shape, offsets = list(tensor.shape), (0, tensor.nbytes)
+    shape = list(tensor.shape)
+    offsets = (0, tensor.nbytes)
     # a dtype that safetensors does not have is refused by name
     return TensorInfo(code, shape, offsets)  # type: ignore[arg-type]
 

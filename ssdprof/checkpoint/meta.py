@@ -174,16 +174,20 @@ def destinations(
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
     conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
-    loading = core_model_loading
-    renamings = [step for step in conversions if isinstance(step, loading.WeightRenaming)]
-    converters = [step for step in conversions if isinstance(step, loading.WeightConverter)]
+    renamings = [
+        step for step in conversions if isinstance(step, core_model_loading.WeightRenaming)
+    ]
+    converters = [
+        step for step in conversions if isinstance(step, core_model_loading.WeightConverter)
+    ]
     targets: dict[str, list[str]] = {}
     for converter in converters:
         targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state = model.state_dict()
+    prefix = model.base_model_prefix
     known = {}
     for key in sorted(keys):
-        rename = partial(loading.rename_source_key, key)
+        rename = partial(core_model_loading.rename_source_key, key)
         name, source = rename(renamings, converters, prefix, state)
         if name not in state and key in state:
             name, source = rename([], [], prefix, state)
@@ -262,7 +266,8 @@ def quiet_transformers() -> Iterator[None]:
     ssdprof checks.
     """
     logging: Any = transformers.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.ERROR)
     logging.disable_progress_bar()
     try:

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from ssdprof.checkpoint.mixers import Mixer
 else:
     # they import torch and transformers: a wrong name or layer is refused before that
-    meta, mixers = lazy("ssdprof.checkpoint.meta"), lazy("ssdprof.checkpoint.mixers")
+    meta = lazy("ssdprof.checkpoint.meta")
+    mixers = lazy("ssdprof.checkpoint.mixers")
 
 _ADAPTER = "adapter_config.json"
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
@@ -219,7 +220,8 @@ class Model:
             raise self._refuse_layer(
                 f"There is no layer {deepest_layer}: the model's layers are 0 to {last}."
             )
-        wanted, kinds = deepest_layer + 1, getattr(self.on_meta.config, "layer_types", None) or []
+        wanted = deepest_layer + 1
+        kinds = getattr(self.on_meta.config, "layer_types", None) or []
         if "full_attention" in kinds[wanted:] and not meta.accepts(self.cut_config(wanted)):
             return int(kinds.index("full_attention")) + 1
         return wanted

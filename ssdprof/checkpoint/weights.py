@@ -148,7 +148,8 @@ class Weights:
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
-        size, total = SIZES.get(dtype or ""), 0
+        size = SIZES.get(dtype or "")
+        total = 0
         for tensor in self.tensors.values():
             start, end = tensor.data_offsets
             if size and tensor.dtype in _CAST:
@@ -227,7 +228,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def stays_inside(name: str) -> bool:
     """Whether a relative file name cannot leave its folder, on any system."""
-    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    posix = PurePosixPath(name)
+    windows = PureWindowsPath(name)
     return not (
         posix.is_absolute()
         or windows.anchor

@@ -50,7 +50,8 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         gone = [f"Removed {file}." for file in tuned.clear()]
         terminal.say("\n".join(gone) or f"There is nothing in {tuned.folder()}.")
         return
-    device, watcher = tune_job.gpu_to_tune(), output.TerminalWatcher()
+    device = tune_job.gpu_to_tune()
+    watcher = output.TerminalWatcher()
     improved: list[bool] = []
 
     def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:

@@ -43,7 +43,8 @@ from ssdprof.store.ranks import FIRST
 _REPORTS = ("run", "bench", "prefill", "answers")
 _OF_ACCURACY = ("match", "rms")  # metrics of gates
 _OF_COMPARISONS = ("markdown", "html", "json")  # formats
-SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
+SUMMARY = "GITHUB_STEP_SUMMARY"
+OUTPUT = "GITHUB_OUTPUT"
 
 
 # --- runs
@@ -291,7 +292,8 @@ def compare(options: options.CompareOptions) -> None:
     compared = pairs.compare(
         (options.base, base), (options.new, new), smallest_difference=smallest, allowed=allowed
     )
-    before, after = stall_files.of_run(base_folder), stall_files.of_run(new_folder)
+    before = stall_files.of_run(base_folder)
+    after = stall_files.of_run(new_folder)
     changes = tuple(stalls.changes(before, after))
     document = comparison.compose(compared, changes, every=bool(options.format or target))
     if options.json or chosen == "json":

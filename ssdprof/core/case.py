@@ -702,10 +702,12 @@ class Case(Record):
         By the rounds that both were timed in; without those the recorded speedup, or the quotient
         of the two times.
         """
-        time, other_time = self.by_clock(clock), other.by_clock(clock) if other else None
+        time = self.by_clock(clock)
+        other_time = other.by_clock(clock) if other else None
         if other is None or other is self or not time or not other_time:
             return None
-        rounds, other_rounds = self._of(clock), other._of(clock)
+        rounds = self._of(clock)
+        other_rounds = other._of(clock)
         ratios = [
             statistics.ratio(other_rounds[process], us)
             for process, us in rounds.items()

@@ -290,7 +290,9 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
     parts = pattern.fullmatch(text)
     if parts is None:
         raise BadInputError(f"The {what} {text!r} cannot be read.", hint)
-    at, limit, percent = parts["at"] or metric.default, float(parts["number"]), parts["percent"]
+    at = parts["at"] or metric.default
+    limit = float(parts["number"])
+    percent = parts["percent"]
     if not metric.has(at):
         raise BadInputError(
             f"The {what} {text!r} has an unknown place.",

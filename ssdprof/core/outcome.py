@@ -108,9 +108,11 @@ def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
     value = metric.value(case, condition.at, report)
     holds: bool | None
     if value is None:
-        holds, actual = None if is_answers(case) else False, metric.if_missing
+        holds = None if is_answers(case) else False
+        actual = metric.if_missing
     else:
-        size, limit = number(value), condition.limit
+        size = number(value)
+        limit = condition.limit
         holds = size >= limit if metric.more_is_better else size <= limit
         actual = "" if holds else metric.shown(size)
     return Verdict(condition=condition.text, case=case.name, holds=holds, actual=actual)

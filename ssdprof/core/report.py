@@ -151,7 +151,8 @@ class Report(Record):
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         slices: dict[int, int] = {}
         for case in self.cases:
-            of_out, seqlen = case.tensor("out"), case.dims.seqlen if case.dims else 0
+            of_out = case.tensor("out")
+            seqlen = case.dims.seqlen if case.dims else 0
             for error in (of_out.vs_oracle, of_out.floor) if of_out else ():
                 if error.along and slices.setdefault(seqlen, len(error.along)) != len(error.along):
                     raise ValueError(
@@ -277,7 +278,8 @@ class Report(Record):
         if not (base and base.call_us and isinstance(case.task, Prefill)):
             return None
         assert isinstance(base.task, Prefill)
-        part, faster = base.task.alone_us, case.task.alone_us
+        part = base.task.alone_us
+        faster = case.task.alone_us
         if part is None or faster is None:
             return None
         whole = base.call_us.value
@@ -291,7 +293,8 @@ class Report(Record):
         if len(self.command) < 3:
             return ()
         options = self._options_of(case)
-        kept, words = [], iter(self.command)
+        kept = []
+        words = iter(self.command)
         for word in words:
             if word.partition("=")[0] not in options:
                 kept.append(word)
@@ -340,7 +343,8 @@ class Report(Record):
     @cached_property
     def missing(self) -> tuple[Requested, ...]:
         """Requested cases that are neither there nor left out."""
-        there, left = {case.name for case in self.cases}, self.left_out
+        there = {case.name for case in self.cases}
+        left = self.left_out
 
         def is_left_out(case_key: str, name: str) -> bool:
             return any(

@@ -215,7 +215,8 @@ def fork() -> Ended | None:
             os.kill(pid, signal.SIGTERM if stopped == 1 else signal.SIGKILL)
 
     with tempfile.TemporaryFile() as told:
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        pid = os.fork()
         if not pid:
             os.setsid()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent

@@ -93,7 +93,8 @@ def _pair(of_torch: str, of_triton: str) -> Check:
     """Whether the tests ran with these versions."""
     minor_torch = ".".join(of_torch.split(".")[:2])
     minor_triton = ".".join(of_triton.split(".")[:2])
-    name, pair = "torch and triton", f"{minor_torch} with {minor_triton}"
+    name = "torch and triton"
+    pair = f"{minor_torch} with {minor_triton}"
     if minor_triton in _TESTED.get(minor_torch, ()):
         return _check(name, "ok", f"{pair}, a tested pair")
     tested = "; ".join(f"{version} with {' or '.join(_TESTED[version])}" for version in _TESTED)
@@ -196,7 +197,8 @@ WITHOUT_NAMES = (
 
 def libraries(names: Mapping[str, Sequence[str]]) -> Check:
     """The packages of libraries that --impl knows, with these names, and the versions here."""
-    there, absent = [], []
+    there = []
+    absent = []
     for package, of_package in names.items():
         known = ", ".join(dict.fromkeys(of_package))
         # a repository's address ends with the package's name

@@ -108,7 +108,8 @@ def _variants(
 
     dtype: of the model.  inputs: of the cases.
     """
-    mixers, layers = prompt.mixers, frozenset(prompt.wanted)
+    mixers = prompt.mixers
+    layers = frozenset(prompt.wanted)
 
     def variant(
         name: str,
@@ -176,8 +177,11 @@ class _Comparison:
         variants: Sequence[Variant],
     ) -> None:
         """Runs the reference.  BadInputError if its logits are not finite."""
-        self._prompt, self._whole, self._request = prompt, whole, request
-        self._watcher, self._began = watcher, time.monotonic()
+        self._prompt = prompt
+        self._whole = whole
+        self._request = request
+        self._watcher = watcher
+        self._began = time.monotonic()
         forget_peak(prompt.ids.device)
         # with the reference: its own runs, and for each case the share of the layers that are left
         # to it
@@ -227,7 +231,8 @@ class _Comparison:
         """Fields of the answers: the logits against the reference's, a block of positions at a
         time.
         """
-        prompt, whole = self._prompt, self._whole
+        prompt = self._prompt
+        whole = self._whole
         hidden = hidden_states(prompt, self._handler(compute, layers))
         blocks = []
         for rows in _blocks(whole, hidden):
@@ -346,9 +351,10 @@ def with_moved_bits(compute: Compute) -> Compute:
         return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
 
     def run(call: OperatorCall) -> Result:
-        views = call.operator.binding.views
         changed = {
-            name: moved(tensor) for name, tensor in call.inputs.tensors.items() if name in views
+            name: moved(tensor)
+            for name, tensor in call.inputs.tensors.items()
+            if name in call.operator.binding.views
         }
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 

@@ -180,7 +180,8 @@ def resolved(
     Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a
     baseline that is unavailable.
     """
-    operator, resolve = operators.get(asked.operator), resolver(torch.device("cuda"))
+    operator = operators.get(asked.operator)
+    resolve = resolver(torch.device("cuda"))
     requested = [resolve(operator.name, name) for name in names]
     baseline = resolve(operator.name, asked.baseline or "")
     matched = resolve(operator.name, asked.match_with or operator.baseline)
@@ -275,7 +276,9 @@ class CellBench:
     ) -> None:
         """GPU work: `CudaTimer` allocates."""
         isolated = IsolatedFirstCall(min(request.first_call_s, FIRST_CALL_S))
-        self._request, self._operator, self._writer = request, operator, writer
+        self._request = request
+        self._operator = operator
+        self._writer = writer
         self._device = device
         self._prober = Prober(isolated, only=TURNING_KEYS)
         self._verdicts: dict[Cell, Verdicts] = {}  # of short checks
@@ -331,7 +334,8 @@ class CellBench:
         """
         if time.monotonic() >= comparer.until:
             raise TimeIsUp
-        verdicts, checked = None, cell
+        verdicts = None
+        checked = cell
         if self._request.check == "short" and not cell.tokens.packed:
             seqlen = min(cell.tokens.seqlen, CHECKED_SEQLEN)
             checked = replace(cell, tokens=replace(cell.tokens, sequences=1, seqlen=seqlen))
@@ -359,7 +363,8 @@ class CellBench:
         """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared
         instead; None: its own.
         """
-        request, operator = self._request, self._operator
+        request = self._request
+        operator = self._operator
         inputs = operator.generated.draw(cell, self._device)
         sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
         inputs = sized[min(sized)] if sized else inputs

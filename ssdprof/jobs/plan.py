@@ -111,7 +111,8 @@ class ChosenPlacement:
         """The placement with the measured speed of streaming its weights.  weights: a file of them,
         if there is one.
         """
-        record, seconds_per_byte = self.record, 0.0
+        record = self.record
+        seconds_per_byte = 0.0
         if not record.streamed_layer_bytes:
             return record
         if "disk" in record.allocated:
@@ -131,7 +132,8 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
     copies: of each prompt, side by side.  MissingCapabilityError if none fits, BadInputError for a
     checkpoint that does not support the requested one.
     """
-    wanted, only_whole = target.request.placement, ""
+    wanted = target.request.placement
+    only_whole = ""
     if target.located.original:
         only_whole = "its weights are not in transformers' format"
     elif (method := target.ref.quantization) not in (None, *DECODED_ON_LOAD):
@@ -165,7 +167,10 @@ class Chooser:
     """
 
     def __init__(self, target: Target, copies: int = 1) -> None:
-        self._target, self._batch, self.remark = target, target.batch * copies, ""
+        """Builds the model on the meta device, whose shapes say what each placement takes."""
+        self._target = target
+        self._batch = target.batch * copies
+        self.remark = ""
         self._model: PreTrainedModel = target.located.cut_on_meta(
             deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
@@ -228,7 +233,9 @@ class Chooser:
         """The error for a device that has no room for all weights at once, or for one layer and the
         token embedding at a time; else for this kind.
         """
-        target, free, computed = self._target, limits.free_bytes(), self.least_beside()
+        target = self._target
+        free = limits.free_bytes()
+        computed = self.least_beside()
         of_layers: Counter[int | None] = Counter()
         for name, parameter in self._model.named_parameters():
             of_layers[layer_index(name)] += parameter.nbytes
@@ -250,7 +257,8 @@ class Chooser:
                     f"and there is room for {' and '.join(room)}.",
                     _FITTING,
                 )
-            least, how = layer + embedding, " layer by layer"
+            least = layer + embedding
+            how = " layer by layer"
             words = (
                 f"its largest layer has {size_words(layer)} of weights, its token embedding "
                 f"{size_words(embedding)}"

@@ -134,11 +134,13 @@ def _lengths(
     request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
 ) -> list[_Length]:
     """Every prompt with every origin of convolution and norm, with its cases."""
-    target, mixers = loaded.target, find_mixers(loaded.whole)
+    target = loaded.target
+    mixers = find_mixers(loaded.whole)
     origins: list[ConvAndNorm | None] = [None]
     if request.conv_and_norm != "model":
         origins.append(ConvAndNorm(mixers))
-    timer, isolated = CudaTimer(device), IsolatedFirstCall(request.first_call_s)
+    timer = CudaTimer(device)
+    isolated = IsolatedFirstCall(request.first_call_s)
     prompts = list(zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True))
     prompts.sort(key=lambda prompt: prompt[1].seqlen)
     lengths: list[_Length] = []
@@ -166,7 +168,8 @@ def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) 
     """The baseline's case first; other libraries, except a baseline, only with the model's own
     convolution and norm.
     """
-    model, config = length.model, length.model.config.get_text_config()
+    model = length.model
+    config = length.model.config.get_text_config()
     dtype = dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
     wanted = resolved.precisions(dtype)
@@ -375,7 +378,8 @@ class _Length:
 
     def _whole_prefill(self, name: str) -> None:
         """One prefill under the profiler: its answer, the parts of its time, and its memory."""
-        device, latest = self.timer.device, list[torch.Tensor]()
+        device = self.timer.device
+        latest = list[torch.Tensor]()
 
         def run() -> None:
             latest[:] = [self.first_token_logits()]
@@ -429,7 +433,8 @@ class _Length:
             plan = sampling_plan(
                 round_s, min(self.request.seconds, left), self.request.smallest_difference
             )
-            needed, left = plan.min_recordings * round_s, clock.left()
+            needed = plan.min_recordings * round_s
+            left = clock.left()
             fields: Mapping[str, Mapping[str, Any]]
             if left < needed:
                 reason = f"the turns need {needed:.0f} s, and {left:.0f} s of the budget were left"

@@ -96,7 +96,9 @@ class Resolved:
 
     def plan(self, operator: Operator, dtype: DType, call: CallRef | None) -> list[Planned]:
         """`planned` for a call of an operator: decode steps have implementations of their own."""
-        names, baseline, wanted = self.names, self.baseline_name, self.precisions(dtype)
+        names = self.names
+        baseline = self.baseline_name
+        wanted = self.precisions(dtype)
         resolve = partial(self.resolve, operator.name)
         by_name = {name: resolve(name) for name in names}
         in_place = [
@@ -104,7 +106,9 @@ class Resolved:
         ]
         # computed in fp32, whatever the precision of the prompt
         if call is not None and call.kind == "decode":
-            names, baseline, wanted = (*STEPS, *in_place), STEPS[0], (Precision(),)
+            names = (*STEPS, *in_place)
+            baseline = STEPS[0]
+            wanted = (Precision(),)
         elif self.decode:
             names = tuple(name for name in names if name not in in_place)
         compared = [
@@ -204,8 +208,12 @@ class Replay:
         """planner: which precisions and laws a call gets.  cast_to: the dtype that inputs are cast
         to; None: as captured.  Without a GPU outputs are compared, and nothing is timed.
         """
-        self._writer, self._options, self._planner = writer, options, planner
-        self._cast_to, self._watcher, self._device = cast_to, watcher, limits.device()
+        self._writer = writer
+        self._options = options
+        self._planner = planner
+        self._cast_to = cast_to
+        self._watcher = watcher
+        self._device = limits.device()
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             with limits.memory_errors():
@@ -255,7 +263,8 @@ class Replay:
 
     def _compare_on(self, captured: CapturedLayer) -> None:
         """Compare the implementations on a captured call."""
-        layer, writer = captured.layer, self._writer
+        layer = captured.layer
+        writer = self._writer
         operator = operators.get(layer.operator)
         call, inputs = self._prepared(operator, captured)
         if self._options.decode_states:
@@ -283,7 +292,8 @@ class Replay:
         self, operator: Operator, captured: CapturedLayer
     ) -> tuple[CallRef | None, Inputs]:
         """The call and its inputs as the options want them; remarks go to the report."""
-        call, verify = captured.call, self._options.verify
+        call = captured.call
+        verify = self._options.verify
         inputs = first_rank(operator, captured.inputs, self._options.tensor_parallel)
         inputs, lost = cast_inputs(operator, inputs, self._cast_to)
         if verify:
@@ -387,7 +397,8 @@ def entries_of(
             baseline=baseline if first else "",
             **fields,
         )
-        entry.baseline, entry.turns = first, baseline_precision
+        entry.baseline = first
+        entry.turns = baseline_precision
         if implementation.kind in prober.kinds:
             probe = partial(prober.probe, implementation, inputs, precision)
             entry.probes = partial(probe, keep=partial(keep, entry)) if keep else probe

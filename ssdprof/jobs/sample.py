@@ -35,7 +35,8 @@ def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
 
 def main() -> None:
     """Kernels of the user run in a child process, as they do in a command."""
-    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    folder = Path(sys.argv[1])
+    number = int(sys.argv[2])
     _, report = reports.load(folder)
     words = list(report.command[2:])
     of_bench = report.kind == "bench"

@@ -86,7 +86,8 @@ def _profile(
     with _captured(folders, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        missing, version = "", ""
+        missing = ""
+        version = ""
         with (
             tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,

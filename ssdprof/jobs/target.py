@@ -407,7 +407,8 @@ def _with_drafted_tokens(asked: declared.RunOptions) -> declared.RunOptions:
     """The options of --verify: in fp32, as decode steps are computed.  `fused`, which takes single
     steps, is the baseline of `recurrent` unless implementations are named.
     """
-    step, names = "fused", asked.implementations
+    step = "fused"
+    names = asked.implementations
     return replace(
         asked,
         implementations=(step, "recurrent") if names == declared.COMPARED else names,
@@ -460,6 +461,7 @@ def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, 
 
 
 def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Target]:
+    """The request, and the whole model, with its weights in fp32 if they are asked for."""
     refuse_ranks("ssdprof answers")
     asked = read(options)
     check_folder(asked.out)
@@ -490,7 +492,8 @@ def bench(
     leaves out, and the processes that share the others.
     """
     refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
-    asked, operator = _check_decoded(read(options)), operators.get(options.operator)
+    asked = _check_decoded(read(options))
+    operator = operators.get(options.operator)
     tokens, too_large = _tokens_of_bench(options)
     if options.verify:  # `fused` takes single steps
         asked = replace(asked, match_with=asked.match_with or "fused")

@@ -165,7 +165,9 @@ def tune(
     found.
     Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
-    began, timer, operator = time.monotonic(), CudaTimer(device), operators.get(options.operator)
+    began = time.monotonic()
+    timer = CudaTimer(device)
+    operator = operators.get(options.operator)
     intermediates: tuple[Intermediates, ...] = (
         ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
     )
@@ -230,9 +232,11 @@ def _screened(trials: _Trials) -> Config | None:
     """The fastest in a few rounds, axis by axis; None if the committed configuration cannot be
     timed.
     """
-    problem, committed = trials.problem, trials.committed
+    problem = trials.problem
+    committed = trials.committed
     longest = problem.inputs[-1]
-    best, tried = committed, set[Config]()
+    best = committed
+    tried = set[Config]()
     if not trials.passing([committed]):
         return None
     # the graphs of all that take turns keep their outputs
@@ -256,7 +260,8 @@ def _screened(trials: _Trials) -> Config | None:
 
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     """The tuned configuration, or the reason why the committed configuration stays."""
-    problem, tuning = trials.problem, trials.problem.operator.tunable
+    problem = trials.problem
+    tuning = trials.problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:
         return "the fastest could not be timed again"
@@ -296,7 +301,8 @@ class _Trials:
 
     def __init__(self, problem: Problem, timer: CudaTimer) -> None:
         self.problem = problem
-        self._tuning, self._longest = problem.operator.tunable, problem.inputs[-1]
+        self._tuning = problem.operator.tunable
+        self._longest = problem.inputs[-1]
         self.committed = replace(problem.committed, reason="")
         self.cases: dict[str, Case] = {}
         self._comparer = Comparer(timer=timer, oracle_must_fit=True)
@@ -362,7 +368,8 @@ class _Trials:
     def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
         """committed_case: that of the committed configuration there."""
         problem = self.problem
-        change, kernel = difference(config, self.committed), str(problem.calls["kernel"])
+        change = difference(config, self.committed)
+        kernel = str(problem.calls["kernel"])
         values = self._tuning.settings(config)
         settings = ", ".join(f"{name} {value}" for name, value in values.items())
         label = f"The candidate {change or 'the committed configuration'}"

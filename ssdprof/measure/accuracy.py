@@ -102,7 +102,8 @@ class _Comparison(Generic[K]):
 
     def __init__(self, inputs: Inputs, candidates: Mapping[K, Candidate]) -> None:
         """Rounded forms are shared by candidates of one precision."""
-        self._inputs, self._candidates = inputs, candidates
+        self._inputs = inputs
+        self._candidates = candidates
         self._operator = operators.get(inputs.operator)
         self._oracle = oracle = self._operator.oracle
         self._out = oracle.forms(inputs)[0]
@@ -153,7 +154,8 @@ class _Comparison(Generic[K]):
     def add(self, block: Block) -> None:
         """Blocks in the order of the oracle, since rounded forms go from state to state."""
         span, exact_out, exact_state, row = block
-        inputs, oracle = self._inputs, self._oracle
+        inputs = self._inputs
+        oracle = self._oracle
         if span.sequence != self._origin.sequence:
             self._origin = span
         chunk = oracle.fitting_chunk(inputs, span.length)
@@ -275,7 +277,8 @@ class _TensorSums(Generic[K]):
         """Errors of the head that uses most of its budget.  None without a budget: the exact output
         is not finite.
         """
-        deviation, high = self._from_oracle[key], self._floor.other
+        deviation = self._from_oracle[key]
+        high = self._floor.other
         low = self._rounding_tests.norms([*self._candidates[key].nulls])
 
         def size(norms: HeadNorms) -> Tensor:
@@ -355,7 +358,8 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     memory of a block, where small operations take the time of their calls: on a GPU, and for short
     sequences.  A rounded form takes a third of a block's memory at most.
     """
-    device, sequences = inputs.device.type, inputs.sequences if inputs.cu_seqlens is not None else 1
+    device = inputs.device.type
+    sequences = inputs.sequences if inputs.cu_seqlens is not None else 1
     if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
     needed = operator.oracle.bytes_per_position(inputs) * min(block, inputs.length)
@@ -433,7 +437,8 @@ class RunningDeviation:
         head = torch.arange(len(ours), device=ours.device)
         distance = (ours - other).abs()
         bad = ~(distance < _LARGEST)
-        error, other_finite = distance.masked_fill(bad, 0.0), other.masked_fill(bad, 0.0).abs()
+        error = distance.masked_fill(bad, 0.0)
+        other_finite = other.masked_fill(bad, 0.0).abs()
 
         block_max, block_argmax = error.flatten(1).max(1)
         worse = (block_max > self.error.max) | (self.elements == 0)
@@ -459,7 +464,8 @@ class RunningDeviation:
 
     def _add_slices(self, rows: tuple[Tensor, ...], start: int, stop: int) -> None:
         """rows: sums of squares (h, rows), of error and other."""
-        slices, device = min(SLICES, self.shape[1]), self._scale.device
+        slices = min(SLICES, self.shape[1])
+        device = self._scale.device
         if self._squares is None:
             self._squares = torch.zeros(2, slices, dtype=torch.float64, device=device)
         index = torch.arange(start, stop, device=device) * slices // self.shape[1]

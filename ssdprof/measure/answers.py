@@ -41,7 +41,8 @@ def compare_logits(reference: Tensor, candidate: Tensor, targets: Tensor) -> Div
     """
     high, low = (logits.double().log_softmax(-1) for logits in (reference, candidate))
     kl = torch.nn.functional.kl_div(low, high, log_target=True, reduction="none").sum(-1)
-    tops, others = high.argmax(-1), low.argmax(-1)
+    tops = high.argmax(-1)
+    others = low.argmax(-1)
     margin = _at(high, tops) - _at(high, others)
 
     def loss(log_probabilities: Tensor) -> Tensor:

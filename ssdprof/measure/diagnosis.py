@@ -114,11 +114,14 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
 
     The errors of heads are compared, at the beginning of the longest sequence.
     """
-    oracle, span, which = operators.get(inputs.operator).oracle, longest_of(inputs), int(not is_out)
+    oracle = operators.get(inputs.operator).oracle
+    span = longest_of(inputs)
+    which = int(not is_out)
     start = replace(span, stop=min(span.stop, span.start + LONGEST))
     if not is_out and start != span:
         return ""
-    part, out = alone(inputs, start), candidate.output[0][span.batch, start.start : start.stop]
+    part = alone(inputs, start)
+    out = candidate.output[0][span.batch, start.start : start.stop]
     output = out[None], candidate.output[1][rows_of_states(inputs, span)][-1:]
     blocks = oracle.blocks(part, block_length(oracle, part, part.device))
     exact = joined(part, blocks, torch.float64, torch.float64)[which][-1:]
@@ -159,7 +162,8 @@ def _coarser(
 
 def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
     """The outputs of a sequence with the roundings of a precision, in chunks of each length."""
-    oracle, (span,) = operators.get(part.operator).oracle, spans_of(part)
+    oracle = operators.get(part.operator).oracle
+    (span,) = spans_of(part)
     for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):
         form = oracle.rounded(part, precision)
         out, _ = form.advance(part, span, oracle.gate(part, span, chunk))

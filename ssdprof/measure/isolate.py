@@ -126,7 +126,8 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """In place of a tensor that torch allocates, one between guards."""
-        tensor, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        tensor = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
         # meta tensors have no memory
         if (
             not _ALLOCATION.fullmatch(name)
@@ -170,7 +171,8 @@ def _copied(given: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, Ten
     for names in groups.values():
         first = min(given[name].data_ptr() for name in names)
         size = max(given[name].data_ptr() + _extent(given[name]) for name in names) - first
-        storage, device = given[names[0]].untyped_storage(), given[names[0]].device
+        storage = given[names[0]].untyped_storage()
+        device = given[names[0]].device
         source = torch.empty(0, dtype=torch.uint8, device=device)
         source.set_(storage, first - storage.data_ptr(), (size,), (1,))
         block = _Block.of(size, first % _ALIGNED, device, tuple(names))
@@ -196,7 +198,9 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
     """If the process ends in the block, its parent knows which case ran.  Restores what a kernel
     may have changed.
     """
-    folder, grad, dtype = Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()
+    folder = Path.cwd()
+    grad = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
     if case:
         child.tell(f"case {case.model_dump_json(exclude_defaults=True)}")
     try:
@@ -214,7 +218,8 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
 FIRST_CALL_S = 180.0
 _START_S = 120.0  # for importing torch and loading the inputs, also on a busy machine
 _STOPPED = 124  # exit code of a process whose call took too long
-_CALL, _VERDICTS = "call.pt", "verdicts.jsonl"
+_CALL = "call.pt"
+_VERDICTS = "verdicts.jsonl"
 # of a first call, and the reason; "ran": the call may be made here
 CallVerdict = tuple[Status, str]
 

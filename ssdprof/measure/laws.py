@@ -57,7 +57,8 @@ Form = TypeVar("Form")  # of inputs, of which a kernel may refuse some
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 CALLS = 4  # of which any may differ, if a kernel does not repeat its bits
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
-AMPLIFICATION, AMPLIFIED_SHARE = 2.0**40, 32
+AMPLIFICATION = 2.0**40
+AMPLIFIED_SHARE = 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
@@ -156,8 +157,9 @@ class Trial:
             raise Broken(context + "; ".join(accuracy.reason for accuracy in known))
 
     def _candidate(self, output: Output) -> Candidate:
-        cuts = self.implementation.cuts_operands
-        return Candidate(output=output, precision=self.precision, cuts=cuts)
+        return Candidate(
+            output=output, precision=self.precision, cuts=self.implementation.cuts_operands
+        )
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
         """The outputs that need more than this many times their budget."""
@@ -383,7 +385,8 @@ def sequence_alone(trial: Trial) -> None:
     inputs = trial.several
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
-    together, output = trial.run(inputs), trial.run(inputs_alone)
+    together = trial.run(inputs)
+    output = trial.run(inputs_alone)
     if difference := first_difference(output_of(inputs, together, last), output):
         context = f"a sequence alone is not as among others: {difference}; "
         trial.judge(inputs_alone, output, context)
@@ -405,7 +408,8 @@ def causality(trial: Trial) -> None:
 
 def _replace_later(trial: Trial, start: int) -> None:
     """Inputs from position `start` of the tensors on must not change earlier outputs."""
-    inputs, spans = trial.inputs, spans_of(trial.inputs)
+    inputs = trial.inputs
+    spans = spans_of(trial.inputs)
     later = [replace(span, start=max(span.start, start)) for span in spans if span.stop > start]
     before = trial.base[0][:, :start]
     after = trial.run(amplified(inputs, later, trial.leak_factor))[0][:, :start]
@@ -461,7 +465,8 @@ def single_steps(trial: Trial) -> None:
 def accepted_tokens(trial: Trial) -> None:
     """The next tokens begin with the state that was kept after any of the drafted ones."""
     inputs = trial.longest
-    (whole,), (out, states) = spans_of(inputs), trial.run(inputs)
+    (whole,) = spans_of(inputs)
+    (out, states) = trial.run(inputs)
     for kept in range(1, whole.length):
         rest = alone(inputs, replace(whole, start=kept))
         more = trial.run(rest.after(states[kept - 1 : kept]))
@@ -533,13 +538,13 @@ def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
     inputs = replace(inputs, **linear)
     out, states = trial.run(inputs)
     for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
-        start = replace(span, stop=min(span.stop, span.start + longest))
-        part = alone(inputs, start)
+        judged = replace(span, stop=min(span.stop, span.start + longest))
+        part = alone(inputs, judged)
         # the states after these positions are known only where the sequence ends there
-        whole = start == span
-        after = states[rows_of_states(inputs, span)] if whole else oracle_output(part)[1]
+        ends = judged == span
+        after = states[rows_of_states(inputs, span)] if ends else oracle_output(part)[1]
         if span.length:
-            trial.judge(part, (out[span.batch, start.start : start.stop][None], after))
+            trial.judge(part, (out[span.batch, judged.start : judged.stop][None], after))
 
 
 def turning_keys(trial: Trial) -> None:
@@ -555,7 +560,8 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     out, _ = trial.run(history.inputs)
     errors = [(known, _errors_of(known, out)) for known in history.known if len(known.positions)]
     known, relative = max(errors, key=lambda pair: float(pair[1].max()))
-    bad, worst = relative > DROPPED, int(relative.argmax())
+    bad = relative > DROPPED
+    worst = int(relative.argmax())
     if not bool(bad.any()):
         return
     batch, length, heads = out.shape[:3]

@@ -119,7 +119,8 @@ class Pool:
 
         before: a copy of `memory`.
         """
-        states, other = self.states, torch.ones_like(self.memory, dtype=torch.bool)
+        states = self.states
+        other = torch.ones_like(self.memory, dtype=torch.bool)
         if not len(other):
             return ""
         form = states.shape, states.stride(), states.storage_offset()
@@ -189,7 +190,8 @@ class Room:
     def __init__(
         self, implementation: Implementation, run: PoolRun, like: Inputs, precision: Precision
     ) -> None:
-        self.implementation, self.precision = implementation, precision
+        self.implementation = implementation
+        self.precision = precision
         self.pool_run = run
         indices = ("state_indices", "write_indices", "accepted", "cu_seqlens")
         self._states = like.LINEAR[1]
@@ -201,7 +203,8 @@ class Room:
     @cached_property
     def _stream(self) -> TokenTensors:
         """Random tokens of the layer's sizes (1, STREAM, ...), with the captured call's dtypes."""
-        operator, like = operators.get(self._like.operator), self._like
+        operator = operators.get(self._like.operator)
+        like = self._like
         cell = Cell(
             shape=operator.generated.shape("pool", *operator.oracle.sizes(like).values()),
             dtype=tensors.dtype_name(like.values.dtype),  # type: ignore[arg-type]
@@ -350,7 +353,8 @@ class Room:
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """out of the call, after a look at what it must not change."""
         self.calls += 1
-        pool, before = call.pool, call.pool.memory.clone()
+        pool = call.pool
+        before = call.pool.memory.clone()
         tensors = call.inputs.tensors
         del tensors[self._states]
         given = fingerprints(tensors)
@@ -418,7 +422,8 @@ class Room:
             errors = (ours.float() - exact.float()).abs().flatten(0, int(of_out))[:, use.head]
             beyond = errors.flatten(1).amax(1) > use.budget
             if use.norm == "max" and bool(beyond.any()):
-                index, head = int(beyond.byte().argmax()), use.head
+                index = int(beyond.byte().argmax())
+                head = use.head
         return index, head
 
 
@@ -434,7 +439,8 @@ class Chain:
     """
 
     def __init__(self, room: Room, count: int, width: int) -> None:
-        self.room, self.chosen = room, random.Random(count)
+        self.room = room
+        self.chosen = random.Random(count)
         slots = self.chosen.sample(range(count * width + 2), count * width)
         self.columns = [tuple(slots[width * i : width * (i + 1)]) for i in range(count)]
         self.pool = room.pool(slots=count * width + 2)
@@ -453,11 +459,14 @@ class Chain:
         """tokens: of each of these sequences; if all have as many, the state after each is kept,
         and a padded row stands among them.  accepted: how many tokens are.
         """
-        packed, rows = len(set(tokens)) > 1, []
+        packed = len(set(tokens)) > 1
+        rows = []
         for i, count in zip(some, tokens, strict=True):
-            columns, current = self.columns[i], self.current[i]
+            columns = self.columns[i]
+            current = self.current[i]
             if current is None:
-                columns, current = (-1, *columns[1:]), 0
+                columns = (-1, *columns[1:])
+                current = 0
             if packed:
                 rows.append(row(count, columns[current], self.columns[i][0]))
             else:
@@ -534,7 +543,8 @@ def padded_rows(room: Room) -> None:
 
 def without_tokens(room: Room) -> None:
     """A pack of sequences of 0 to 8 tokens."""
-    lengths, slots = (1, 3, 0, 8, 2, 0, 5), (4, 9, 0, 12, 1, 7, 10)
+    lengths = (1, 3, 0, 8, 2, 0, 5)
+    slots = (4, 9, 0, 12, 1, 7, 10)
     rows = [row(tokens, slot) for tokens, slot in zip(lengths, slots, strict=True)]
     room.check(room.call(room.pool(), rows))
 
@@ -572,7 +582,8 @@ def drafted_tokens(room: Room) -> None:
 
 def order_and_number(room: Room) -> None:
     """Sequences among others, in another order, and alone."""
-    pool, rows = room.pool(), rows_of(4, 9, 0, 12, 7)
+    pool = room.pool()
+    rows = rows_of(4, 9, 0, 12, 7)
     before = pool.memory.clone()
     whole = room.call(pool, rows)
     expected = room.check(whole)
@@ -592,7 +603,8 @@ def order_and_number(room: Room) -> None:
 
 def indices(room: Room) -> None:
     """int64, and columns of wider tables."""
-    pool, rows = room.pool(), [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
+    pool = room.pool()
+    rows = [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
     room.check(room.call(pool, rows, index=torch.int64))
     room.check(room.call(pool, rows, wide=True))
 
@@ -605,8 +617,10 @@ def layouts(room: Room) -> None:
 
 def rounded_once(room: Room) -> None:
     """A pool of 16 bits holds what a pool of 32 bits with the same states would hold, rounded."""
-    dtype, rows = torch.bfloat16, rows_of(9, 4, tokens=16)
-    coarse, fine = room.pool(dtype=dtype), room.pool()
+    dtype = torch.bfloat16
+    rows = rows_of(9, 4, tokens=16)
+    coarse = room.pool(dtype=dtype)
+    fine = room.pool()
     fine.states.copy_(coarse.states)
     first = room.call(fine, rows)
     _, exact = room.check(first)
@@ -649,7 +663,9 @@ def mixed_calls(room: Room) -> None:
 
 def replayed_graph(room: Room) -> None:
     """A CUDA graph of a call, replayed with other tokens, slots and numbers of live rows."""
-    pool, chosen, graph = room.pool(), random.Random(REPLAYS), torch.cuda.CUDAGraph()
+    pool = room.pool()
+    chosen = random.Random(REPLAYS)
+    graph = torch.cuda.CUDAGraph()
     static = room.call(pool, rows_of(*range(6)))
     before = pool.memory.clone()
     room.run(static)  # compiles

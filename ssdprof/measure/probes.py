@@ -56,8 +56,10 @@ class Prober:
     def __init__(
         self, isolated: IsolatedFirstCall, *, laws: Laws = "default", only: str = ""
     ) -> None:
-        self._isolated, self._only = isolated, only
-        self._thorough, self._quick = laws == "all", laws == "quick"
+        self._isolated = isolated
+        self._only = only
+        self._thorough = laws == "all"
+        self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
         self.kinds: set[str] = (

@@ -19,7 +19,8 @@ from ssdprof.core.base import SLICES
 
 DRAWS = 12
 PERIODS = (16, 32, 64, 128, 256)
-_SIGMAS, _MANY_SIGMAS = 6.0, 18.0
+_SIGMAS = 6.0
+_MANY_SIGMAS = 18.0
 _SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
 
 
@@ -58,11 +59,12 @@ class RoundingTests:
     """
 
     def __init__(self, length: int | None, *, tested: bool = True, exact: int = 1) -> None:
-        self._tested, self._exact = tested, exact
+        self._tested = tested
+        self._exact = exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
-        # slices)
+        # slices); by ("oracle" | "floor" | "ours" | "rounded", the kernel or the form, the draw)
         self._sums: dict[tuple[str, Hashable, int], Tensor] = {}
         self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
 
@@ -89,31 +91,33 @@ class RoundingTests:
         computed as they are taken, so that one is in memory at a time.  start: position of the
         first row; origin: of the first of its sequence.
         """
-        size = high.square().mean(2, keepdim=True).sqrt()
-        weights = torch.where(size > _SMALLEST_ROW, 1 / size.square(), 0.0)  # of squares
+        rms = high.square().mean(2, keepdim=True).sqrt()  # (h, rows, 1)
+        weights = torch.where(rms > _SMALLEST_ROW, 1 / rms.square(), 0.0)  # of squares
         scaled = high * weights
-        weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def summed(key: tuple[str, Hashable, int], error: Tensor) -> None:
+        def add_error(key: tuple[str, Hashable, int], error: Tensor) -> None:
+            """Add the sums of this block, with rows weighted: see `_sums`."""
             error = finite(error)
-            squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(
-                error
-            )
+            norms = self._norms.setdefault(key, HeadNorms(len(high), high.device))
+            squares, of_rows = norms.add(error)
             if not self._tested:
                 return
-            columns = (weights @ squares)[:, 0]
-            sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
-            new = torch.cat([*sums, columns, (rows * weights[:, 0]) @ in_slice], 1)
+            with_high = (error * scaled).sum((1, 2))
+            of_columns = (weights.mT @ squares)[:, 0]
+            of_head = of_columns.sum(1)
+            of_slices = (of_rows * weights[..., 0]) @ in_slice
+            heads = torch.stack([with_high, of_head], 1)
+            new = torch.cat([heads, of_columns, of_slices], 1)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
 
-        summed(("oracle", None, 0), high)
-        summed(("floor", None, 0), floor - high)
+        add_error(("oracle", None, 0), high)
+        add_error(("floor", None, 0), floor - high)
         for name, tensor in kernels.items():
-            summed(("ours", name, 0), tensor - high)
+            add_error(("ours", name, 0), tensor - high)
         for null, several in rounded.items():
             for k, error in enumerate(several):
-                summed(("rounded", null, k), error)
+                add_error(("rounded", null, k), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
@@ -212,14 +216,17 @@ class RoundingTests:
         real roundings are not, where a number of few bits is multiplied by a factor near 1: the
         exact forms show that bias, of which a kernel may have twice as much.
         """
-        least, most = [], []
+        least = []
+        most = []
         for gains in forms:
-            exact, draws = gains[: self._exact], gains[self._exact :]
+            exact = gains[: self._exact]
+            draws = gains[self._exact :]
             bias = 2 * (exact - draws.mean(0))
             spread = room + 2 * _SIGMAS * draws.std(0)
             least.append(draws.mean(0) + bias.amin(0).clamp(max=0) - spread)
             most.append(draws.mean(0) + bias.amax(0).clamp(min=0) + spread)
-        low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
+        low = torch.stack(least).amin(0)
+        high = torch.stack(most).amax(0)
         return ours - (low + high) / 2, (high - low) / 2
 
 

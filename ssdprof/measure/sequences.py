@@ -49,7 +49,8 @@ def joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
     """These spans with the initial states of their sequences: as a pack, or as rows, which have
     equal lengths.
     """
-    binding, tensors = operators.get(inputs.operator).binding, inputs.tensors
+    binding = operators.get(inputs.operator).binding
+    tensors = inputs.tensors
     changes: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[span.batch, span.start : span.stop] for span in spans]

@@ -98,7 +98,8 @@ def busy_us(trace: Trace) -> float:
         for event in trace
         if event.get("cat") in _ON_THE_GPU
     ]
-    busy, end = 0.0, -math.inf
+    busy = 0.0
+    end = -math.inf
     for begin, us in sorted(spans):
         busy += max(0.0, begin + us - max(begin, end))
         end = max(end, begin + us)
@@ -111,9 +112,11 @@ def work(trace: Trace) -> list[GpuWork]:
     marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     launched = {}
     for event in trace:
-        kind, arguments = event.get("cat"), event.get("args", {})
+        kind = event.get("cat")
+        arguments = event.get("args", {})
         if kind == "user_annotation" and event["name"].startswith(PREFIX):
-            begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            begin = float(event["ts"])
+            end = float(event["ts"]) + float(event["dur"])
             marks[event["tid"]].append((begin, -end, event["name"].removeprefix(PREFIX)))
         elif kind in _LAUNCHES and "correlation" in arguments:
             launched[arguments["correlation"]] = event

@@ -113,14 +113,14 @@ def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
 
 def _errors(series: Series) -> TableRow:
     """The output of all calls."""
-    baseline, oracle = series.pooled("vs_baseline"), series.pooled("vs_oracle")
+    baseline = series.pooled("vs_baseline")
+    oracle = series.pooled("vs_oracle")
     floor = series.pooled("floor")
     outside = any(case.outside_budget for case in series.cases)
     return {
         "within\nbudget": "NO" if outside else "yes",
         "equal to\nbaseline": calls.match(baseline, 0.0),
-        "match\n@ 1e-3": calls.match(baseline, 1e-3),
-        "@ 1e-3\nof rms": fmt.percent(baseline and baseline.match_pct(calls.OF_RMS, of_rms=True)),
+        **calls.matches(baseline, 1e-3),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),
@@ -137,26 +137,33 @@ def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> 
         return table(title, (), ())
     named = [{"tokens": series.group.size} | calls.names(series) for series in every]
     names, in_title = split_columns(named, keep=(PRECISION,))
-    layers, *others = {len(series.group.layers) for series in every}
     title = ", ".join([title, *in_title.values()])
+    layers, *others = {len(series.group.layers) for series in every}
     if not others:
         title += f", {fmt.plural(layers, 'layer')}"
+
     keys = tuple(names[0])
+    hidden = _DETAILS if len(keys) > 1 else ()
     rows = []
     for name, row in zip(names, numbers, strict=True):
         if "tokens" in name:
             name["tokens"] = name["tokens"].replace(" tokens", "")
-        shown = {heading: cell for heading, cell in row.items() if heading not in _DETAILS}
-        rows.append(name | (row if len(keys) == 1 else shown))
-    rows, notes = fold_precisions(rows), []
+        shown = {heading: cell for heading, cell in row.items() if heading not in hidden}
+        rows.append(name | shown)
+    rows = fold_precisions(rows)
+    notes = []
     if len(rows) > 1:
         first_number = list(rows[0])[len(keys)]
         rows, in_note = split_columns(rows, keep=(*keys, first_number))
-        cells = ((heading, cell) for heading, cell in in_note.items() if is_filled(cell))
-        if equal := [f"{' '.join(heading.split())} {cell}" for heading, cell in cells]:
+        equal = [
+            f"{' '.join(heading.split())} {cell}"
+            for heading, cell in in_note.items()
+            if is_filled(cell)
+        ]
+        if equal:
             notes.append(f"In all rows: {', '.join(equal)}.")
-    if (hidden := len(rows) - _MOST["row"]) > 0:
-        notes.append(f"{fmt.plural(hidden, 'more row')}: --full, or the exported report.")
+    if (more := len(rows) - _MOST["row"]) > 0:
+        notes.append(f"{fmt.plural(more, 'more row')}: --full, or the exported report.")
     return table(title, rows[: _MOST["row"]], keys, keys=len(keys), note="  ".join(notes))
 
 

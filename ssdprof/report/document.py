@@ -16,7 +16,9 @@ from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
 # titles of the sections to which a page adds pictures, besides `model.PARTS`
-SPEED, ACCURACY, ANSWERS = "Speed", "Accuracy", "Answers"
+SPEED = "Speed"
+ACCURACY = "Accuracy"
+ANSWERS = "Answers"
 _MOST_CANDIDATES = 12  # of the candidates that were timed, the fastest
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "

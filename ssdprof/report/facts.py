@@ -69,7 +69,8 @@ def gpu_name(environment: Environment, none: str = "none") -> str:
 
 def versions_of(report: Report, packages: Iterable[str], missing: str) -> dict[str, str]:
     """The GPU, its driver, ssdprof and some packages.  missing: the word for what is not there."""
-    gpu, installed = report.environment.gpu, report.environment.packages
+    gpu = report.environment.gpu
+    installed = report.environment.packages
     return {
         "GPU": gpu_name(report.environment),
         "driver": gpu.driver if gpu else missing,
@@ -187,7 +188,8 @@ def _prefill(report: Report) -> Iterator[Fact]:
 def _prompts(report: Report) -> Iterator[Fact]:
     served: dict[str, None] = {}
     for prompt in report.prompts:
-        size, kind = fmt.tokens(prompt.seqlen, prompt.batch), _PROMPTS[prompt.kind]
+        size = fmt.tokens(prompt.seqlen, prompt.batch)
+        kind = _PROMPTS[prompt.kind]
         digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
         yield "prompt", f"{size} of {kind}: {prompt.source}; {digest}"
         words = fmt.serving_words(

@@ -110,7 +110,8 @@ class Series:
         least 95 %.
         """
         # a call's ratio is baseline / own time, so its weight is its own time
-        times, total = self.times(clock), self.us(clock)
+        times = self.times(clock)
+        total = self.us(clock)
         bounds = zip(*self._ratios(clock), strict=True)
         sums = [math.fsum(map(operator.mul, bound, times)) / total for bound in bounds]
         return Estimate(*sums) if sums else None
@@ -124,7 +125,8 @@ class Series:
     @property
     def verdict(self) -> Faster | None:
         """By device time: the verdict that all calls share, else that of the sum."""
-        smallest, total = self.group.report.smallest_difference, self.speedup()
+        smallest = self.group.report.smallest_difference
+        total = self.speedup()
         shared = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         return shared.pop() if len(shared) == 1 else total and total.verdict(smallest)
 
@@ -159,8 +161,12 @@ class Group:
 
     def __init__(self, report: Report, cases: Sequence[Case]) -> None:
         """cases: at least one, in the order in which they ran."""
-        self.report, self.cases, first = report, tuple(cases), cases[0]
-        self.call, self.seqlen, self.tokens = first.call, first.seqlen, first.prompt
+        self.report = report
+        self.cases = tuple(cases)
+        first = cases[0]
+        self.call = first.call
+        self.seqlen = first.seqlen
+        self.tokens = first.prompt
         self.steps = self.call is not None and self.call.kind == "decode"
         self.noun = "step" if self.steps else "chunk"
         self.calls = len({(case.layer, case.call) for case in cases})

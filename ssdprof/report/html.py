@@ -43,7 +43,8 @@ def of_document(document: Document, stalls: StallReport | None = None) -> str:
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
-    document, numbers = compose(report), count(1)
+    document = compose(report)
+    numbers = count(1)
     pictures = _of_bench(report) if report.kind == "bench" else _of_prompts(report)
     pictures[states.TITLE] = _of_states(report)
     parts = list(_parts(document, pictures, numbers))
@@ -101,7 +102,8 @@ def _of_bench(report: Report) -> Pictures:
 
 def _of_prompts(report: Report) -> Pictures:
     """Section -> the pictures in it; none where nothing was measured."""
-    prompts, prefills = groups(report), model.by_length(model.prefills(report))
+    prompts = groups(report)
+    prefills = model.by_length(model.prefills(report))
     return {
         SPEED: {
             "Speedup": plots.speedups(prompts),
@@ -184,5 +186,6 @@ def sort_key(text: str) -> str:
     parts = _NUMBER.fullmatch(text.strip())
     if parts is None:
         return ""
-    number, unit = float(parts[1].replace(",", "")), parts[2] or ""
+    number = float(parts[1].replace(",", ""))
+    unit = parts[2] or ""
     return repr(number * _UNITS.get(unit, 1.0))

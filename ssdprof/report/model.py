@@ -70,7 +70,8 @@ def _differences(case: Case, band: AnswerBand | None) -> TableRow:
 
 def _change(band: AnswerBand) -> str:
     """ "+0.0123% [-0.001%, +0.024%]"."""
-    increase, interval = band.perplexity_increase_pct, band.perplexity_interval_pct
+    increase = band.perplexity_increase_pct
+    interval = band.perplexity_interval_pct
     if increase is None or interval is None:
         return fmt.MISSING
     value, low, high = (
@@ -225,7 +226,8 @@ def operators_share(case: Case, task: Prefill) -> float | None:
 def _parts(prefills: Sequence[_Timed]) -> Table:
     """The time of each part of the prefill; a column adds up to its call time."""
     columns = parts_of_prefills(prefills)
-    headers, cells = ["part"], []
+    headers = ["part"]
+    cells = []
     for name, us in columns.items():
         whole = math.fsum(us.values())
         headers.append(name.replace(", ", ",\n"))

@@ -149,7 +149,9 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
     """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if
     known.
     """
-    cells, intensities, rates = list[Cells](), list[float](), list[float]()
+    cells = list[Cells]()
+    intensities = list[float]()
+    rates = list[float]()
     for label, labelled in points.items():
         for intensity, rate, which in labelled:
             name = f"{label}, {which}" if which else label
@@ -164,7 +166,8 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
         ridge = ceiling * 1e3 / bandwidth
         cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{ceiling:,.4g}"))
         intensities.append(ridge)
-    low, high = min(intensities) / 3, max(intensities) * 3
+    low = min(intensities) / 3
+    high = max(intensities) * 3
 
     def paint(axes: Axes) -> None:
         """The roof, then the points of each label."""

@@ -87,7 +87,9 @@ class KernelGroup:
         self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]
     ) -> None:
         """kernels: in the order of their launches.  words: stage.part -> its name."""
-        self.name, self.kernels, self.words = name, kernels, words
+        self.name = name
+        self.kernels = kernels
+        self.words = words
         self.stages: dict[str, Share] = {}
         self.idle: dict[str, float] = defaultdict(float)
         lines: list[tuple[float, Line]] = []
@@ -139,7 +141,8 @@ def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
     """Hints on stages with enough of the group's time, then hints on kernels with much of it."""
-    of_stages, of_kernels = [], []
+    of_stages = []
+    of_kernels = []
     for kernel, weight in weights:
         for hint, pct in kernel.hints.items():
             if pct is None and 100 * weight >= _KERNEL_PCT:
@@ -321,7 +324,8 @@ def by_stage(group: KernelGroup) -> Table:
     shown = list(most_first(group.all))[:_MOST_REASONS]
 
     def row(title: str, share: Share) -> tuple[str, ...]:
-        pcts, whole = [share.get(reason, 0.0) for reason in shown], sum(share.values())
+        pcts = [share.get(reason, 0.0) for reason in shown]
+        whole = sum(share.values())
         other = whole - sum(pcts)
         cells = (f"{pct:.1f}" if pct >= 0.05 else "" for pct in (*pcts, other))
         return title, fmt.share(whole, 1), fmt.duration(group.us(whole)), *cells
@@ -412,7 +416,9 @@ def _waits(line: Line) -> str:
 
 def _facts(report: StallReport) -> Iterator[Fact]:
     """The profiled layer, the machine and the command; for a report made elsewhere, its files."""
-    layer, dims, environment = report.layer, report.dims, report.environment
+    layer = report.layer
+    dims = report.dims
+    environment = report.environment
     if layer is not None and dims is not None:
         yield "model", report.model
         yield "layer", f"{layer.name} (layer {layer.index})"

@@ -264,7 +264,8 @@ def _of_prefill(report: Report) -> VerdictLine | None:
     speedup = case and report.speedup(case)
     if not (case and speedup):
         return None
-    size, gpu = fmt.tokens(case.seqlen, case.batch), gpu_name(report.environment)
+    size = fmt.tokens(case.seqlen, case.batch)
+    gpu = gpu_name(report.environment)
     times = f"{fmt.ratio(speedup.value)} as fast as with {report.baseline}"
     whole = f"a whole prefill of {size} with {case.implementation}"
     return VerdictLine(f"on this {gpu}, {whole} is {times}")

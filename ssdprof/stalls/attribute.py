@@ -92,7 +92,8 @@ def is_idle(stage: str) -> bool:
 
 def _stages(line_stages: Sequence[LineStage]) -> list[str]:
     """The stage of each line: its own, or its neighbour's if it has none."""
-    stages, before = [], ""
+    stages = []
+    before = ""
     for line_stage in line_stages:
         before = line_stage.stage or before
         stages.append(before)

@@ -52,7 +52,8 @@ DEVICE = "cuda"
 
 def main() -> None:
     """Make the call of the job twice: to compile and tune everything, and for ncu."""
-    job, out = ncu.Job.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+    job = ncu.Job.model_validate_json(sys.argv[1])
+    out = Path(sys.argv[2])
     install()
     if job.tuned:
         use_file(job.tuned)

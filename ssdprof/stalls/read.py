@@ -186,7 +186,8 @@ def _header(content: bytes, at: int) -> tuple[bytes, int]:
 
 def _payload_size(header: bytes) -> int:
     """Field 5 of the block header, a protocol buffer."""
-    at, size = 0, 0
+    at = 0
+    size = 0
     while at < len(header):
         key, at = _varint(header, at)
         value, at = _varint(header, at)  # a number, or the length of the following bytes
@@ -202,7 +203,8 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
     while True:
         byte = content[at]
         value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        at += 1
+        shift += 7
         if byte < 0x80:
             return value, at
 

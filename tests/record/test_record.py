@@ -67,8 +67,8 @@ def test_a_recorded_server_runs_as_without(
     assert capfd.readouterr().out.splitlines() == digests
     folder = Path("out")
     manifest = read_manifest(folder)
-    names = [layer.name for layer in manifest.checkpoint.layers]
-    assert names == [f"model.layers.{index}.linear_attn" for index in (2, 9, 10)]
+    layers = [(layer.index, layer.name) for layer in manifest.checkpoint.layers]
+    assert layers == [(index, f"model.layers.{index}.linear_attn") for index in (2, 9, 10)]
     assert len(manifest.layers) == 3 * (1 + 12 + 12 + 2)
     captured = read_layer(folder, manifest.layers[-1])
     assert captured.inputs.sequences == 2
@@ -85,8 +85,8 @@ def test_a_recorded_server_runs_as_without(
         (
             "nonfinite",
             "nan",
-            "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is not "
-            "finite; its inputs are finite.",
+            "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is NaN "
+            "or infinite; its inputs are finite.",
         ),
         (
             "wrong",
@@ -152,7 +152,9 @@ def arguments(tokens: int = 6) -> dict[str, torch.Tensor]:
 
 def stored() -> int:
     """The number of calls that were stored, after the thread has ended."""
-    recorder.Recorder.of_process().flush()
+    process = recorder.Recorder.of_process()
+    assert process
+    process.flush()
     return len(list(Path("calls").glob("*.safetensors")))
 
 
@@ -233,6 +235,16 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     assert re.match("[345] calls because the queue was full: not recorded", dropped)
 
 
+def test_recording_ends_after_as_many_calls_as_are_allowed(
+    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = chunked(max_calls=2)
+    for _ in range(4):
+        function(**arguments(), output_final_state=True)
+    assert stored() == 2
+    assert "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
+
+
 def test_a_transposed_state_is_outside_the_budget(
     chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,6 +322,8 @@ def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
 
 
 def test_a_program_that_cannot_start_is_refused(server: Path) -> None:
+    """One without operators is not."""
+    assert "the program called no function that ssdprof knows" in record("", "true").stderr
     ran = record("", "no-such-server")
     assert ran.returncode == 2
     assert "no-such-server cannot be started" in ran.stderr
