@@ -550,11 +550,12 @@ def _load_workload(
     file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
 ) -> Recorded:
     """A call whose tensors have the shapes and dtypes of its definition."""
-    values, sizes = {}, _sizes(document, workload)
+    values: dict[str, Any] = {}
+    sizes = _sizes(document, workload)
     for name, form in document["inputs"].items():
         source = workload["inputs"].get(name, {"type": "random"})
         if source["type"] == "scalar":
-            values[name] = source["value"]
+            values[name] = float(source["value"])
             continue
         shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
         if source["type"] == "random":

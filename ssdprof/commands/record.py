@@ -18,6 +18,7 @@ from ssdprof.errors import SsdprofError
 from ssdprof.jobs.options import CaptureOptions, RecordOptions
 from ssdprof.jobs.record import CALLS
 from ssdprof.jobs.run import capture_recording
+from ssdprof.record.settings import SEEN
 
 _OF_SIGNAL = 128  # what shells add to the number of a signal
 
@@ -43,10 +44,10 @@ def _finish(options: RecordOptions) -> None:
         )
         capture_recording(asked, TerminalWatcher(), name=options.out.resolve().name)
         terminal.say(f"{plural(count, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
-    elif options.when == "always":
-        terminal.say("No call was recorded: the program called no function that ssdprof knows.")
+    elif (calls / SEEN).exists():
+        terminal.say("No call was stored: none of those that were recorded went wrong.")
     else:
-        terminal.say("No call was stored: none went wrong, as far as ssdprof saw.")
+        terminal.say("No call was recorded: the program called no function that ssdprof knows.")
     shutil.rmtree(calls)
 
 

@@ -28,7 +28,7 @@ from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.operators.operator import Output
 from ssdprof.record.notes import note
 from ssdprof.record.recorded_call import RecordedCall, rank
-from ssdprof.record.settings import RecordSettings
+from ssdprof.record.settings import SEEN, RecordSettings
 
 _SHARE = 0.05  # of the time that comparisons may take
 
@@ -46,6 +46,7 @@ class Keeper:
         self._rings: dict[str, deque[RecordedCall]] = {}  # the last calls of each layer
         self._last: dict[str, int] = {}  # number of the last call of each layer
         self._told: set[str] = set()  # layers of which a call went wrong
+        self._has_seen = False
         self._stored = self._bytes = self._in_rings = 0
         self._provenance = Provenance(rows_are_sequences=False)
         self._compares_at = time.monotonic()
@@ -61,6 +62,9 @@ class Keeper:
         call: in main memory, packed.  device: on which it was, and on which it is computed again.
         is_finite: whether its output is.
         """
+        if not self._has_seen:
+            (Path(self._settings.folder) / SEEN).touch(mode=0o600)
+            self._has_seen = True
         if self._settings.when == "always":
             self._store(call)
         if self._settings.when == "always" or call.layer in self._told:

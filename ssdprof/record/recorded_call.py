@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ssdprof import operators
+from ssdprof.core.words import words
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.operator import CallBinding
@@ -121,10 +122,8 @@ class RecordedCall:
         if not where:
             return ""
         before = [key for key, tensor in self.inputs.tensors.items() if not tensor.isfinite().all()]
-        inputs = "its inputs are finite"
-        if before:
-            inputs = f"before the call, {' and '.join(before)} was not finite already"
-        return f"{self.name}: {where} is not finite; {inputs}"
+        inputs = f"it came with {words(before)}" if before else "its inputs are finite"
+        return f"{self.name}: {where} is NaN or infinite; {inputs}"
 
     def _row(self, row: int) -> str:
         return str(row) if self.slots is None else f"{row} (slot {int(self.slots[row])})"

@@ -51,8 +51,8 @@ _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
 def call(site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call the function of a place, and record the call unless there is a reason not to."""
     recorder = Recorder.of_process()
-    begun = recorder.before(site, args, kwargs)
-    if begun is None:
+    begun = recorder.before(site, args, kwargs) if recorder else None
+    if recorder is None or begun is None:
         return site.function(*args, **kwargs)
     with recorder.inside():
         returned = site.function(*args, **kwargs)
@@ -80,9 +80,13 @@ class Recorder:
         atexit.register(self.flush)
 
     @classmethod
-    def of_process(cls) -> Recorder:
+    def of_process(cls) -> Recorder | None:
+        """None where there can be none: an ending process starts no thread."""
         if cls._current is None:
-            cls._current = cls()
+            try:
+                cls._current = cls()
+            except Exception as error:
+                note(f"This process is not recorded: {error}.")
         return cls._current
 
     @classmethod

@@ -15,6 +15,7 @@ from ssdprof.record.hook import VARIABLE
 
 When = Literal["always", "nonfinite", "wrong"]
 GIGABYTE = 1 << 30
+SEEN = ".seen"  # a file in the folder of calls, once a process has seen one
 
 
 @dataclass(frozen=True, kw_only=True)

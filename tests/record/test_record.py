@@ -85,8 +85,8 @@ def test_a_recorded_server_runs_as_without(
         (
             "nonfinite",
             "nan",
-            "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is not "
-            "finite; its inputs are finite.",
+            "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is NaN "
+            "or infinite; its inputs are finite.",
         ),
         (
             "wrong",
@@ -152,7 +152,9 @@ def arguments(tokens: int = 6) -> dict[str, torch.Tensor]:
 
 def stored() -> int:
     """The number of calls that were stored, after the thread has ended."""
-    recorder.Recorder.of_process().flush()
+    process = recorder.Recorder.of_process()
+    assert process
+    process.flush()
     return len(list(Path("calls").glob("*.safetensors")))
 
 
@@ -320,6 +322,8 @@ def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
 
 
 def test_a_program_that_cannot_start_is_refused(server: Path) -> None:
+    """One without operators is not."""
+    assert "the program called no function that ssdprof knows" in record("", "true").stderr
     ran = record("", "no-such-server")
     assert ran.returncode == 2
     assert "no-such-server cannot be started" in ran.stderr
