@@ -15,17 +15,16 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.core.case import Case, Generated, decoded_words
+from ssdprof.core.case import Case, Generated
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import Dims
 from ssdprof.environment.machine import collect, kernels_hash, read_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
-from ssdprof.jobs import limits
+from ssdprof.jobs import limits, states
 from ssdprof.jobs.compare import Comparer, Entry, Verdicts
 from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import BenchOptions
-from ssdprof.jobs.states import decode, precision_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import TimeIsUp, first_line
@@ -141,14 +140,13 @@ def decode_cells(
     """Decode the inputs of every cell with states in each format.  Returns the report's folder and
     the report.
     """
-    device, formats = limits.device(), request.decode_states or ()
+    device = limits.device()
     longest = max(cell.tokens.sequences * cell.tokens.seqlen for cell in request.measured)
     limits.check_replay((longest,))
     requested: list[Requested] = []
     for cell in request.measured:
-        *where, tokens = _case_key(cell).rsplit(", ", 1)
-        case_key = ", ".join((*where, decoded_words(request.decode_step), tokens))
-        requested += [(case_key, BY_TOKEN, precision_of(known)) for known in formats]
+        where, _, size = _case_key(cell).rpartition(", ")
+        requested += states.requested(where, size, request)
     with opened(
         request.out,
         watcher,
@@ -166,7 +164,7 @@ def decode_cells(
             for cell in cells:
                 inputs = operator.generated.draw(cell, device)
                 task = generated_task(cell, None, operator.oracle.dims(inputs))
-                decode(operator, inputs, task, request, writer, watcher)
+                states.decode(operator, inputs, task, request, writer, watcher)
                 advance(1)
     return load(writer.folder)
 

@@ -20,7 +20,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.provenance import Provenance
 from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import DType
-from ssdprof.core.case import call_size, decoded_words
+from ssdprof.core.case import call_size
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.target import (
     CallRef,
@@ -35,15 +35,13 @@ from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
-from ssdprof.jobs import limits
+from ssdprof.jobs import limits, states
 from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import Loaded, load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.replay import Replay, Resolved, resolve_implementations
-from ssdprof.jobs.states import precision_of
 from ssdprof.jobs.target import Sizes, Stored, Target, refuse_large
-from ssdprof.operators.decode_states import IMPLEMENTATION
 from ssdprof.operators.domain import doubts
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -134,10 +132,7 @@ def run(
     source = target if isinstance(target, Stored) else load(target, watcher)
     dtype = source.dtype if isinstance(source, Loaded) else stored_dims(source.chosen[0]).dtype
     cast = None if options.dtype == dtype else options.dtype
-    if options.decode_states:
-        requested = _decoded(options, target, source.prompts)
-    else:
-        requested = _requested(target, source.prompts, resolved, cast or dtype, options.verify)
+    requested = _requested(target, source.prompts, resolved, cast or dtype, options)
     with opened(
         options.out,
         watcher,
@@ -207,13 +202,18 @@ def _requested(
     prompts: Sequence[Prompt],
     resolved: Resolved,
     dtype: DType,
-    verify: int,
+    options: RunOptions,
 ) -> Iterator[Requested]:
-    """Every implementation and precision in every call of every layer; what a server recorded is
-    told there.
+    """Every implementation and precision in every call of every layer, or every format of states;
+    what a server recorded is told there.
     """
+    verify = options.verify
     for prompt in prompts:
         for layer in target.layers:
+            if options.decode_states:
+                size = call_size(prompt.seqlen, prompt.batch, None)
+                yield from states.requested(f"layer {layer.index}", size, options)
+                continue
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
             if verify:
                 calls = (drafted_call(prompt.seqlen, prompt.batch),)
@@ -229,18 +229,6 @@ def _requested(
                 operator = operators.get(layer.operator)
                 for implementation, precision, _ in resolved.plan(operator, dtype, call):
                     yield case_key, implementation.name, str(precision)
-
-
-def _decoded(
-    options: RunOptions, target: Target | Stored, prompts: Sequence[Prompt]
-) -> Iterator[Requested]:
-    """Every format of every layer on each prompt."""
-    for prompt in prompts:
-        for layer in target.layers:
-            case_key = f"layer {layer.index}, {decoded_words(options.decode_step)}, "
-            for state_format in options.decode_states or ():
-                size = call_size(prompt.seqlen, prompt.batch, None)
-                yield case_key + size, IMPLEMENTATION, precision_of(state_format)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:

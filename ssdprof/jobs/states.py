@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ssdprof.core.base import MEMORIES
-from ssdprof.core.case import Case, DecodedStates, Generated, LayerCall
+from ssdprof.core.case import Case, DecodedStates, Generated, LayerCall, decoded_words
+from ssdprof.core.report import Requested
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import BenchOptions, RunOptions
 from ssdprof.kernels.inputs import Inputs, Output
@@ -74,6 +75,13 @@ def decode(
                 with while_it_runs(case):
                     writer.case(_decoded(inputs, state_format, case, task, exact))
             advance(1)
+
+
+def requested(where: str, size: str, options: RunOptions | BenchOptions) -> Iterator[Requested]:
+    """Every format on the inputs of a layer or a cell.  where, size: as those of a case."""
+    for state_format in options.decode_states or ():
+        case_key = f"{where}, {decoded_words(options.decode_step)}, {size}"
+        yield case_key, IMPLEMENTATION, precision_of(state_format)
 
 
 def precision_of(state_format: StateFormat) -> str:

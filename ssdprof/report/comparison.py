@@ -71,7 +71,6 @@ def _states(case: Case) -> TableRow:
     if not isinstance(case.task, DecodedStates):
         return {}
     return {
-        "heads lost": fmt.count(sum(map(bool, case.task.lost))),
         "steps kept": fmt.count(case.task.kept_steps),
         "state error": fmt.small(case.task.last(case.task.state_errors)),
         "output error": fmt.small(case.task.last(case.task.out_errors)),
