@@ -118,8 +118,7 @@ def _errors(series: Series) -> TableRow:
     return {
         "within\nbudget": "NO" if outside else "yes",
         "equal to\nbaseline": calls.match(baseline, 0.0),
-        "match\n@ 1e-3": calls.match(baseline, 1e-3),
-        "@ 1e-3\nof rms": fmt.percent(baseline and baseline.match_pct(calls.OF_RMS, of_rms=True)),
+        **calls.matches(baseline, 1e-3),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
         "floor": fmt.small(floor and floor.rms_ratio),
         "largest\nerror": fmt.small(oracle and oracle.largest.max_abs),

@@ -42,7 +42,7 @@ ACCURACY_READING = (
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
 _LEAST_VALUE = 50  # times a tolerance, below which every element is within it
-OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
+_OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
 
 # --- speed
@@ -203,14 +203,26 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
         "against": against,
         "within\nbudget": within_budget,
         "match,\nequal": match(pooled, 0.0),
-        "match\n@ 1e-3": match(pooled, 1e-3),
-        "match\n@ 1e-2": match(pooled, 1e-2),
-        "@ 1e-3\nof rms": fmt.percent(pooled.match_pct(OF_RMS, of_rms=True)),
+        **matches(pooled, 1e-3, 1e-2),
         "rms\nerror": fmt.small(pooled.rms_ratio),
         "largest\nerror": fmt.small(largest.max_abs),
         "largest\nvalue": fmt.small(largest.scale_max_abs),
         "its position": f"{', '.join(place)} {position}".lstrip(),
     }
+
+
+def matches(pooled: Pooled | None, *tolerances: float) -> TableRow:
+    """The share of elements within each tolerance, and within one relative to the RMS."""
+    return {
+        **{match_heading(tolerance): match(pooled, tolerance) for tolerance in tolerances},
+        f"@ {fmt.tolerance(_OF_RMS)}\nof rms": fmt.percent(
+            pooled and pooled.match_pct(_OF_RMS, of_rms=True)
+        ),
+    }
+
+
+def match_heading(tolerance: float) -> str:
+    return f"match\n@ {fmt.tolerance(tolerance)}"
 
 
 def match(pooled: Pooled | None, tolerance: float) -> str:

@@ -12,6 +12,7 @@ from ssdprof.core.base import distinct, short_precision
 from ssdprof.core.case import Case
 from ssdprof.core.pairs import CasePair, Comparison, Side, Total, target, unfinished
 from ssdprof.core.report import Report
+from ssdprof.report.calls import match_heading
 from ssdprof.report.facts import versions_of
 from ssdprof.report.table import (
     PRECISION,
@@ -51,7 +52,7 @@ def _names(pair: CasePair) -> TableRow:
 def _errors(case: Case) -> TableRow:
     error = case.error
     return {
-        "match @ 1e-3": fmt.percent(case.match_pct(1e-3)),
+        match_heading(1e-3).replace("\n", " "): fmt.percent(case.match_pct(1e-3)),
         "rms error": fmt.small(error.rms_ratio if error else None),
         "largest error": fmt.small(error.max_abs if error else None),
     }

@@ -13,8 +13,10 @@ from command_line import ending, passing
 from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.recording import open_recording
+from ssdprof.kernels import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.gdn_definitions import write
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 EXPORT = ("export", "--format", "flashinfer-bench", "-o", "bench")
@@ -95,6 +97,15 @@ def test_the_reference_is_the_oracle_and_our_kernels_solve_it(bench: str) -> Non
             for tensor, expected in zip(actual, (out, states.mT), strict=True):
                 error = tensor.double() - expected.reshape(tensor.shape)
                 assert error.norm() < 5e-3 * expected.norm()
+
+
+def test_rows_of_a_batch_follow_each_other() -> None:
+    packed = gdn(6, 0, 3, 6)
+    states = packed["initial_state"]
+    rows = {name: packed[name].unflatten(1, (2, 3))[0] for name in ("q", "k", "v", "g", "beta")}
+    batch = write(GDNInputs(**rows, initial_state=states))
+    for name, tensor in write(GDNInputs(**packed)).items():
+        assert torch.equal(tensor, batch[name])
 
 
 def test_calls_that_are_not_defined_are_left_out() -> None:
@@ -192,6 +203,7 @@ def repack(name: str, tensor: torch.Tensor) -> None:
         (lambda: edit(WORKLOADS, PREFILL, "gdn"), "KeyError: 'gdn'"),
         (lambda: edit(WORKLOADS, '"num_seqs": 3', '"num_seqs": 0'), "13 tokens of 0 sequences"),
         (lambda: edit(WORKLOADS, '"num_seqs": 3', '"num_seqs": 2'), "not (2, 2, 16, 16)"),
+        (lambda: edit(WORKLOADS, '"value": 0.25', '"value": [1]'), "must be real number"),
         (lambda: edit(WORKLOADS, "blob/", "../blob/"), "is outside of the folder"),
         (lambda: edit(WORKLOADS, '"safetensors"', '"random"'), "random integers are no cu_seqlens"),
         (lambda: edit(DEFINITION, '"int64"', '"int32"'), "torch.int64, not"),
