@@ -65,8 +65,8 @@ def test_every_place_is_in_the_installed_library(library: str) -> None:
 # --- calls
 
 LENGTHS, TAIL = (2, 3, 1), 1  # of packed sequences; and a token that belongs to none
-TABLE = torch.tensor([(4, 5, 2), (-1, -1, -1), (3, 6, 1)])  # slots; -1 stands for padding
-ACCEPTED = torch.tensor([2, 1, 1])
+TABLE = torch.tensor([(4, -1, 5), (-1, -1, -1), (3, 6, 1)])  # slots; -1 stands for padding
+ACCEPTED = torch.tensor([3, 1, 1])
 BUFFER_ROWS = torch.tensor([4, 0, 2])
 SLOTS = torch.tensor([5, -1, 3])
 
@@ -86,8 +86,13 @@ class Scene:
         self.width = self.terms.get("tokens", 0)
         self.lengths = torch.tensor([self.width] * 3 if self.width else LENGTHS)
         self.padded = "slots" in self.terms
-        owners = torch.arange(3).repeat_interleave(self.lengths)
-        self.live = (owners != 1) | (not self.padded)
+        self.owner = torch.arange(3).repeat_interleave(self.lengths)
+        self.column = torch.cat([torch.arange(length) for length in self.lengths])
+        self.live = (self.owner != 1) | (not self.padded)
+        # tokens whose state goes to a slot
+        self.kept = self.live
+        if self.terms.get("every") == "table":
+            self.kept = TABLE[self.owner, self.column] > 0
         self.raw: dict[str, torch.Tensor] = {}
         fields = self.ssd_fields() if self.is_ssd else self.delta_rule_fields()
         states = self.normal(3, 2, *((3, 4) if self.is_ssd else (4, 3)))
@@ -238,13 +243,12 @@ class Scene:
             (given[name] for name in PARAMETERS["state"].split() if given.get(name) is not None),
             None,
         )
-        owner = torch.arange(3).repeat_interleave(self.lengths)[self.live]
-        place = torch.cat([torch.arange(length) for length in self.lengths])[self.live]
+        owner, column = self.owner[self.kept], self.column[self.kept]
         if self.terms.get("every") == "table":
-            pool[TABLE[owner, place]] = every[self.live]
+            pool[TABLE[owner, column]] = every[self.kept]
         elif self.terms.get("every") == "buffer":
             rows = BUFFER_ROWS if "intermediate_state_indices" in self.names else torch.arange(3)
-            given["intermediate_states_buffer"][rows[owner], place] = every[self.live]
+            given["intermediate_states_buffer"][rows[owner], column] = every[self.kept]
         elif self.padded:
             pool[[5, 3]] = last[[0, 2]]
         elif self.terms.get("in_place"):
@@ -293,23 +297,28 @@ def test_a_call_is_read_as_inputs_and_output(
             torch.testing.assert_close(read, tensor, rtol=1e-5, atol=1e-6, check_dtype=False)
     for name in ("scale", "use_qk_l2norm", "dt_softplus"):
         assert getattr(inputs, name, None) == getattr(truth, name, None)
-    assert inputs.state_every == ("every" in terms)
+    keeps = terms.get("keeps", True)
+    assert inputs.state_every == ("every" in terms and keeps)
     assert not scene.padded or torch.equal(call.slots, SLOTS)
 
     out, states = call.result(returned)
+    for name in PARAMETERS["state"].split():  # as the next call does
+        if given.get(name) is not None:
+            given[name].fill_(torch.nan)
     assert out.shape == inputs.values.shape
     expected_out, expected = scene.outcome
-    out, kept = out.flatten(0, 1), live
+    out = out.flatten(0, 1)
     torch.testing.assert_close(out[:total][live], expected_out[0, live], rtol=1e-5, atol=1e-5)
     if scene.padded and place.phase != "prompt":
         assert not out[:total][~live].any()
         assert not out[total:].any()
-    if "recoverssm" in function:
+    if not keeps:
         assert states is None
         return
+    kept = scene.kept
     if "every" not in terms:
         last = scene.lengths.cumsum(0) - 1
-        expected, kept = expected[last], live[last]
+        expected, kept = expected[last], kept[last]
     assert states is not None
     torch.testing.assert_close(states[: len(kept)][kept], expected[kept], rtol=1e-5, atol=1e-5)
     assert not states[: len(kept)][~kept].any()
