@@ -97,6 +97,7 @@ class Scene:
         fields = self.ssd_fields() if self.is_ssd else self.delta_rule_fields()
         states = self.normal(3, 2, *((3, 4) if self.is_ssd else (4, 3)))
         states[1] *= not self.padded
+        states[2] *= "new" not in self.terms
         kind = operators.get(self.place.operator).inputs
         fields[kind.LINEAR[1]] = states
         self.truth = kind(**fields, cu_seqlens=bounds(tuple(self.lengths.tolist())))
@@ -116,10 +117,11 @@ class Scene:
         g = -amplitude * torch.logaddexp(x, torch.zeros_like(x))
         if bound := self.terms.get("bound"):
             g = bound * (amplitude * x).sigmoid()
+        beta = raw["b"].sigmoid() * (1 + ("allow_neg_eigval" in self.terms.get("flags", "")))
         self.raw = raw if self.terms.get("raw") else {}
         return {
             **{"q": self.normal(*tokens, *keys), "k": self.normal(*tokens, *keys)},
-            **{"v": self.normal(*tokens, 2, 3), "g": g.float(), "beta": raw["b"].sigmoid()},
+            **{"v": self.normal(*tokens, 2, 3), "g": g.float(), "beta": beta},
             "scale": 0.3 if "scale" in self.names else None,
             "use_qk_l2norm": self.terms.get("norm", True),
         }
@@ -179,6 +181,7 @@ class Scene:
             **{"state": state, "cu_seqlens": None if self.width else truth.cu_seqlens},
             **{"scale": 0.3, "norm": True, "softplus": 1.0, "written_back": True},
             **{"lower_bound": terms.get("bound"), "padding": padding, "frozen": False},
+            "has_initial_state": torch.tensor([True, True, False]) if "new" in terms else None,
             "slots": SLOTS.where(SLOTS > 0, padding) if self.padded else None,
         }
         if terms.get("every") == "table":
@@ -205,6 +208,8 @@ class Scene:
             in_one_row = self.terms.get("mixed") and {"raw_g", "raw_gate"} & {*self.names}
             laid = torch.clone if in_one_row else self.laid
             values |= {"g": laid(self.raw["a"]), "beta": laid(self.raw["b"])}
+        if "longer" in self.terms:
+            values |= {name: torch.cat([values[name]] * 2, 1) for name in ("g", "beta")}
         if self.terms.get("plain_beta"):
             values["beta"] = rows["beta"]
         if self.terms.get("more", {}).get("gate_domain") == "linear":
@@ -225,6 +230,8 @@ class Scene:
             values["A"] = truth.A[:, None, None].expand(2, 3, 4)
             for name, tensor in (("dt", rows["dt"]), ("D", truth.D), ("dt_bias", truth.dt_bias)):
                 values[name] = tensor[..., None].expand(*tensor.shape, 3)
+            if "dense" in self.terms:
+                values["D"] = values["D"].contiguous()
         return values
 
     def call(self, given: dict[str, Any]) -> Any:
@@ -285,8 +292,14 @@ def test_a_call_is_read_as_inputs_and_output(
     scene = Scene(place, terms)
     truth, live, total = scene.truth, scene.live, len(scene.live)
     given = scene.arguments()
+    if (refused := terms.get("refused", "other")) != "other":
+        with pytest.raises(ValueError, match=refused):
+            place.bind(given)
+        return
     call = place.bind(given)
-    assert call is not None
+    assert (call is None) == ("refused" in terms)
+    if call is None:
+        return
     returned = scene.call(given)
     inputs = operators.get(operator).inputs(**call.activate(dict(call.inputs)))
     for name, tensor in truth.tensors.items():
