@@ -48,7 +48,6 @@ from typer.testing import CliRunner
 
 from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.model import open_model
-from ssdprof.checkpoint.weights import INDEX
 from ssdprof.cli import app
 from ssdprof.errors import SsdprofError
 from ssdprof.store.reports import dump
@@ -346,56 +345,6 @@ def differences(folder: Path, expected: Weights) -> str:
     return f"wrong values: {wrong}" if wrong else ""
 
 
-def of_copies(draw: random.Random, file: Path) -> str:
-    """Index against headers: copies with other values in a shard, wrong or missing entries, names
-    that begin with a dot, a single file beside the shards.  The index decides.
-    """
-    index, single = file.parent / INDEX, file.parent / "model.safetensors"
-    whole = index.read_bytes()
-    entries = json.loads(whole)["weight_map"]
-    entries.pop(HEAD)
-    shards = {path.name: load_file(path) for path in file.parent.glob("*.safetensors")}
-    shapes = {key: weight.shape for weights in shards.values() for key, weight in weights.items()}
-    shapes.pop(HEAD)
-    others = sorted(shapes.keys() - shards[file.name].keys())
-    ways = ("copies", "moved", "unnamed", "dotted", "single")
-    for way in draw.sample(ways, draw.choice((1, 1, 2, 3))):
-        chosen = draw.sample(others, draw.randrange(1, len(others)))
-        for key in chosen if way == "copies" else ():
-            rows, *rest = shapes[key]
-            shards[file.name][key] = torch.full([draw.choice((1, 2)) * rows, *rest], 7.0)
-        for key in chosen[:2]:
-            if way == "moved":
-                entries[key] = file.name
-            elif way == "unnamed":
-                del entries[key]
-            elif way == "dotted" and key in entries:
-                entries[key] = f"./{entries[key]}"
-            elif way == "single":
-                save_file({key: torch.zeros(shapes[key])}, single, {"format": "pt"})
-    expected, is_wrong = {}, False
-    used = {name.removeprefix("./") for name in entries.values()}
-    for key, shape in shapes.items():
-        names = [name for name in used if key in shards[name]]
-        if key in entries:
-            names = [entries[key].removeprefix("./")]
-        expected[key] = shards[names[0]].get(key, torch.empty(0)) if names else torch.empty(0)
-        is_wrong = is_wrong or len(names) > 1 or expected[key].shape != shape
-    save_file(shards[file.name], file, {"format": "pt"})
-    index.write_text(json.dumps({"weight_map": entries}))
-    try:
-        wrong = differences(file.parent, expected)
-        planned = open_model(str(file.parent)).weight_bytes()
-        if not wrong and planned != sum(weight.nbytes for weight in expected.values()):
-            wrong = f"{planned} bytes in a dry run"
-        return "read, and the index is wrong" if is_wrong else wrong
-    except SsdprofError as error:
-        return "" if is_wrong else f"refused, and the index is right: {error.message}"
-    finally:
-        index.write_bytes(whole)
-        single.unlink(missing_ok=True)
-
-
 HEAD = "lm_head.weight"  # which layers do not need
 WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module._orig_mod.", "inner.", "base.model.")
 
@@ -491,7 +440,6 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
     "index": (of_folder, "mamba2/*.index.json", JSON),
     "pickle": (of_folder, "pickle/*.bin", (in_pickle, in_pickle, in_bytes)),
     "manifest": (of_folder, "captures/manifest.json", JSON),
-    "copies": (of_copies, "mamba2/*.safetensors", ()),
     "keys": (of_keys, "whole/*.safetensors", ()),
     "recording": (of_recording, "recorded-*/*.safetensors", ()),
     "shell": (of_shell, "prompt.txt", ()),

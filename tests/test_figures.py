@@ -419,48 +419,43 @@ def test_no_figure_is_of_unknown_origin(document: str) -> None:
 
 
 def test_the_figures_of_verdicts() -> None:
-    found, said = result("verdicts-h100.json"), (RESULTS / "README.md").read_text(encoding="utf-8")
-    of = {
-        kind: {
-            name: [row for row in found[kind] if row["operator"] == name] for name in ("ssd", "gdn")
-        }
-        for kind in ("same", "different")
-    }
-    assert all(
-        row[clock]["verdict"] == "no difference"
-        for row in found["same"]
-        for clock in ("device", "call")
-    )
-    same, longer = (
-        [len(of[kind][name]) for name in ("ssd", "gdn")] for kind in ("same", "different")
-    )
-    hits = {
-        clock: [
-            sum(row[clock]["verdict"] == "faster" for row in of["different"][name])
-            for name in ("ssd", "gdn")
+    compared = result("verdicts-h100.json")
+
+    def counts(kind: str, verdict: str, clock: str = "device") -> list[int]:
+        """Of SSD and of GDN."""
+        return [
+            sum(
+                row["operator"] == operator and row[clock]["verdict"] == verdict
+                for row in compared[kind]
+            )
+            for operator in ("ssd", "gdn")
         ]
-        for clock in ("device", "call")
-    }
-    phrases = [
+
+    same, longer = (
+        [sum(row["operator"] == operator for row in compared[kind]) for operator in ("ssd", "gdn")]
+        for kind in ("same", "different")
+    )
+    for clock in ("device", "call"):
+        assert counts("same", "no difference", clock) == same
+    faster, by_call_time = (counts("different", "faster", clock) for clock in ("device", "call"))
+    for file, phrase in (
         (
+            RESULTS / "README.md",
             f"in {sum(same)} comparisons of a kernel with itself, {same[0]} of SSD and {same[1]} "
-            "of "
-            "GDN"
+            "of GDN",
         ),
         (
-            f"in {hits['device'][0]} of {longer[0]} comparisons (SSD) and {hits['device'][1]} of "
-            f"{longer[1]} (GDN)"
+            RESULTS / "README.md",
+            f"in {faster[0]} of {longer[0]} comparisons (SSD) and {faster[1]} of {longer[1]} (GDN)",
         ),
-        f"in {hits['call'][0]} and {hits['call'][1]} by call time",
-    ]
-    assert [phrase for phrase in phrases if phrase not in " ".join(said.split())] == []
-    measuring = (
-        f"none of {sum(same)} comparisons of a kernel with itself was called different, "
-        f"and {sum(hits['device'])} of "
-    )
-    assert measuring + f"{sum(longer)} with" in " ".join(
-        (DOCS / "measuring.md").read_text(encoding="utf-8").split()
-    )
+        (RESULTS / "README.md", f"in {by_call_time[0]} and {by_call_time[1]} by call time"),
+        (
+            DOCS / "measuring.md",
+            f"none of {sum(same)} comparisons of a kernel with itself was called different, "
+            f"and {sum(faster)} of {sum(longer)} with",
+        ),
+    ):
+        assert phrase in " ".join(file.read_text(encoding="utf-8").split())
 
 
 def test_the_figures_of_repeated_benches() -> None:

@@ -12,13 +12,9 @@ import readme_table
 import recorded
 import small_gdn_cases
 import torch
-from verdict import assert_passes
 
-from ssdprof import kernels
 from ssdprof.core.base import intermediates_of, states_of
 from ssdprof.core.report import Report
-from ssdprof.kernels.device import INTERPRETED
-from ssdprof.kernels.precision import Precision
 from ssdprof.store.reports import dump
 
 DONE = cases.bench(*cases.cell(1024), *cases.cell(4096), baseline="fla", matched_with="unfused")
@@ -154,11 +150,3 @@ def test_there_are_15_batches_and_12_packs() -> None:
             assert inputs.length == one.tokens.seqlen
     half = small_gdn_cases.draw(found[2], torch.device("cpu")).g
     assert 0.4 < (half == 0).float().mean() < 0.6
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
-@pytest.mark.parametrize("number", [0, 15])
-def test_ours_compute_them(number: int) -> None:
-    inputs = small_gdn_cases.draw(list(small_gdn_cases.cells())[number], torch.device("cpu"))
-    for name in ("unfused", "fused"):
-        assert_passes(kernels.get("gdn", name).run(inputs, Precision()), inputs, Precision())

@@ -31,10 +31,20 @@ def command(**variables: str) -> subprocess.Popen[str]:
     ("variable", "value", "words"),
     [
         ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
-        ("PYTORCH_JIT", "nonsense", "error: torch cannot be imported: Unknown setting"),
+        pytest.param(
+            "PYTORCH_JIT",
+            "nonsense",
+            "error: torch cannot be imported: Unknown setting",
+            marks=pytest.mark.slow,
+        ),
         ("PYTHONOPTIMIZE", "2", "error: Python runs without docstrings"),
         ("TORCH_COMPILE_DEBUG", "nonsense", "error: transformers cannot be imported: invalid lit"),
-        ("TORCHINDUCTOR_CACHE_DIR", "/proc/x", "error: transformers cannot be imported: [Errno"),
+        pytest.param(
+            "TORCHINDUCTOR_CACHE_DIR",
+            "/proc/x",
+            "error: transformers cannot be imported: [Errno",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_variable_that_no_library_understands_is_named(

@@ -261,10 +261,13 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
-    """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
-    rise.
+    """The same.  ValueError if an output does not have its shape, the bounds of sequences do not
+    rise, or an argument is no tensor and no finite number; a limit may be infinite.
     """
     spans_of(inputs)
+    for name, value in vars(inputs).items():
+        if not isinstance(value, torch.Tensor | tuple | None) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
     forms = operators.get(inputs.operator).oracle.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):
@@ -555,7 +558,7 @@ def _load_workload(
     for name, form in document["inputs"].items():
         source = workload["inputs"].get(name, {"type": "random"})
         if source["type"] == "scalar":
-            values[name] = float(source["value"])
+            values[name] = source["value"]
             continue
         shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
         if source["type"] == "random":

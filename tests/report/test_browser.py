@@ -121,15 +121,7 @@ MEASURE = """
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "stalls",
-        "broken",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in PAGES
-            if name not in ("stalls", "broken")
-        ),
-    ],
+    ["stalls", *(pytest.param(name, marks=pytest.mark.slow) for name in PAGES if name != "stalls")],
 )
 def test_a_page_opens_quietly_and_no_page_scrolls_sideways_or_is_too_small_to_read(name, tmp_path):
     visit = Visit(tmp_path, PAGES[name](), MEASURE)
@@ -174,7 +166,7 @@ def test_on_paper_every_column_is_there_and_no_word_is_broken(tmp_path):
     assert re.search(r'data-cut="([^"]*)"', visit.dom)[1] == ""
 
 
-@pytest.mark.parametrize("name", ["lengths", "stalls"])
+@pytest.mark.parametrize("name", [pytest.param("lengths", marks=pytest.mark.slow), "stalls"])
 def test_a_printed_run_has_its_columns_on_at_most_five_pages(name, tmp_path):
     page, printed = tmp_path / "page.html", tmp_path / "page.pdf"
     page.write_text(PAGES[name](), encoding="utf-8")
