@@ -173,6 +173,7 @@ class Scene:
         if self.padded:
             read, state = state, torch.full((7, *state.shape[1:]), torch.nan)
             state[[5, 3]] = read[[0, 2]]
+            state[3] *= torch.nan if "new" in terms else 1
         values = {
             name: self.laid(getattr(truth, name)) for name in self.rows if name in truth.tensors
         }
@@ -186,6 +187,8 @@ class Scene:
         }
         if terms.get("every") == "table":
             values |= {"slots": TABLE.where(TABLE > 0, padding), "accepted": ACCEPTED}
+        elif "wide" in terms:
+            values["slots"] = torch.stack([values["slots"], torch.ones_like(SLOTS)], 1)
         elif terms.get("every") == "buffer":
             buffer = torch.full((5, 4, *state.shape[1:]), torch.nan)
             values |= {"buffer": buffer, "rows": BUFFER_ROWS, "frozen": True}
