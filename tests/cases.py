@@ -20,6 +20,7 @@ from ssdprof.core.base import (
     VERSION,
     DType,
     PrecisionName,
+    Record,
     exact_precision,
     intermediates_of,
     states_of,
@@ -337,13 +338,16 @@ def two_layers(**fields: Any) -> Report:
     return report(**usual | fields)
 
 
+def taken(fields: dict[str, Any], model: type[Record], *, but: str) -> dict[str, Any]:
+    """Removes the fields of a model from the others."""
+    return {name: fields.pop(name) for name in fields.keys() & model.model_fields.keys() - {but}}
+
+
 def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     """A complete report of one process.  fields: of the report, or of its process
     (`ProcessLine`).
     """
-    of_process = {
-        name: fields.pop(name) for name in set(fields) & set(ProcessLine.model_fields) - {"notes"}
-    }
+    of_process = taken(fields, ProcessLine, but="notes")
     process: dict[str, Any] = {
         "process": "p",
         "complete": True,
@@ -436,9 +440,7 @@ def of_prefill(
     implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Prefill`."""
-    of_task = {
-        name: fields.pop(name) for name in set(fields) & (set(Prefill.model_fields) - {"kind"})
-    }
+    of_task = taken(fields, Prefill, but="kind")
     parts = {
         name: {"_kernel": share * (call_us or 1.0)}
         for name, share in (("operator", 0.3), ("mixer", 0.5))
@@ -493,9 +495,7 @@ def of_answers(
     implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
 ) -> Case:
     """fields: of the case, or of its `Answers`."""
-    of_task = {
-        name: fields.pop(name) for name in set(fields) & (set(Answers.model_fields) - {"kind"})
-    }
+    of_task = taken(fields, Answers, but="kind")
     task = made_of(
         Answers,
         of_task,
