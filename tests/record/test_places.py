@@ -47,7 +47,7 @@ def name_of(place: Place) -> str:
 @pytest.mark.parametrize("library", OF_LIBRARY)
 def test_every_place_is_in_the_sources_that_were_read(library: str) -> None:
     for place in OF_LIBRARY[library]:
-        names = RECORDED[library]["functions"][name_of(place)]
+        names = RECORDED[library]["functions"][name_of(place)].split()
         assert set(place.parameters) <= set(names), name_of(place)
 
 
@@ -80,7 +80,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.names = RECORDED[self.place.library]["functions"][name_of(self.place)]
+        self.names = RECORDED[self.place.library]["functions"][name_of(self.place)].split()
         self.is_ssd = self.place.operator == "ssd"
         self.step = "selective_state_update" in self.place.function
         self.width = self.terms.get("tokens", 0)
