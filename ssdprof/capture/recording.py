@@ -47,6 +47,7 @@ from ssdprof.errors import (
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
+from ssdprof.operators.definition import Document
 from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
@@ -487,9 +488,6 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 # --- definitions and workloads of flashinfer-bench
 
 
-_Document: TypeAlias = "dict[str, Any]"
-
-
 def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """As `_flashinfer`."""
     files = sorted((folder / "definitions").rglob("*.json"))
@@ -504,13 +502,13 @@ def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     return calls, others, "flashinfer-bench"
 
 
-def _definition(file: Path) -> tuple[str, _Document]:
+def _definition(file: Path) -> tuple[str, Document]:
     """By its name.  Raises errors of any class."""
     document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
     return str(document["name"]), document
 
 
-def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> list[_Call | str]:
+def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list[_Call | str]:
     """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
     entries: list[_Call | str] = []
     for line in regular(file).read_text(encoding="utf-8").splitlines():
@@ -541,7 +539,7 @@ def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> lis
     return entries
 
 
-def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
+def _sizes(document: Document, workload: Document) -> dict[str, int]:
     """Axis -> its size."""
     return {
         axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
@@ -550,10 +548,10 @@ def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
 
 
 def _load_workload(
-    file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
+    file: Path, folder: Path, read: Callable[..., Inputs], document: Document, workload: Document
 ) -> Recorded:
     """A call whose tensors have the shapes and dtypes of its definition."""
-    values: dict[str, Any] = {}
+    values: Document = {}
     sizes = _sizes(document, workload)
     for name, form in document["inputs"].items():
         source = workload["inputs"].get(name, {"type": "random"})
