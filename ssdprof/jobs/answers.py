@@ -149,8 +149,8 @@ def _variants(
         yield variant(operator.baseline, EXACT_FP32, compute, change=change)
     computes: dict[tuple[str, str], Compute] = {}
     for name in request.implementations:
-        for precision in own_precisions(resolve(operator, name), dtype, wanted):
-            computes[name, str(precision)] = implemented(name, precision, mixers)
+        for allowed in own_precisions(resolve(operator, name), dtype, wanted):
+            computes[name, str(allowed)] = implemented(name, allowed, mixers)
     for state_format in request.decode_states or ():
         computes[IMPLEMENTATION, f"exact, {state_format.name} states"] = decoded(state_format)
     for (name, precision), compute in computes.items():
