@@ -47,6 +47,7 @@ from ssdprof.errors import (
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
+from ssdprof.operators.definition import Document
 from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name
 
@@ -261,10 +262,13 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
-    """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not
-    rise.
+    """The same.  ValueError if an output does not have its shape, the bounds of sequences do not
+    rise, or an argument is no tensor and no finite number; a limit may be infinite.
     """
     spans_of(inputs)
+    for name, value in vars(inputs).items():
+        if not isinstance(value, torch.Tensor | tuple | None) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
     forms = operators.get(inputs.operator).oracle.forms(inputs)
     for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
         if tuple(tensor.shape) != tuple(form.shape):
@@ -484,9 +488,6 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 # --- definitions and workloads of flashinfer-bench
 
 
-_Document: TypeAlias = "dict[str, Any]"
-
-
 def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     """As `_flashinfer`."""
     files = sorted((folder / "definitions").rglob("*.json"))
@@ -501,13 +502,13 @@ def _flashinfer_bench(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     return calls, others, "flashinfer-bench"
 
 
-def _definition(file: Path) -> tuple[str, _Document]:
+def _definition(file: Path) -> tuple[str, Document]:
     """By its name.  Raises errors of any class."""
     document = parse_json(regular(file, _METADATA_BYTES).read_text(encoding="utf-8"))
     return str(document["name"]), document
 
 
-def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> list[_Call | str]:
+def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list[_Call | str]:
     """A line each: the call, or what call has no counterpart.  Raises errors of any class."""
     entries: list[_Call | str] = []
     for line in regular(file).read_text(encoding="utf-8").splitlines():
@@ -538,7 +539,7 @@ def _workloads(file: Path, folder: Path, documents: dict[str, _Document]) -> lis
     return entries
 
 
-def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
+def _sizes(document: Document, workload: Document) -> dict[str, int]:
     """Axis -> its size."""
     return {
         axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
@@ -547,15 +548,15 @@ def _sizes(document: _Document, workload: _Document) -> dict[str, int]:
 
 
 def _load_workload(
-    file: Path, folder: Path, read: Callable[..., Inputs], document: _Document, workload: _Document
+    file: Path, folder: Path, read: Callable[..., Inputs], document: Document, workload: Document
 ) -> Recorded:
     """A call whose tensors have the shapes and dtypes of its definition."""
-    values: dict[str, Any] = {}
+    values: Document = {}
     sizes = _sizes(document, workload)
     for name, form in document["inputs"].items():
         source = workload["inputs"].get(name, {"type": "random"})
         if source["type"] == "scalar":
-            values[name] = float(source["value"])
+            values[name] = source["value"]
             continue
         shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
         if source["type"] == "random":

@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,10 +28,9 @@ from ssdprof.core.words import plural, words
 from ssdprof.errors import BadInputError
 from ssdprof.files import put
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.operators.definition import UNWRITTEN, Definition, Values
+from ssdprof.operators.definition import UNWRITTEN, Definition, Document, Values
 from ssdprof.operators.operator import Operator, Output
 
-Document: TypeAlias = "dict[str, Any]"  # that becomes JSON
 _VARIABLE = ("total_seq_len", "num_seqs", "len_cu_seqlens", "batch_size")  # axes
 _REFERENCE = """from itertools import pairwise
 

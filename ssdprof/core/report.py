@@ -246,7 +246,7 @@ class Report(Record):
         if isinstance(case.task, Generated):
             if case.kind == "library" or name == case.implementation:
                 return None
-            return min(filter(_device_time, there), key=_device_time, default=None)
+            return min(filter(device_time, there), key=device_time, default=None)
         exact = exact_precision(case.precision)
         nearest = min(there, key=lambda other: other.precision != exact, default=None)
         return None if nearest is case else nearest
@@ -389,6 +389,6 @@ class Report(Record):
         return self.changed(cases=cases, requested=requested)
 
 
-def _device_time(case: Case) -> float:
+def device_time(case: Case) -> float:
     """In microseconds; 0 if it was not timed."""
     return case.device_us.value if case.device_us else 0.0

@@ -236,49 +236,67 @@ class Chooser:
         target = self._target
         free = limits.free_bytes()
         computed = self.least_beside()
+        takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
+        weights = f"its weights take {size_words(target.weight_bytes)}"
+        layer, embedding = self._streamed_parts()
+        if kind == "one-gpu":
+            least = target.weight_bytes
+            how = ""
+        elif layer + embedding + computed <= free:
+            room = (
+                f"{size_words(size)} on {_device_name(at)}"
+                for at, size in self._room(kind, 0)
+                if at != "disk"
+            )
+            return MissingCapabilityError(
+                f"{target.ref.repo_id} does not fit with --placement {kind}: {weights}, {takes}, "
+                f"and there is room for {' and '.join(room)}.",
+                _FITTING,
+            )
+        else:
+            least = layer + embedding
+            how = " layer by layer"
+            weights = (
+                f"its largest layer has {size_words(layer)} of weights, its token embedding "
+                f"{size_words(embedding)}"
+            )
+        hint = _WHOLE if target.whole else _NOTHING
+        if fits := list(self._what_fits(least, computed, free)):
+            hint = f"What fits: {' or '.join(fits)}."
+        return MissingCapabilityError(
+            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: {weights}, "
+            f"{takes}, and {size_words(free)} are free.",
+            hint,
+        )
+
+    def _streamed_parts(self) -> tuple[int, int]:
+        """Bytes of the largest decoder layer, and of the token embedding."""
         of_layers: Counter[int | None] = Counter()
         for name, parameter in self._model.named_parameters():
             of_layers[layer_index(name)] += parameter.nbytes
         layer = max(size for index, size in of_layers.items() if index is not None)
-        embedding = self._model.get_input_embeddings().weight.nbytes
-        least = target.weight_bytes
-        how = ""
-        words = f"its weights take {size_words(target.weight_bytes)}"
-        takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
-        if kind != "one-gpu":
-            if layer + embedding + computed <= free:
-                room = (
-                    f"{size_words(size)} on {_device_name(at)}"
-                    for at, size in self._room(kind, 0)
-                    if at != "disk"
-                )
-                return MissingCapabilityError(
-                    f"{target.ref.repo_id} does not fit with --placement {kind}: {words}, {takes}, "
-                    f"and there is room for {' and '.join(room)}.",
-                    _FITTING,
-                )
-            least = layer + embedding
-            how = " layer by layer"
-            words = (
-                f"its largest layer has {size_words(layer)} of weights, its token embedding "
-                f"{size_words(embedding)}"
-            )
+        return layer, self._model.get_input_embeddings().weight.nbytes
+
+    def _what_fits(self, weights: int, computed: int, free: int) -> Iterator[str]:
+        """Options and models for this memory: "--seq 8192", "--layers first:3", "org/smaller".
+
+        weights: bytes that must be there at once.  computed: bytes for the longest prompt.
+        """
+        target = self._target
         shorter = () if target.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
-        fits = [f"--seq {1 << n}" for n in shorter if least + self.least_beside(1 << n) <= free][:1]
+        for power in shorter:
+            if weights + self.least_beside(1 << power) <= free:
+                yield f"--seq {1 << power}"
+                break
         if not target.whole:
             sizes = (
-                target.located.weight_bytes(layer_ref.index, dtype=target.dtype)
-                for layer_ref in target.ref.layers
+                target.located.weight_bytes(layer.index, dtype=target.dtype)
+                for layer in target.ref.layers
             )
             number = sum(size + computed <= free for size in sizes)
-            fits += [f"--layers first:{number}"] if number else []
-        fits += [known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed)]
-        hint = _WHOLE if target.whole else _NOTHING
-        return MissingCapabilityError(
-            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: {words}, "
-            f"{takes}, and {size_words(free)} are free.",
-            f"What fits: {' or '.join(fits)}." if fits else hint,
-        )
+            if number:
+                yield f"--layers first:{number}"
+        yield from (known.repo for known in siblings_that_fit(target.ref.repo_id, free - computed))
 
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
         """Allowed lengths of segments, the longest first."""

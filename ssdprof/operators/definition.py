@@ -17,6 +17,7 @@ from ssdprof.operators.operator import I, Output
 if TYPE_CHECKING:
     from torch import Tensor
 
+Document: TypeAlias = "dict[str, Any]"  # of JSON
 Values: TypeAlias = "dict[str, Tensor]"  # by name; scalars have no axes
 
 
@@ -56,7 +57,7 @@ class Definition(Generic[I]):
     finish: Callable[[Values, Tensor, Tensor], Output] = unwritten
     reference: Callable[..., Output] = unwritten
 
-    def defines(self, document: Mapping[str, Any]) -> bool:
+    def defines(self, document: Document) -> bool:
         """Whether a definition is of this kind: by its name, and by those of its inputs."""
         try:
             inspect.signature(self.read).bind(**document["inputs"])

@@ -31,6 +31,7 @@ from ssdprof.record.recorded_call import RecordedCall, rank
 from ssdprof.record.settings import SEEN, RecordSettings
 
 _SHARE = 0.05  # of the time that comparisons may take
+_LONGEST_PAUSE_S = 60.0  # after a comparison, which may have compiled kernels
 
 
 class Keeper:
@@ -144,7 +145,7 @@ class Keeper:
         began = time.monotonic()
         fault = self._outside_budget(call.inputs, served, device)
         ended = time.monotonic()
-        self._compares_at = ended + (ended - began) / _SHARE
+        self._compares_at = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
         return fault and f"{call.name}: {fault}"
 
 

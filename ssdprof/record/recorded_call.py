@@ -34,12 +34,14 @@ class RecordedCall:
     slots: Tensor | None
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """In a file's names."""
+    def outputs(self) -> dict[str, Tensor]:
+        """Those that there are, and the slots, in a file's names."""
         outputs = {"out": self.out, "final_states": self.final_states, "slots": self.slots}
-        return self.inputs.tensors | {
-            name: tensor for name, tensor in outputs.items() if tensor is not None
-        }
+        return {name: tensor for name, tensor in outputs.items() if tensor is not None}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.inputs.tensors | self.outputs
 
     @property
     def nbytes(self) -> int:

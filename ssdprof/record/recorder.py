@@ -154,7 +154,7 @@ class Recorder:
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record(torch.cuda.current_stream(inputs.device))
                 else:
-                    call = call.with_tensors(_copies(call.tensors))
+                    call = call.with_tensors(call.tensors | _copies(call.outputs))
         except Exception as error:
             self._cannot(place, error)
             return

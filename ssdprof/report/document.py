@@ -8,7 +8,7 @@ from itertools import chain
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped, intermediates_of
 from ssdprof.core.case import Case
-from ssdprof.core.report import Report
+from ssdprof.core.report import Report, device_time
 from ssdprof.report import calls, model
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import Group, groups, tokens_of
@@ -116,7 +116,7 @@ def of_tuning(report: Report) -> Document:
 def _search(report: Report, cases: Sequence[Case]) -> Table:
     """The candidates that were timed, the fastest first, then those that failed."""
     committed = next(case for case in cases if case.implementation == report.baseline)
-    timed = sorted((case for case in cases if case.device_us), key=_device_us)
+    timed = sorted((case for case in cases if case.device_us), key=device_time)
     shown = [
         case for place, case in enumerate(timed) if place < _MOST_CANDIDATES or case is committed
     ]
@@ -140,7 +140,3 @@ def _search(report: Report, cases: Sequence[Case]) -> Table:
         wraps="verdict",
         note=f"Committed: {committed.plan}.  {len(cases)} tried.",
     )
-
-
-def _device_us(case: Case) -> float:
-    return case.device_us.value if case.device_us else 0.0

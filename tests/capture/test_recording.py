@@ -345,6 +345,12 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
             "'chunk'",
         ),
         (
+            lambda folder: (folder / MANIFEST).write_text(
+                '{"operator": "gdn", "arguments": {"scale": NaN}}'
+            ),
+            "scale is nan",
+        ),
+        (
             lambda folder: truncated(folder / "9_000001.safetensors"),
             "9_000001.safetensors cannot be used",
         ),

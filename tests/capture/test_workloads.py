@@ -203,7 +203,7 @@ def repack(name: str, tensor: torch.Tensor) -> None:
         (lambda: edit(WORKLOADS, PREFILL, "gdn"), "KeyError: 'gdn'"),
         (lambda: edit(WORKLOADS, '"num_seqs": 3', '"num_seqs": 0'), "13 tokens of 0 sequences"),
         (lambda: edit(WORKLOADS, '"num_seqs": 3', '"num_seqs": 2'), "not (2, 2, 16, 16)"),
-        (lambda: edit(WORKLOADS, '"value": 0.25', '"value": {}'), "float() argument"),
+        (lambda: edit(WORKLOADS, '"value": 0.25', '"value": [1]'), "must be real number"),
         (lambda: edit(WORKLOADS, "blob/", "../blob/"), "is outside of the folder"),
         (lambda: edit(WORKLOADS, '"safetensors"', '"random"'), "random integers are no cu_seqlens"),
         (lambda: edit(DEFINITION, '"int64"', '"int32"'), "torch.int64, not"),

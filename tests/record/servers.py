@@ -26,6 +26,8 @@ LIBRARY = '''
                       use_qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens),
             dtype=torch.float32,
         )
+        if kwargs.get("fault") == "overwrites":
+            v.zero_()
         if kwargs.get("fault") == "nan":
             out[0, 4, 1, 3] = float("nan")
         if kwargs.get("fault") == "transposed":
@@ -63,6 +65,7 @@ SERVER = """
                 cu_seqlens=torch.tensor([0, 3, tokens]), fault=is_faulty and FAULT,
             )
             self.pool[slots] = states
+            states.zero_()
             if is_faulty and FAULT == "padding":  # of a row with slot -1
                 self.pool[-1] = torch.randn(2, 16, 16)
             return out

@@ -73,6 +73,7 @@ def test_a_recorded_server_runs_as_without(
     captured = read_layer(folder, manifest.layers[-1])
     assert captured.inputs.sequences == 2
     assert captured.served is not None
+    assert captured.served[1].any()  # the server has overwritten them
     assert manifest.checkpoint.model_type == "recorded by flash-linear-attention 0.6.0"
     for file in (folder, *folder.rglob("*")):
         assert not stat.S_IMODE(file.stat().st_mode) & 0o077
@@ -155,7 +156,9 @@ def stored() -> int:
     process = recorder.Recorder.of_process()
     assert process
     process.flush()
-    return len(list(Path("calls").glob("*.safetensors")))
+    files = list(Path("calls").glob("*.safetensors"))
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    return len(files)
 
 
 def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Function]) -> None:
@@ -170,9 +173,12 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
     given = arguments()
     expected = original(**given, output_final_state=True)
     assert all(map(torch.equal, wrapped(**given, output_final_state=True), expected))
-    assert stored() == 1
+    values = given["v"].clone()
+    wrapped(**given, output_final_state=True, fault="overwrites")
+    assert stored() == 2
     recording = open_recording(Path("calls"), "safetensors")
-    (call,) = recording.layers()  # a batch of two, as a pack
+    call, overwriting = recording.layers()  # a batch of two, as a pack
+    assert torch.equal(overwriting.inputs.values[0], values.flatten(0, 1))
     assert call.inputs.sequences == 2
     assert call.inputs.cu_seqlens is not None
     assert call.served
