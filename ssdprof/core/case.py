@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ssdprof.core import statistics
 from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import (
+    PRECISIONS,
     REPEATS,
     CaseResult,
     Clock,
@@ -360,6 +361,8 @@ class Case(Record):
             raise ValueError("times belong only to a case that ran")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
+        if self.precision not in PRECISIONS and not isinstance(self.task, Answers):
+            raise ValueError("only states of decoded tokens have other formats")
         if self.layer and any(len(tensor.vs_oracle.worst_position) < 2 for tensor in self.accuracy):
             raise ValueError("a position has an index for each axis")
         unique("samples", [(samples.process, samples.clock) for samples in self.samples])

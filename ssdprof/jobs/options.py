@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from ssdprof.core.base import DType
     from ssdprof.core.conditions import Condition
     from ssdprof.kernels.registry import Implementation
+    from ssdprof.kernels.state_formats import StateFormat
     from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 # importing them takes time
-_LATER = dict.fromkeys(("Cell", "Condition", "DType", "Implementation", "Tokens"), Any)
+_LATER = dict.fromkeys(
+    ("Cell", "Condition", "DType", "Implementation", "StateFormat", "Tokens"), Any
+)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -67,9 +70,9 @@ def existing_file(text: str) -> Path:
 
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
-    """The names among a command's options that are, or may be, kernels of the user."""
+    """The names among a command's options that are, or may be, the user's functions."""
     words: dict[str, None] = {}
-    for name in ("implementations", "impl", "baseline", "match_with"):
+    for name in ("implementations", "impl", "baseline", "match_with", "decode_states"):
         text = given.get(name) or ""
         words |= dict.fromkeys(word.strip() for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
@@ -496,6 +499,14 @@ class AnswersOptions(ModelOptions):
     intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
+    decode_states: tuple[StateFormat, ...] | None = words(
+        "F[,F...]",
+        "Also compute the operators token by token, with states rounded after each one to fp32, "
+        "bf16, fp16, bf16-stochastic, fp16-stochastic, fp8, int8, int8-carried, or "
+        "MODULE:FUNCTION of yours.",
+        "--decode-states",
+        shown=False,
+    )
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
         "",

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from ssdprof.core.base import LONGEST_SEQLEN, DType
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import COMPARED
+from ssdprof.kernels.state_formats import StateFormat
+from ssdprof.operators.decode_states import parse_state_format
 from ssdprof.operators.generate import (
     MOST_STEPS,
     Cell,
@@ -74,6 +76,12 @@ def parse_states(states: str) -> tuple[DType, ...]:
     if states == "all":
         return STATE_DTYPES
     return _known("--states", states, STATE_DTYPES, ", separated by commas, or all")
+
+
+def parse_state_formats(words: str) -> tuple[StateFormat, ...]:
+    """ "fp32,int8" -> formats, each once.  Raises BadInputError."""
+    names = dict.fromkeys(word.strip() for word in words.split(","))
+    return tuple(map(parse_state_format, names))
 
 
 def parse_implementations(option: str, words: str) -> tuple[str, ...]:

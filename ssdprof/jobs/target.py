@@ -48,6 +48,7 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `optio
     "packed": reading.parse_packed,
     "chunk": reading.parse_seq,
     "states": reading.parse_states,
+    "decode_states": reading.parse_state_formats,
     "implementations": partial(reading.parse_implementations, "--impl"),
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
