@@ -4,13 +4,11 @@ leaves no process.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -107,7 +105,6 @@ def test_a_child_ends_with_its_parent(number: signal.Signals, tmp_path: Path) ->
 RUN = """
 import os, sys
 import cases
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from ssdprof import cli
 from ssdprof.environment import child
@@ -138,50 +135,6 @@ cli._module = lambda name: real(name) if name == "commands.stored" else Module()
 sys.argv = ["ssdprof", "run", "demo", "--impl", "unfused,k:f", "--out", "out"]
 cli.main()
 """
-FORKS = """
-import json, os, sys
-import cases
-from ssdprof.jobs import replay
-
-for line in sys.stdin:
-    folder, code = json.loads(line)
-    if not os.fork():
-        os.chdir(folder)
-        for stream in (1, 2):
-            os.dup2(os.open("printed", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        exec(code)
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
-Commands = Callable[[str], tuple[int, str]]
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[subprocess.Popen[str]]:
-    """A process without threads, which has imported torch once and forks for each line."""
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
-    ) as process:
-        yield process
-
-
-@pytest.fixture
-def commands(forks: subprocess.Popen[str], tmp_path: Path) -> Commands:
-    """Runs code in a process of its own: its exit code and what it printed."""
-    assert forks.stdin
-    assert forks.stdout
-    requests, codes = forks.stdin, forks.stdout
-
-    def ended(code: str) -> tuple[int, str]:
-        requests.write(json.dumps([str(tmp_path), code]) + "\n")
-        requests.flush()
-        return int(codes.readline()), (tmp_path / "printed").read_text()
-
-    return ended
 
 
 @pytest.mark.parametrize(
@@ -206,26 +159,33 @@ def commands(forks: subprocess.Popen[str], tmp_path: Path) -> Commands:
     ],
 )
 def test_a_command_reports_whatever_ended_its_child(
-    deed: str, later: str, code: int, words: str, commands: Commands, tmp_path: Path
+    deed: str, later: str, code: int, words: str, tmp_path: Path
 ) -> None:
-    ended, printed = commands(RUN.format(deed=deed, later=later))
-    assert (ended, words in printed) == (code, True), printed
-    assert "What was done is kept" not in printed
+    command = [sys.executable, "-c", RUN.format(deed=deed, later=later)]
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **path},
+        check=False,
+    )
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), (
+        done.stdout + done.stderr
+    )
+    assert "What was done is kept" not in done.stderr
     if code < 2:
         results = {case.implementation: case.result for case in load(tmp_path / "out")[1].cases}
         assert results == {"unfused": "passed", "k:f": "failed" if code else "passed"}
 
 
-def test_a_module_that_ends_the_process_while_it_is_imported(
-    commands: Commands, tmp_path: Path
-) -> None:
+def test_a_module_that_ends_the_process_while_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "k.py").write_text("import os\nos._exit(0)\n")
-    ended, printed = commands(
-        "import sys\nfrom ssdprof import cli\n"
-        "sys.argv = 'ssdprof run demo --seq 16 --impl k:f'.split()\ncli.main()\n"
-    )
-    assert ended == 2
-    assert "error: The process that ran k:f ended early" in printed
+    command = [sys.executable, "-m", "ssdprof", "run", "demo", "--seq", "16", "--impl", "k:f"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: The process that ran k:f ended early" in done.stderr
 
 
 class Own(BaseException):

@@ -41,7 +41,8 @@ class Provenance:
     then two rows that begin with one state are told.
 
     After a gap (`CapturedLayer.gap`) earlier states of the layer are forgotten, and only slots that
-    a later call has written are followed.
+    a later call has written are followed.  A verification (`state_every`) is a gap, too: which of
+    its states the server keeps is not recorded.
     """
 
     def __init__(self, *, rows_are_sequences: bool) -> None:
@@ -57,9 +58,11 @@ class Provenance:
             known = tuple(inputs.state_indices.tolist())
             inputs = inputs.after(inputs.initial)
         index = captured.layer.index
-        if captured.gap:
+        if captured.gap or inputs.state_every:
             self._gaps.add(index)
             self._left.pop(index, None)
+        if inputs.state_every:
+            return []
         earlier = self._left.setdefault(index, deque(maxlen=_REMEMBERED))
         places = [f"row {row}" for row in range(inputs.sequences)]
         slots: list[int | None] = [None] * inputs.sequences

@@ -395,28 +395,12 @@ def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
     """A class is tried before those that it is derived from."""
     text = library_message(error)
-    token = get_token()
     match error:
-        case errors.GatedRepoError():
-            state = (
-                "your token's account is not on the list." if token else "you are not logged in."
-            )
-            what = f"{repo_id} is gated: its owner must grant you access, and {state}"
-            hint = (
-                f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set "
-                "HF_TOKEN."
-            )
+        case errors.RepositoryNotFoundError():
+            return _no_access(repo_id, is_gated=isinstance(error, errors.GatedRepoError))
         case errors.RevisionNotFoundError():
             what = f"{repo_id} has no revision {shown(revision or 'main')}."
             hint = _revisions_hint(repo_id)
-        case errors.RepositoryNotFoundError():
-            what = f"There is no repo {repo_id} on the hub, or it is private."
-            do = (
-                "the token's account must be allowed to read it."
-                if token
-                else "run `hf auth login` or set HF_TOKEN."
-            )
-            hint = f"If it is private, {do}"
         case errors.HFValidationError():
             return BadInputError(
                 f"{shown(repo_id)} is neither a hub id nor a folder.",
@@ -454,6 +438,24 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
                 "files are kept."
             )
     return ModelUnavailableError(what, hint)
+
+
+def _no_access(repo_id: str, *, is_gated: bool) -> ModelUnavailableError:
+    """The error for a repo that is not there, or not for this user."""
+    token = get_token()
+    if is_gated:
+        state = "your token's account is not on the list." if token else "you are not logged in."
+        return ModelUnavailableError(
+            f"{repo_id} is gated: its owner must grant you access, and {state}",
+            f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set "
+            "HF_TOKEN.",
+        )
+    remedy = "run `hf auth login` or set HF_TOKEN."
+    if token:
+        remedy = "the token's account must be allowed to read it."
+    return ModelUnavailableError(
+        f"There is no repo {repo_id} on the hub, or it is private.", f"If it is private, {remedy}"
+    )
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:

@@ -47,7 +47,10 @@ def _finish(options: RecordOptions) -> None:
     elif (calls / SEEN).exists():
         terminal.say("No call was stored: none of those that were recorded went wrong.")
     else:
-        terminal.say("No call was recorded: the program called no function that ssdprof knows.")
+        terminal.say(
+            "No call was recorded: the program called no function that ssdprof knows, or a line "
+            "above says why."
+        )
     shutil.rmtree(calls)
 
 

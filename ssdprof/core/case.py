@@ -455,7 +455,7 @@ class Case(Record):
             raise ValueError("times belong only to a case that ran")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
-        if self.precision not in PRECISIONS and not isinstance(self.task, DecodedStates):
+        if self.precision not in PRECISIONS and not isinstance(self.task, DecodedStates | Answers):
             raise ValueError("only states of decoded tokens have other formats")
         if self.layer and any(len(tensor.vs_oracle.worst_position) < 2 for tensor in self.accuracy):
             raise ValueError("a position has an index for each axis")

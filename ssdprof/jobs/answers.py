@@ -18,7 +18,7 @@ import torch
 from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.core.base import DType
+from ssdprof.core.base import EXACT_FP32, DType
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
@@ -26,7 +26,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load, sources
-from ssdprof.jobs.substitute import Compute, by_layer, implemented
+from ssdprof.jobs.substitute import Compute, by_layer, decoded, implemented
 from ssdprof.jobs.target import Target
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
@@ -34,6 +34,7 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
+from ssdprof.operators.decode_states import IMPLEMENTATION
 from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import Watcher
@@ -112,12 +113,7 @@ def _variants(
     layers = frozenset(prompt.wanted)
 
     def variant(
-        name: str,
-        precision: Precision,
-        compute: Compute,
-        *,
-        change: str = "",
-        alone: int | None = None,
+        name: str, precision: str, compute: Compute, *, change: str = "", alone: int | None = None
     ) -> Variant:
         """change: in words, of noise.  alone: the layer."""
         task = Answers(
@@ -136,7 +132,7 @@ def _variants(
             seqlen=prompt.ids.shape[1],
             inputs=inputs,
             implementation=name,
-            precision=str(precision),
+            precision=precision,
             status="ran",
         )
         computed = layers if alone is None else frozenset({alone})
@@ -150,11 +146,13 @@ def _variants(
         ("last bit of its inputs moved", with_moved_bits(exact)),
         ("in chunks of half the length", in_other_chunks(exact)),
     ):
-        yield variant(operator.baseline, Precision(), compute, change=change)
-    computes: dict[tuple[str, Precision], Compute] = {}
+        yield variant(operator.baseline, EXACT_FP32, compute, change=change)
+    computes: dict[tuple[str, str], Compute] = {}
     for name in request.implementations:
-        for precision in own_precisions(resolve(operator, name), dtype, wanted):
-            computes[name, precision] = implemented(name, precision, mixers)
+        for allowed in own_precisions(resolve(operator, name), dtype, wanted):
+            computes[name, str(allowed)] = implemented(name, allowed, mixers)
+    for state_format in request.decode_states or ():
+        computes[IMPLEMENTATION, f"exact, {state_format.name} states"] = decoded(state_format)
     for (name, precision), compute in computes.items():
         yield variant(name, precision, compute)
     for layer in sorted(layers) if request.per_layer else ():

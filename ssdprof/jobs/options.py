@@ -515,6 +515,14 @@ class AnswersOptions(ModelOptions):
     intermediates: SomeIntermediates = "all"
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()
+    decode_states: tuple[StateFormat, ...] | None = words(
+        "F[,F...]",
+        "Also compute the operators token by token, with states rounded after each one to fp32, "
+        "bf16, fp16, bf16-stochastic, fp16-stochastic, fp8, int8, int8-carried, or "
+        "MODULE:FUNCTION of yours.",
+        "--decode-states",
+        shown=False,
+    )
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
         "",

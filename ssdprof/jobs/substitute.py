@@ -16,7 +16,9 @@ from ssdprof.checkpoint.mixers import Mixer, is_attention
 from ssdprof.core.base import PartName, grouped
 from ssdprof.environment import child
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.state_formats import StateFormat
 from ssdprof.measure.trace import GpuWork, marked
+from ssdprof.operators.decode_states import stepped_states
 from ssdprof.operators.implementations import required, resolve
 
 _SHOWN = 3  # kernels of a part
@@ -40,6 +42,21 @@ def implemented(name: str, precision: Precision, sites: Sequence[Mixer]) -> Comp
         child.alive()
         result: Result = runs[call.mixer.operator](call.inputs, precision)
         return result
+
+    return compute
+
+
+def decoded(state_format: StateFormat) -> Compute:
+    """Every operator token by token, with its states in a format of a pool.  The random numbers of
+    a stochastic one differ from layer to layer; segments of a prompt have the same.
+    """
+
+    def compute(call: OperatorCall) -> Result:
+        child.alive()
+        every = [call.inputs.length]  # steps of a token: the final states
+        seed = call.mixer.layer_index
+        out, (final_states,) = stepped_states(call.inputs, state_format, 1, every, seed)
+        return out.to(call.inputs.values.dtype), final_states
 
     return compute
 

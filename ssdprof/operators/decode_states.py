@@ -94,9 +94,11 @@ def stepped_states(
     for the rounded initial states; a sequence that ended earlier has its last state.  seed: of the
     random numbers of stochastic formats, 0 to 2**31 - 1.
 
-    Raises UnsupportedError for inputs that the kernel does not take, and BadInputError for a user's
-    function that does not return states.
+    Raises UnsupportedError for inputs that the kernel does not take, BadInputError for a user's
+    function that does not return states, and ValueError for a step, mark or seed out of range.
     """
+    if step < 1 or min(marks) < 0 or not 0 <= seed < 1 << 31:
+        raise ValueError(f"step {step}, marks {tuple(marks)} or seed {seed} is out of range")
     if state_format.function is not None:
         return _by_function(inputs, state_format, step, marks)
     kernel = kernels.get(inputs.operator, IMPLEMENTATION).stepped

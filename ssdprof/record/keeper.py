@@ -18,6 +18,7 @@ from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 
+import numpy.ctypeslib  # noqa: F401  # safetensors would import it in the thread: see `Keeper`
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -38,8 +39,8 @@ class Keeper:
     """Keeps calls of this process as the settings say."""
 
     def __init__(self, settings: RecordSettings) -> None:
-        """Called in the program's thread: a fork while another one imports inherits half a
-        module.
+        """Called in the program's thread.  In the recorder's, nothing is imported: a process that
+        is forked meanwhile would have half a module.
         """
         self._settings = settings
         if settings.when == "wrong":

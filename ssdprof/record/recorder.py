@@ -138,6 +138,9 @@ class Recorder:
         try:
             with torch.no_grad():
                 out, final_states = bound.result(returned)
+                _check_shape("out", out, inputs.values.shape)
+                if final_states is not None:
+                    _check_shape("final_states", final_states, inputs.final_shape)
                 # after a call that was not recorded, and between replays of graphs, there is a gap
                 number = self._counts[layer] + self.lost.total()
                 call = RecordedCall(
@@ -287,6 +290,11 @@ def _is_plain(arguments: Mapping[str, Any]) -> bool:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return False
     return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
+def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

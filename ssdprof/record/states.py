@@ -52,6 +52,8 @@ class CallStates:
     @property
     def every(self) -> bool:
         """Whether the state after each token is kept."""
+        if not self.given.get("kept", True):
+            return False
         return self.given.get("buffer") is not None or self._table is not None
 
     @property
@@ -90,22 +92,21 @@ class CallStates:
         return self._turned(states if known is None else _where(known, states))
 
     def final(self, returned: Tensor | None) -> Tensor | None:
-        """The states after the call.  returned: by the function, if it returns states."""
+        """The states after the call, 0 where none was kept.  returned: by the function, if it
+        returns states.
+        """
         given = self.given
         pool: Any = given.get("state") if given.get("target") is None else given["target"]
-        states: Any
         if self.every:
-            states, kept = self._after_tokens(pool), self._live
-        elif not given.get("kept", True) or given.get("frozen", False) is not False:
+            return self._turned(self._after_tokens(pool))
+        if not given.get("kept", True) or given.get("frozen", False) is not False:
             return None
-        elif self.slots is None:
-            states = pool if given.get("in_place") else returned
+        if self.slots is None:
+            states = pool.clone() if given.get("in_place") else returned
             return None if states is None else self._turned(states)
-        else:
-            written = given.get("written")
-            slots = self.slots if written is None else written[: self.sequences].long()
-            states, kept = pool[slots.clamp(min=0)], self.slots >= 0
-        return self._turned(_where(kept, states))
+        written = given.get("written")
+        slots = self.slots if written is None else written[: self.sequences].long()
+        return self._turned(_where(self.slots >= 0, pool[slots.clamp(min=0)]))
 
     def _after_tokens(self, pool: Tensor) -> Tensor:
         """(tokens, ...)."""
@@ -115,10 +116,11 @@ class CallStates:
             table = self._table
             assert table is not None
             slots = table.long()[sequence, step.clamp(max=table.shape[1] - 1)]
-            return pool[slots.clamp(min=0)]
+            kept = self._live & (slots > self.given.get("padding", -1))
+            return _where(kept, pool[slots.clamp(min=0)])
         rows = self.given.get("rows")
         row = sequence if rows is None else rows.long()[sequence].clamp(min=0)
-        return buffer[row, step.clamp(max=buffer.shape[1] - 1)]
+        return _where(self._live, buffer[row, step.clamp(max=buffer.shape[1] - 1)])
 
     def live(self, out: Tensor) -> Tensor:
         """out (batch, length, ...) of a step, with 0 for padding, which servers do not write."""

@@ -50,8 +50,9 @@ def wrap_places(module: ModuleType) -> None:
     for place in here:
         if place.operator not in settings.operators:
             continue
+        library = source(place.library)  # it imports, and the recorder's thread must not
         if changed := _wrap(module, place):
-            where = f"{place.module}.{place.function} of {source(place.library)}"
+            where = f"{place.module}.{place.function} of {library}"
             note(f"{where} {changed}: its calls are not recorded.", once=True)
 
 

@@ -111,6 +111,22 @@ def test_a_recorded_call_with_a_wrong_state_is_suspected(
 
 
 @pytest.mark.usefixtures("in_empty_folder")
+def test_a_verification_is_not_followed() -> None:
+    """Which of its states the server keeps is not recorded."""
+    folder = recorded(Path("r"), lambda left: -left[1], SLOTS, lambda _: True)
+    provenance = Provenance(rows_are_sequences=False)
+    for number, captured in enumerate(open_recording(folder, "safetensors").layers()):
+        if number == 1:
+            assert captured.served is not None
+            out, states = captured.served
+            served = out, states[:1].repeat(out.shape[1], 1, 1, 1)
+            captured = replace(
+                captured, inputs=replace(captured.inputs, state_every=1), served=served
+            )
+        assert not provenance.faults(captured)
+
+
+@pytest.mark.usefixtures("in_empty_folder")
 def test_the_capture_and_its_run_name_the_suspicion() -> None:
     torch.manual_seed(0)
     folder = recorded(Path("r"), lambda left: left[1].flip(0), SLOTS, bool)

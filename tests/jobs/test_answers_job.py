@@ -21,6 +21,7 @@ from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.target import answers
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.decode_states import parse_state_format
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
@@ -122,3 +123,20 @@ def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
         assert 0.4 < (after > before)[changed].float().mean() < 0.6
     assert found.dt is given.dt
     assert found.A is given.A
+
+
+def halved(states: torch.Tensor) -> torch.Tensor:
+    return states / 2
+
+
+def test_formats_of_states_are_rows_after_the_implementations() -> None:
+    """int8 with its error is within the noise, and what keeps less is farther away."""
+    names = ("fp32", "int8-carried", "int8", "test_answers_job:halved")
+    formats = tuple(map(parse_state_format, names))
+    report = answered(64, implementations=("fused",), decode_states=formats)
+    decoded = [case for case in report.cases if case.implementation == "recurrent"]
+    assert [case.precision for case in decoded] == [f"exact, {name} states" for name in names]
+    assert report.cases[-4:] == tuple(decoded)
+    noise, *divergences = (case.band.kl_mean for case in (report.cases[0], *decoded) if case.band)
+    assert divergences == sorted(divergences)
+    assert divergences[1] < 3 * noise < divergences[2]

@@ -73,10 +73,10 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
         "transposed": lambda output: SSDOutput(output.out.transpose(1, 2), output.final_states),
     }
     several = (entries(name, spoil=spoil) for name, spoil in bad.items())
-    found = compared(
+    verdicts = compared(
         entries("good"), entries("rejected", precheck=lambda: ("failed", "it hangs")), *several
     )
-    assert {name: case.result for name, case in found.items()} == {
+    assert {name: case.result for name, case in verdicts.items()} == {
         "good": "passed",
         "rejected": "failed",
         "wrong": "inaccurate",
@@ -87,14 +87,14 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
         "transposed": "failed",
     }
     assert "rejected" not in {name for name, _ in RAN}
-    assert found["rejected"].why == "it hangs"
-    assert found["wrong"].why.startswith("out, head ")
-    assert "(0, 5, 1, 2)" in found["nan"].why
-    assert found["refusing"].why == "refusing: z is not supported"
-    assert found["large"].why == "tried to allocate 80 GiB"
-    assert found["broken"].why.startswith("RuntimeError: illegal memory access (fakes.py:")
-    assert "out must be torch.bfloat16 of shape" in found["transposed"].why
-    good = found["good"]
+    assert verdicts["rejected"].why == "it hangs"
+    assert verdicts["wrong"].why.startswith("out, head ")
+    assert "(0, 5, 1, 2)" in verdicts["nan"].why
+    assert verdicts["refusing"].why == "refusing: z is not supported"
+    assert verdicts["large"].why == "tried to allocate 80 GiB"
+    assert verdicts["broken"].why.startswith("RuntimeError: illegal memory access (fakes.py:")
+    assert "out must be torch.bfloat16 of shape" in verdicts["transposed"].why
+    good = verdicts["good"]
     assert [tensor.tensor for tensor in good.accuracy] == ["out", "final_states"]
     assert (good.variant, good.samples, good.workspace_bytes, good.reason) == ("good", (), None, "")
     assert [launch.kernel for launch in good.launches] == ["good"]
@@ -123,8 +123,8 @@ def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
     monkeypatch.setattr(module, "compare_with_oracle", no_memory)
-    found = compared(entries("a"), entries("b"), timer=FakeTimer())
-    assert {(case.result, case.why) for case in found.values()} == {
+    verdicts = compared(entries("a"), entries("b"), timer=FakeTimer())
+    assert {(case.result, case.why) for case in verdicts.values()} == {
         ("out of memory", "while compared with the oracle: tried to allocate 4 GiB")
     }
     with pytest.raises(torch.OutOfMemoryError):
@@ -138,15 +138,18 @@ def test_a_call_that_changes_its_inputs_has_no_output_and_no_time() -> None:
         looks.append(None)
         return "it changes its inputs: x" if len(looks) > 1 else ""
 
-    found = compared(
+    verdicts = compared(
         entries("at_once", out_of_bounds=lambda: "it changes its inputs: B"),
         entries("later", out_of_bounds=changed_when_timed),
         timer=FakeTimer(),
     )
-    assert (found["at_once"].result, found["at_once"].why) == ("failed", "it changes its inputs: B")
-    assert found["later"].result == "inaccurate"
-    assert found["later"].why == "after it was timed: it changes its inputs: x"
-    assert not any(case.samples for case in found.values())
+    assert (verdicts["at_once"].result, verdicts["at_once"].why) == (
+        "failed",
+        "it changes its inputs: B",
+    )
+    assert verdicts["later"].result == "inaccurate"
+    assert verdicts["later"].why == "after it was timed: it changes its inputs: x"
+    assert not any(case.samples for case in verdicts.values())
 
 
 # --- errors against the baseline, and batches
@@ -204,14 +207,14 @@ def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
 ) -> None:
     monkeypatch.setattr(Call, "outputs_that_fit", 2)
     (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
-    found = compared([base], entries("a", baseline=base), entries("b", baseline=base))
-    assert [case.result for case in found.values()] == ["passed"] * 3
-    assert found["a"].accuracy[0].vs_baseline is not None
-    assert found["b"].accuracy[0].vs_baseline is None
+    verdicts = compared([base], entries("a", baseline=base), entries("b", baseline=base))
+    assert [case.result for case in verdicts.values()] == ["passed"] * 3
+    assert verdicts["a"].accuracy[0].vs_baseline is not None
+    assert verdicts["b"].accuracy[0].vs_baseline is None
     (base,) = entries("refusing", spoil=raising(UnsupportedError("no")))
-    found = compared([base], entries("a", baseline=base))
-    assert (found["refusing"].result, found["a"].result) == ("refused", "passed")
-    assert found["a"].accuracy[0].vs_baseline is None
+    verdicts = compared([base], entries("a", baseline=base))
+    assert (verdicts["refusing"].result, verdicts["a"].result) == ("refused", "passed")
+    assert verdicts["a"].accuracy[0].vs_baseline is None
 
 
 # --- times
@@ -229,12 +232,12 @@ def test_the_fastest_chunk_size_is_taken() -> None:
     choosy = entries(
         "choosy", lambda size: {128: 90.0, 256: 70.0}[size or 0], chunk_sizes=(128, 256)
     )
-    found = compared(entries("slow", 300.0), choosy, timer=timer)
-    case = found["choosy"]
+    verdicts = compared(entries("slow", 300.0), choosy, timer=timer)
+    case = verdicts["choosy"]
     assert case.chunk_size == 256
     assert case.trials == {128: 90.0, 256: 70.0}
     assert case.device_us == (70,) * 3
-    assert (found["slow"].chunk_size, found["slow"].trials) == (None, {})
+    assert (verdicts["slow"].chunk_size, verdicts["slow"].trials) == (None, {})
     # twice: the choice of the chunk size, then the two in turns
     assert len(timer.recorded) == 2 * (2 + 2)
 
@@ -261,9 +264,9 @@ def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_no
 
     for spoil, result in ((noisy(0.05), "inaccurate"), (nan, "nonfinite")):
         (base,) = entries("base", 200.0, spoil=spoil)
-        found = compared([base], entries("fast", baseline=base), timer=FakeTimer())
-        assert (found["base"].result, found["fast"].result) == (result, "passed")
-        over = found["fast"].over(found["base"])
+        verdicts = compared([base], entries("fast", baseline=base), timer=FakeTimer())
+        assert (verdicts["base"].result, verdicts["fast"].result) == (result, "passed")
+        over = verdicts["fast"].over(verdicts["base"])
         assert (over.value if over else None) == (2 if result == "inaccurate" else None)
 
 
@@ -294,10 +297,10 @@ def test_nothing_is_faster_than_the_roof() -> None:
     (fast,), (good,) = entries("fast", 1.0), entries("good", 3.0)
     for entry in (fast, good):
         entry.case = entry.case.changed(bytes_moved=10_000_000, flops=0)
-    found = compared([fast], [good], timer=FakeTimer(), ceilings=ceilings)
-    assert (found["good"].result, bool(found["good"].samples)) == ("passed", True)
-    assert (found["fast"].result, found["fast"].samples) == ("failed", ())
-    assert found["fast"].why.startswith(
+    verdicts = compared([fast], [good], timer=FakeTimer(), ceilings=ceilings)
+    assert (verdicts["good"].result, bool(verdicts["good"].samples)) == ("passed", True)
+    assert (verdicts["fast"].result, verdicts["fast"].samples) == ("failed", ())
+    assert verdicts["fast"].why.startswith(
         "the measurement failed: 1 us of device time would be 250% of the roofline"
     )
 
@@ -315,7 +318,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
             raise ValueError("no more calls")
         return output
 
-    found = compared(
+    verdicts = compared(
         entries("good"),
         entries("uncapturable"),
         entries("racy"),
@@ -324,7 +327,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
         entries("raising", spoil=last),
         timer=FakeTimer(spoil=zero, uncapturable=frozenset({"uncapturable"})),
     )
-    assert {name: (case.result, bool(case.samples)) for name, case in found.items()} == {
+    assert {name: (case.result, bool(case.samples)) for name, case in verdicts.items()} == {
         "good": ("passed", True),
         "uncapturable": ("passed", False),
         "racy": ("inaccurate", False),
@@ -332,11 +335,11 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
         "drifting": ("inaccurate", False),
         "raising": ("failed", False),
     }
-    assert "it synchronises" in found["uncapturable"].reason
-    assert found["racy"].why.startswith("after it was timed: out, head 1")
-    assert found["bits"].reason == "repeated calls differ in their bits, within the budget"
-    assert found["drifting"].why.startswith("after it was timed: out, head")
-    assert found["raising"].why.startswith(
+    assert "it synchronises" in verdicts["uncapturable"].reason
+    assert verdicts["racy"].why.startswith("after it was timed: out, head 1")
+    assert verdicts["bits"].reason == "repeated calls differ in their bits, within the budget"
+    assert verdicts["drifting"].why.startswith("after it was timed: out, head")
+    assert verdicts["raising"].why.startswith(
         "a later call raised ValueError: no more calls (fakes.py:"
     )
 
@@ -414,12 +417,12 @@ def ringing(output: SSDOutput) -> SSDOutput:
 
 
 def test_a_first_call_that_takes_too_long_fails_alone() -> None:
-    found = compared(entries("slow", spoil=ringing), entries("fast"), first_call_s=600)
-    assert (found["slow"].result, found["slow"].why) == (
+    verdicts = compared(entries("slow", spoil=ringing), entries("fast"), first_call_s=600)
+    assert (verdicts["slow"].result, verdicts["slow"].why) == (
         "failed",
         "its first call was stopped after 600 s",
     )
-    assert found["fast"].result == "passed"
+    assert verdicts["fast"].result == "passed"
 
 
 def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
@@ -504,8 +507,8 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
         *entries("ours", chunk_sizes=sizes, precision=HALF_STATES),
         *entries("fast"),
     ]
-    found = [matched_with(entry, made, "library") for entry in made]
-    assert [one and one.call.label for one in found] == [
+    verdicts = [matched_with(entry, made, "library") for entry in made]
+    assert [one and one.call.label for one in verdicts] == [
         *(None, None, None, None),
         *("library exact, fp32 states, chunk 16", "library exact, fp32 states, chunk 32"),
         *("library exact, bf16 states, chunk 16", "library exact, bf16 states, chunk 32"),

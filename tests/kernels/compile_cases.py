@@ -34,7 +34,9 @@ from ssdprof.kernels.ssd.hopper.launch import hopper_launch as ssd_hopper_launch
 from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
 from ssdprof.kernels.ssd.unfused import five_stages
+from ssdprof.kernels.stored_states import Stepping
 from ssdprof.kernels.tensors import contiguous_copy
+from ssdprof.operators.decode_states import parse_state_format
 
 Launches = dict[str, Callable[[], Any]]
 
@@ -273,6 +275,17 @@ def gdn_in_place(case: GDNCase) -> None:
     gdn_recurrent_launch(inputs, blocks_of(inputs), in_place=True)(inputs)
 
 
+def stepped(case: GDNCase | SSDCase, name: str) -> None:
+    """Token by token, with states in a format."""
+    stepping = Stepping(parse_state_format(name), 1, 0)
+    inputs = drafted_in_place(on_meta(case.inputs()))
+    if isinstance(case, SSDCase):
+        recurrent_launch(inputs, in_place=True, stepping=stepping)(inputs)
+    else:
+        blocks = blocks_of(inputs, stepping=stepping)
+        gdn_recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)(inputs)
+
+
 def gdn_step(case: GDNCase) -> None:
     three_stages(on_meta(case.inputs()))
 
@@ -370,6 +383,15 @@ SMALL_LIMITS: Launches = {
     "ssd step largest": partial(
         ssd_step, TOKEN.but(batch=1, heads=2, headdim=128, dstate=256, dtype=FP32)
     ),
+    **{
+        f"{case.__class__.__name__} {name} states": partial(stepped, case, name)
+        for case in (
+            DELTA.but(seqlen=64, initial_states=True),
+            KDACase(key_dim=128, value_dim=128, seqlen=64, dtype=BF16, initial_states=True),
+            TOKEN.but(seqlen=64),
+        )
+        for name in ("fp16-stochastic", "fp8", "int8-carried", "int8-carried:head")
+    },
     "convolution of a prompt": partial(convolution, view(5376), channels=5376),
     "convolution of a segment": partial(
         convolution, view(5376), channels=5376, bias=False, state=True

@@ -297,6 +297,14 @@ def test_what_is_no_format(text: str, complaint: str) -> None:
         parse_state_format(text)
 
 
+@pytest.mark.parametrize("given", [dict(step=0), dict(marks=[2, -1]), dict(seed=1 << 31)])
+def test_steps_and_seeds_out_of_range(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        stepped_states(
+            CASES["ssd"].inputs(), parse_state_format("fp8"), **dict(step=1, marks=[0]) | given
+        )
+
+
 def test_a_function_that_returns_no_states() -> None:
     for function in (torch.sum, str):
         state_format = replace(parse_state_format("test_stored_states:int16"), function=function)

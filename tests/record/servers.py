@@ -1,7 +1,8 @@
 """A small "server" and a library with the names of fla's functions, written into a folder.
 
 The server calls its three layers on two sequences with states in a pool: after a call of its own,
-in processes that it forks or spawns, and in one that is killed.
+in processes that it forks or spawns, and in one that is killed.  It prints what a thread imports,
+which would be half a module in a process that is forked meanwhile.
 """
 
 from pathlib import Path
@@ -28,6 +29,8 @@ LIBRARY = '''
         )
         if kwargs.get("fault") == "overwrites":
             v.zero_()
+        if kwargs.get("fault") == "row":
+            states = states[:1]
         if kwargs.get("fault") == "nan":
             out[0, 4, 1, 3] = float("nan")
         if kwargs.get("fault") == "transposed":
@@ -39,7 +42,7 @@ LIBRARY = '''
 '''
 
 SERVER = """
-    import hashlib, multiprocessing, os, signal, sys, time
+    import hashlib, multiprocessing, os, signal, sys, threading, time
 
     import torch
     from torch.nn.functional import normalize
@@ -82,7 +85,14 @@ SERVER = """
         print(rank, digest.hexdigest(), flush=True)
 
 
+    class NoImports:
+        def find_spec(self, name, *_):
+            if threading.current_thread() is not threading.main_thread():
+                print("a thread imports", name, flush=True)
+
+
     if __name__ == "__main__":
+        sys.meta_path.insert(0, NoImports())
         print(sys.stdin.read(), flush=True)
         work(0, 1)
         for rank, kind in enumerate(sys.argv[2:], 1):

@@ -42,13 +42,11 @@ def main(arguments: list[str]) -> None:
     recorded = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     for argument in arguments:
         library, version, folder = argument.split("=", 2)
-        functions = {
-            f"{place.module}:{place.function}": parameters(
-                Path(folder), place.module, place.function
-            )
-            for place in PLACES
-            if place.library == library
-        }
+        functions = {}
+        for place in PLACES:
+            if place.library == library:
+                names = parameters(Path(folder), place.module, place.function) or []
+                functions[f"{place.module}:{place.function}"] = " ".join(names)
         recorded[library] = {"version": version, "functions": functions}
     lines = json.dumps(recorded, indent=1, sort_keys=True)
     FILE.write_text(lines + "\n", encoding="utf-8")

@@ -47,7 +47,7 @@ def name_of(place: Place) -> str:
 @pytest.mark.parametrize("library", OF_LIBRARY)
 def test_every_place_is_in_the_sources_that_were_read(library: str) -> None:
     for place in OF_LIBRARY[library]:
-        names = RECORDED[library]["functions"][name_of(place)]
+        names = RECORDED[library]["functions"][name_of(place)].split()
         assert set(place.parameters) <= set(names), name_of(place)
 
 
@@ -65,8 +65,8 @@ def test_every_place_is_in_the_installed_library(library: str) -> None:
 # --- calls
 
 LENGTHS, TAIL = (2, 3, 1), 1  # of packed sequences; and a token that belongs to none
-TABLE = torch.tensor([(4, 5, 2), (-1, -1, -1), (3, 6, 1)])  # slots; -1 stands for padding
-ACCEPTED = torch.tensor([2, 1, 1])
+TABLE = torch.tensor([(4, -1, 5), (-1, -1, -1), (3, 6, 1)])  # slots; -1 stands for padding
+ACCEPTED = torch.tensor([3, 1, 1])
 BUFFER_ROWS = torch.tensor([4, 0, 2])
 SLOTS = torch.tensor([5, -1, 3])
 
@@ -80,18 +80,24 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        self.names = RECORDED[self.place.library]["functions"][name_of(self.place)]
+        self.names = RECORDED[self.place.library]["functions"][name_of(self.place)].split()
         self.is_ssd = self.place.operator == "ssd"
         self.step = "selective_state_update" in self.place.function
         self.width = self.terms.get("tokens", 0)
         self.lengths = torch.tensor([self.width] * 3 if self.width else LENGTHS)
         self.padded = "slots" in self.terms
-        owners = torch.arange(3).repeat_interleave(self.lengths)
-        self.live = (owners != 1) | (not self.padded)
+        self.owner = torch.arange(3).repeat_interleave(self.lengths)
+        self.column = torch.cat([torch.arange(length) for length in self.lengths])
+        self.live = (self.owner != 1) | (not self.padded)
+        # tokens whose state goes to a slot
+        self.kept = self.live
+        if self.terms.get("every") == "table":
+            self.kept = TABLE[self.owner, self.column] > 0
         self.raw: dict[str, torch.Tensor] = {}
         fields = self.ssd_fields() if self.is_ssd else self.delta_rule_fields()
         states = self.normal(3, 2, *((3, 4) if self.is_ssd else (4, 3)))
         states[1] *= not self.padded
+        states[2] *= "new" not in self.terms
         kind = operators.get(self.place.operator).inputs
         fields[kind.LINEAR[1]] = states
         self.truth = kind(**fields, cu_seqlens=bounds(tuple(self.lengths.tolist())))
@@ -111,10 +117,11 @@ class Scene:
         g = -amplitude * torch.logaddexp(x, torch.zeros_like(x))
         if bound := self.terms.get("bound"):
             g = bound * (amplitude * x).sigmoid()
+        beta = raw["b"].sigmoid() * (1 + ("allow_neg_eigval" in self.terms.get("flags", "")))
         self.raw = raw if self.terms.get("raw") else {}
         return {
             **{"q": self.normal(*tokens, *keys), "k": self.normal(*tokens, *keys)},
-            **{"v": self.normal(*tokens, 2, 3), "g": g.float(), "beta": raw["b"].sigmoid()},
+            **{"v": self.normal(*tokens, 2, 3), "g": g.float(), "beta": beta},
             "scale": 0.3 if "scale" in self.names else None,
             "use_qk_l2norm": self.terms.get("norm", True),
         }
@@ -166,6 +173,7 @@ class Scene:
         if self.padded:
             read, state = state, torch.full((7, *state.shape[1:]), torch.nan)
             state[[5, 3]] = read[[0, 2]]
+            state[3] *= torch.nan if "new" in terms else 1
         values = {
             name: self.laid(getattr(truth, name)) for name in self.rows if name in truth.tensors
         }
@@ -174,10 +182,13 @@ class Scene:
             **{"state": state, "cu_seqlens": None if self.width else truth.cu_seqlens},
             **{"scale": 0.3, "norm": True, "softplus": 1.0, "written_back": True},
             **{"lower_bound": terms.get("bound"), "padding": padding, "frozen": False},
+            "has_initial_state": torch.tensor([True, True, False]) if "new" in terms else None,
             "slots": SLOTS.where(SLOTS > 0, padding) if self.padded else None,
         }
         if terms.get("every") == "table":
             values |= {"slots": TABLE.where(TABLE > 0, padding), "accepted": ACCEPTED}
+        elif "wide" in terms:
+            values["slots"] = torch.stack([values["slots"], torch.ones_like(SLOTS)], 1)
         elif terms.get("every") == "buffer":
             buffer = torch.full((5, 4, *state.shape[1:]), torch.nan)
             values |= {"buffer": buffer, "rows": BUFFER_ROWS, "frozen": True}
@@ -200,6 +211,8 @@ class Scene:
             in_one_row = self.terms.get("mixed") and {"raw_g", "raw_gate"} & {*self.names}
             laid = torch.clone if in_one_row else self.laid
             values |= {"g": laid(self.raw["a"]), "beta": laid(self.raw["b"])}
+        if "longer" in self.terms:
+            values |= {name: torch.cat([values[name]] * 2, 1) for name in ("g", "beta")}
         if self.terms.get("plain_beta"):
             values["beta"] = rows["beta"]
         if self.terms.get("more", {}).get("gate_domain") == "linear":
@@ -220,6 +233,8 @@ class Scene:
             values["A"] = truth.A[:, None, None].expand(2, 3, 4)
             for name, tensor in (("dt", rows["dt"]), ("D", truth.D), ("dt_bias", truth.dt_bias)):
                 values[name] = tensor[..., None].expand(*tensor.shape, 3)
+            if "dense" in self.terms:
+                values["D"] = values["D"].contiguous()
         return values
 
     def call(self, given: dict[str, Any]) -> Any:
@@ -238,13 +253,12 @@ class Scene:
             (given[name] for name in PARAMETERS["state"].split() if given.get(name) is not None),
             None,
         )
-        owner = torch.arange(3).repeat_interleave(self.lengths)[self.live]
-        place = torch.cat([torch.arange(length) for length in self.lengths])[self.live]
+        owner, column = self.owner[self.kept], self.column[self.kept]
         if self.terms.get("every") == "table":
-            pool[TABLE[owner, place]] = every[self.live]
+            pool[TABLE[owner, column]] = every[self.kept]
         elif self.terms.get("every") == "buffer":
             rows = BUFFER_ROWS if "intermediate_state_indices" in self.names else torch.arange(3)
-            given["intermediate_states_buffer"][rows[owner], place] = every[self.live]
+            given["intermediate_states_buffer"][rows[owner], column] = every[self.kept]
         elif self.padded:
             pool[[5, 3]] = last[[0, 2]]
         elif self.terms.get("in_place"):
@@ -281,8 +295,14 @@ def test_a_call_is_read_as_inputs_and_output(
     scene = Scene(place, terms)
     truth, live, total = scene.truth, scene.live, len(scene.live)
     given = scene.arguments()
+    if (refused := terms.get("refused", "other")) != "other":
+        with pytest.raises(ValueError, match=refused):
+            place.bind(given)
+        return
     call = place.bind(given)
-    assert call is not None
+    assert (call is None) == ("refused" in terms)
+    if call is None:
+        return
     returned = scene.call(given)
     inputs = operators.get(operator).inputs(**call.activate(dict(call.inputs)))
     for name, tensor in truth.tensors.items():
@@ -293,23 +313,28 @@ def test_a_call_is_read_as_inputs_and_output(
             torch.testing.assert_close(read, tensor, rtol=1e-5, atol=1e-6, check_dtype=False)
     for name in ("scale", "use_qk_l2norm", "dt_softplus"):
         assert getattr(inputs, name, None) == getattr(truth, name, None)
-    assert inputs.state_every == ("every" in terms)
+    keeps = terms.get("keeps", True)
+    assert inputs.state_every == ("every" in terms and keeps)
     assert not scene.padded or torch.equal(call.slots, SLOTS)
 
     out, states = call.result(returned)
+    for name in PARAMETERS["state"].split():  # as the next call does
+        if given.get(name) is not None:
+            given[name].fill_(torch.nan)
     assert out.shape == inputs.values.shape
     expected_out, expected = scene.outcome
-    out, kept = out.flatten(0, 1), live
+    out = out.flatten(0, 1)
     torch.testing.assert_close(out[:total][live], expected_out[0, live], rtol=1e-5, atol=1e-5)
     if scene.padded and place.phase != "prompt":
         assert not out[:total][~live].any()
         assert not out[total:].any()
-    if "recoverssm" in function:
+    if not keeps:
         assert states is None
         return
+    kept = scene.kept
     if "every" not in terms:
         last = scene.lengths.cumsum(0) - 1
-        expected, kept = expected[last], live[last]
+        expected, kept = expected[last], kept[last]
     assert states is not None
     torch.testing.assert_close(states[: len(kept)][kept], expected[kept], rtol=1e-5, atol=1e-5)
     assert not states[: len(kept)][~kept].any()

@@ -205,11 +205,15 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
                 function(**given, output_final_state=True)
         with pytest.raises(ValueError, match="g must have shape"):
             function(**given | {"g": given["g"][:, 1:]}, output_final_state=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(notes, "_SHOWN", set())
+            function(**given, output_final_state=True, fault="row")
         assert stored() == 0
     lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
     assert lines[0] == "Calls inside CUDA graphs cannot be recorded."
     assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[1]
-    assert lines[2].startswith("2 calls inside CUDA graphs: not recorded")
+    assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[2]
+    assert lines[3].startswith("2 calls inside CUDA graphs: not recorded")
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(

@@ -74,13 +74,13 @@ def verdict(found: Report) -> list[str]:
 def steps(found: Report) -> Report:
     """With a decode step after each prompt, in `recurrent` and its baseline `unfused_step`."""
     names = {"fused": "recurrent", "unfused": "unfused_step"}
-    made = []
+    chunks = []
     for one in found.cases:
         call = CallRef(kind="decode", number=1, count=1, prompt_seqlen=one.seqlen, sequences=1)
         name, baseline = names[one.implementation], "unfused_step" if one.baseline else ""
         step = with_task(one, call=call)
-        made.append(step.changed(implementation=name, baseline=baseline, variant=name, seqlen=1))
-    return found.changed(cases=(*found.cases, *made))
+        chunks.append(step.changed(implementation=name, baseline=baseline, variant=name, seqlen=1))
+    return found.changed(cases=(*found.cases, *chunks))
 
 
 def packed(*lengths: int) -> Report:

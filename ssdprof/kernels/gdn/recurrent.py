@@ -82,7 +82,7 @@ STAGES = {
 
 
 def blocks_of(
-    inputs: GDNInputs, *, wide: bool = False, whole_state: bool = False
+    inputs: GDNInputs, *, wide: bool = False, stepping: Stepping = NOT_STEPPING
 ) -> dict[str, int]:
     """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together.
 
@@ -94,7 +94,7 @@ def blocks_of(
 
     wide: for writes of every state, in rows of 256 bytes instead of 64.  On an H100, 64 sequences
     of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
-    whole_state: in one program, for a scale of it.
+    stepping: a scale of a state needs it in one program, and roundings of four tokens would spill.
     """
     # the host does not know packed lengths
     tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
@@ -104,9 +104,9 @@ def blocks_of(
     elif tokens > 1:
         block_v, per_thread = 16, 64
     value_dim = triton.next_power_of_2(inputs.v.shape[3])
-    block_v = value_dim if whole_state else min(block_v, value_dim)
+    block_v = value_dim if stepping.whole_state else min(block_v, value_dim)
     state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
-    loads = triton.cdiv(tokens, MOST_TOKENS)
+    loads = triton.cdiv(tokens, 1 if stepping.rounds else MOST_TOKENS)
     num_warps = max(1, state // (per_thread * 32))
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
@@ -361,9 +361,7 @@ def _step_on_pool(inputs: GDNInputs, stepping: Stepping) -> GDNOutput:
 
 def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
     refuse_device("recurrent", inputs.q)
-    blocks = blocks_of(inputs, whole_state=stepping.whole_state)
-    if stepping.rounds:
-        blocks["block_t"] = 1  # unrolled roundings of four tokens spill
+    blocks = blocks_of(inputs, stepping=stepping)
     return recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)
 
 
