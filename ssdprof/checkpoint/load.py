@@ -24,7 +24,13 @@ from torch import Tensor
 
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
-from ssdprof.checkpoint.meta import Destination, destinations, missing, quiet_transformers, refusals
+from ssdprof.checkpoint.meta import (
+    Destinations,
+    destinations,
+    missing,
+    quiet_transformers,
+    refusals,
+)
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import FLOATS, INDEX
@@ -40,7 +46,7 @@ finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
 Stored = Mapping[str, TensorInfo]  # weights by their stored key
 # renamings of stored keys that transformers does not know, and where each weight goes
-Fit = tuple[dict[str, str], dict[str, Destination]]
+Fit = tuple[dict[str, str], Destinations]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
 # of classifiers
@@ -238,8 +244,8 @@ def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
     _refuse_codes(model, stored, places.keys(), lost)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
-    for key, place in sorted(places.items()):
-        parameter = parameters.get(place.names[0]) if place.whole else None
+    for key, (parameter_names, whole) in sorted(places.items()):
+        parameter = parameters.get(parameter_names[0]) if whole else None
         if parameter is not None and list(parameter.shape) != stored[key].shape:
             raise _other_shape(label, key, stored[key].shape, parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
@@ -373,7 +379,9 @@ def _load(
         pickled = _pickled(local)
         stored = {key: _described(tensor) for key, tensor in pickled.items()}
     key_mapping, places = local.fit or _fit(model, stored, empty)
-    whole = {key: place.names[0] for key, place in places.items() if place.whole}
+    whole = {
+        key: parameter_names[0] for key, (parameter_names, is_whole) in places.items() if is_whole
+    }
     exact = [name for key, name in whole.items() if stored[key].dtype in _EXACT]
     gates = [name for name in exact if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
     try:
