@@ -7,8 +7,6 @@ report(change=lambda case: ...) every case changed
 bench(), prefill(), answers()   reports of the other kinds
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar

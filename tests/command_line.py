@@ -1,7 +1,5 @@
 """Calls `ssdprof` in the test's process."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from unittest.mock import patch

@@ -9,8 +9,6 @@ a run whose file its library refuses, or of a dry run where the run has another 
 number that cannot be, or a failure, in a report; and one that differs between formats.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

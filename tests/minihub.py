@@ -8,8 +8,6 @@ with MiniHub() as hub:
     hub.downloads()                                      # names of the files that were fetched
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

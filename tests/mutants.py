@@ -15,8 +15,6 @@ that test fails without the mutant too.  Mutants that RESULTS has are skipped, s
 was stopped goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -2,8 +2,6 @@
 like a layer's.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every path, command, function, schema and bench that a document names exists."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

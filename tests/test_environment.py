@@ -1,7 +1,5 @@
 """The machine's properties and what it lacks, with stand-ins for NVML, ncu and the driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ number of the results (`held`), or stands in the laboratory log or in results/RE
 listed in `OTHER`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

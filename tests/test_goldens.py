@@ -7,8 +7,6 @@ tests/test_goldens.py --write [GROUP ...]` writes what follows each command anew
 the review.  It needs PYTHONPATH=tests and OMP_NUM_THREADS=1.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

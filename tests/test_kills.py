@@ -4,8 +4,6 @@ never mix.
 `PYTHONPATH=.:tests python tests/test_kills.py 200 [SEED]` kills 200 runs.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A kernel's repository has the verdict in its own tests, by a fixture of the package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 to them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import cases

@@ -2,8 +2,6 @@
 remedy.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

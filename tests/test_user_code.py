@@ -2,8 +2,6 @@
 leaves no process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

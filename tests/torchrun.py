@@ -1,7 +1,5 @@
 """`ssdprof` in separate processes: one process, or two ranks of torchrun."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -2,8 +2,6 @@
 loaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The model without weights: its mixers, and a place for each part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

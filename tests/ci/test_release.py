@@ -1,7 +1,5 @@
 """The workflow of a release, whose steps that need no network run here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """The workflow docs/ssdprof.yml and the action that it uses, run on this machine."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

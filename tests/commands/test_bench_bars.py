@@ -1,7 +1,5 @@
 """Results against the bars of the kernels."""
 
-from __future__ import annotations
-
 import tomllib
 from functools import cache
 from pathlib import Path

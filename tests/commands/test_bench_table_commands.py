@@ -2,8 +2,6 @@
 of the bar.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """Nothing is cut in a terminal of 80 columns: words of the help, and counters of the progress."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """The grammar of conditions, and what they judge."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

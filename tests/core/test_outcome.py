@@ -1,7 +1,5 @@
 """When a report passes, and the reasons why it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

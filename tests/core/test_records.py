@@ -1,7 +1,5 @@
 """What records refuse, what follows from them, and that a document is read back as it was."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

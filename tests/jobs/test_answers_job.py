@@ -1,7 +1,5 @@
 """`answers` as a job: its reference, and the noise below which nothing can be told apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

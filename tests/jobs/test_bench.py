@@ -2,8 +2,6 @@
 invented numbers.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from dataclasses import replace

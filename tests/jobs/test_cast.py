@@ -1,7 +1,5 @@
 """`run --dtype`: which tensors change their dtype, and what the reports say about it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -5,8 +5,6 @@ kernel that calls the library that it replaces is shown by its launches.  Reads 
 are not found.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Entries are verified, then timed.  The comparator is real, the timer is fake."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator

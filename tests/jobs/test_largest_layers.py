@@ -1,7 +1,5 @@
 """The largest mixtures of experts: the memory of one layer, and the error if it does not fit."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

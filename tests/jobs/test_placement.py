@@ -1,7 +1,5 @@
 """Which placement a machine's memory allows, its predicted cost, and the memory that it needs."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterator

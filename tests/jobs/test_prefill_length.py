@@ -2,8 +2,6 @@
 refusals.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 every family.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`ssdprof tune`: candidates, searches, the stored configurations, and the command."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Problems of `ssdprof tune` on the CPU, and a kernel and a timer with invented times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle

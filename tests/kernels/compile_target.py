@@ -8,8 +8,6 @@ and a launch ends after the compilation.  Products are not fused with
 sums unless a launcher requests it: this will be the default of later Triton versions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -2,8 +2,6 @@
 comparisons.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any

@@ -13,8 +13,6 @@ N` completes all but the N newest ones.  A predicated wait does not count, a pre
 and one under @!PT never executes.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 from collections.abc import Iterator

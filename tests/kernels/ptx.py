@@ -1,7 +1,5 @@
 """The PTX instructions of the kernels' inline assembly, each run in torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

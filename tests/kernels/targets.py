@@ -4,8 +4,6 @@ a GPU.
 `targets(...)` gives them to a test as the fixture `kernel` of `conftest.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial

@@ -6,8 +6,6 @@ hash of its
 implementation: the failed test shows the new one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ emulator and on a GPU.
 Memory that no kernel has written holds NaN (`conftest.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

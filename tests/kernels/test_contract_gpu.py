@@ -3,8 +3,6 @@ other work; no waits of the host; the bytes of the plan; an end beside other wor
 large numbers, which no ordinary layer has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -4,8 +4,6 @@ on a GPU.
 Memory that no kernel has written holds NaN (`conftest.py`).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Launches through the CUDA driver: their arguments, and when Triton's launcher is used instead."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 the match is that of the published kernel.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

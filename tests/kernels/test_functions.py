@@ -2,8 +2,6 @@
 libraries.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

@@ -2,8 +2,6 @@
 forget slowly, slices.  In the emulator, and the same on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

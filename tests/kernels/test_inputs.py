@@ -1,7 +1,5 @@
 """Wrong inputs are refused once, by the name of the argument; what is derived from inputs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

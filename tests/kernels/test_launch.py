@@ -2,8 +2,6 @@
 right arguments.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -2,8 +2,6 @@
 widths, groups.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

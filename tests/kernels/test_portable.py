@@ -2,8 +2,6 @@
 passes, tiles.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What only the recurrent kernels of both operators promise, in the interpreter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

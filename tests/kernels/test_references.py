@@ -1,7 +1,5 @@
 """The oracles: their meaning, and their two forms against each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

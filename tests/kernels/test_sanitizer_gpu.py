@@ -7,8 +7,6 @@ are made and outputs are judged on the CPU, so that the sanitizer watches few ot
 "right" last.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -6,8 +6,6 @@ instruction.
 is one of them: it repeats calls, requires the same bits each time, and prints "right".
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

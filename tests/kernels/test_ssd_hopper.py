@@ -2,8 +2,6 @@
 a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """States that are rounded between steps as a pool keeps them, against plain loops in torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

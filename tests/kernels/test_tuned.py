@@ -1,7 +1,5 @@
 """Tuned configurations: which calls use them, and the kernels' guarantees with them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a report says of a wrong output besides its largest error."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Correct outputs pass, even if they round at other points and sum in another order than `lo`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

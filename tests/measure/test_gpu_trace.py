@@ -1,7 +1,5 @@
 """A kernel belongs to the innermost mark at its launch; no kernel is lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Guards around tensors detect every write outside of the tensors, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

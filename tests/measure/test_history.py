@@ -2,8 +2,6 @@
 else by the amplified history.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Triton's launch hook, called by hand around a kernel that is compiled without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

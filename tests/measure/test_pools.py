@@ -1,7 +1,5 @@
 """Each law of a pool finds the kernel that breaks it and names the place; good kernels keep all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

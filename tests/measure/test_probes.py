@@ -1,7 +1,5 @@
 """Each law finds the kernel that breaks it, and lets good kernels pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

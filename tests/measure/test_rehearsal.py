@@ -1,7 +1,5 @@
 """A user's kernel that fails does so in a separate process, and the reason is reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy

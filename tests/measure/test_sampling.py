@@ -1,7 +1,5 @@
 """The order of samples, the content of a recording, and the end of sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle

@@ -1,7 +1,5 @@
 """How samples, failures and changed outputs are handled; on a GPU, whether the timer is right."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor

@@ -4,8 +4,6 @@ Stand-ins replace them.  Most compute the operator by the recurrence, with the l
 conventions: an adapter that follows these conventions agrees with the oracle.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -2,8 +2,6 @@
 a call; forms of kernels that run only when they are named.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`lo` computes the operator, and rounds exactly where the precision allows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

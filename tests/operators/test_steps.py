@@ -2,8 +2,6 @@
 the libraries' conventions: an adapter that follows them agrees with the oracle, and keeps the laws.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -2,8 +2,6 @@
 calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exports of a report for other programs, read back with independent parsers."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable

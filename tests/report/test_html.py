@@ -1,7 +1,5 @@
 """The report as a page: complete, self-contained, and consistent with the cases."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

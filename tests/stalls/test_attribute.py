@@ -2,8 +2,6 @@
 callers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import replace

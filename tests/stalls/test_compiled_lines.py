@@ -5,8 +5,6 @@ The expected stages do not come from the tested line table.  The compiler gives 
 instruction, and remarks in the PTX list the calls that led to it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
