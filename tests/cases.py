@@ -587,10 +587,8 @@ def clocks(**fields: Any) -> Clocks:
 
 
 def prompt(seqlen: int, **fields: Any) -> Prompt:
-    source, tokenizer = (
-        "public-domain prose shipped with ssdprof",
-        "ibm-granite/granite-4.0-h-small",
-    )
+    source = "public-domain prose shipped with ssdprof"
+    tokenizer = "ibm-granite/granite-4.0-h-small"
     return made_of(
         Prompt,
         fields,

@@ -107,7 +107,8 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
         if not (entries := list(places(document))):
             return b"[]"
         inside, key = draw.choice(entries)
-        value, way = inside[key], draw.random()
+        value = inside[key]
+        way = draw.random()
         if way < 0.1 and len(entries) > 9:
             del inside[key]
         elif way < 0.2 and isinstance(inside, list):
@@ -151,7 +152,8 @@ def in_bytes(draw: random.Random, data: bytes) -> bytes:
 def in_lines(draw: random.Random, data: bytes) -> bytes:
     """One line of a stored run: damaged, twice, missing, or where another was."""
     lines = data.splitlines()
-    at, way = draw.randrange(len(lines)), draw.choice((in_json, in_json, in_bytes))
+    at = draw.randrange(len(lines))
+    way = draw.choice((in_json, in_json, in_bytes))
     lines[at : at + 1] = draw.choice(
         ([way(draw, lines[at])], [way(draw, lines[at])], [lines[at]] * 2, [])
     )
@@ -542,13 +544,16 @@ def tried(kind: str, draw: random.Random) -> str:
 
 
 def main() -> None:
-    seconds, seed, kinds = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or (*KINDS, *SEVERAL)
+    seconds = float(sys.argv[1])
+    seed = int(sys.argv[2])
+    kinds = sys.argv[3:] or (*KINDS, *SEVERAL)
     # a config may ask for any amount of memory
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)
     # Commands are built once, and nothing waits for the disk: neither changes what is tried.
     typer.testing._get_command = cache(typer.main.get_command)  # type: ignore[attr-defined]
     os.fsync = lambda _: None
-    stopped, counts = Event(), Counter[str]()
+    stopped = Event()
+    counts = Counter[str]()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
     ends = time.monotonic() + seconds

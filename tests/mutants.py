@@ -90,7 +90,8 @@ def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
 
 def mutated(mutant: Mutant, source: str, statement: ast.stmt) -> str:
     """The source with the statement, or its header, replaced."""
-    lines, first = source.splitlines(), statement.lineno - 1
+    lines = source.splitlines()
+    first = statement.lineno - 1
     inner = getattr(statement, "body", None)
     last = statement.end_lineno if inner is None else max(first + 1, inner[0].lineno - 1)
     indent, word = re.match(r"(\s*)(el(?=if ))?", lines[first]).groups(default="")
@@ -133,7 +134,8 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
     """The mutant's status, and the test that kills it."""
     if (found := place(mutant, tree)) is None:
         return "not found", ""
-    file, before = found[0], found[0].read_text(encoding="utf-8")
+    file = found[0]
+    before = found[0].read_text(encoding="utf-8")
     file.write_text(mutated(mutant, before, found[1]), encoding="utf-8")
     code, test = run_tests(tree, tests_of(mutant, tree, file), limit_s)
     file.write_text(before, encoding="utf-8")
@@ -172,7 +174,8 @@ def main() -> None:
             trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=unwanted)))
 
         def one(mutant: Mutant) -> None:
-            tree, began = trees.get(), time.monotonic()
+            tree = trees.get()
+            began = time.monotonic()
             status, test = judge(mutant, tree, wanted.limit)
             trees.put(tree)
             line = mutant | {

@@ -132,7 +132,8 @@ def test_the_speeds_of_the_readme() -> None:
             assert row[head] == f"{next(found):.2f}x", (row, head)
 
 
-DELTA, KDA = "kernels.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
+DELTA = "kernels.md"
+KDA = {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
 CELL_WAYS = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
 # a document, a heading that one of its tables alone has, the bench, and of columns the
 # implementation; a ratio is over the fastest of the libraries
@@ -285,7 +286,8 @@ def ratios(
     """
     found = []
     for cell in cells():
-        case, us = cell.fastest("fused exact"), device_us(cell, baseline)
+        case = cell.fastest("fused exact")
+        us = device_us(cell, baseline)
         usual = (
             cell.bench.name.startswith(bench)
             and cell.one.ways == cell_ways
@@ -350,7 +352,8 @@ def held() -> dict[tuple[str, str], float]:
         for cell in cells()
         if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"
     ]
-    long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
+    long = prefill("mamba2-2.7b", 131_072)
+    qwen = prefill("qwen3.5-9b", 131_072)
     stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
     us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
     (whole,) = [

@@ -72,10 +72,13 @@ def check_killed(out: str, whole: list[Case], lines: int, after_s: float) -> int
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         written += len(pipe.read())
-    kept, complete, file = [], False, Path(out, "cases.0.jsonl")
+    kept = []
+    complete = False
+    file = Path(out, "cases.0.jsonl")
     with suppress(SsdprofError):
         report = reports.load(out)[1]
-        kept, complete = list(report.cases), report.complete
+        kept = list(report.cases)
+        complete = report.complete
     assert written <= len(kept) <= written + 1
     assert kept == whole[: len(kept)]
     assert complete <= (len(kept) == len(whole))
@@ -101,7 +104,8 @@ def main(kills: int, seed: int = 0) -> None:
     tiny_models.shared("mamba2").save_pretrained("mamba2")
     began = time.monotonic()
     assert os.waitpid(started("whole"), 0)[1] == 0
-    took_s, whole = time.monotonic() - began, list(reports.load("whole")[1].cases)
+    took_s = time.monotonic() - began
+    whole = list(reports.load("whole")[1].cases)
     two = [started("shared") for _ in range(2)]
     assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in two) == [0, 2]
     assert list(reports.load("shared")[1].cases) == whole

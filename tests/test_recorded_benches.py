@@ -83,7 +83,8 @@ def test_a_new_bench_is_added_to_the_file_of_its_gpu(
 
 def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels() -> None:
     both = cases.cell(1024)[1:]
-    first, later = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+    first = "2026-01-01T00:00:00+00:00"
+    later = "2026-01-02T00:00:00+00:00"
 
     def kept(older: Report, newer: Report) -> list[str]:
         cells = [*recorded.recorded("older", older), *recorded.recorded("newer", newer)]

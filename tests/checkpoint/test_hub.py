@@ -159,7 +159,8 @@ def test_the_original_format_from_its_safetensors_revision(
     assert PICKLE in names
     assert f"{DEFAULT_TOKENIZER}/tokenizer.json" in names
     located = open_model("state-spaces/mamba2-130m", revision="refs/pr/1")
-    tokenizer, local = fetch_tokenizer(located), fetch(located)
+    tokenizer = fetch_tokenizer(located)
+    local = fetch(located)
     assert (local.folder / SINGLE).is_symlink()
     assert tokenizer
     assert tokenizer.label == DEFAULT_TOKENIZER

@@ -67,7 +67,9 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         | with_
         | {"options": options}
     )
-    reports, artifact, summary = folder / inputs["reports"], folder / "artifact", folder / "summary"
+    reports = folder / inputs["reports"]
+    artifact = folder / "artifact"
+    summary = folder / "summary"
     for old in (reports, artifact):
         shutil.rmtree(old, ignore_errors=True)
     summary.write_text("")
@@ -79,7 +81,8 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         "PYTHONPATH": str(ROOT),
     }
     outputs: dict[str, dict[str, str]] = {}
-    failed, log = False, ""
+    failed = False
+    log = ""
     for step in action["runs"]["steps"]:
         if failed and step.get("if") != "always()":
             continue
@@ -103,7 +106,8 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
             | environment
             | {"GITHUB_OUTPUT": str(output), "NO_COLOR": "1"},
         )
-        log, failed = log + ended.stdout, failed or ended.returncode != 0
+        log += ended.stdout
+        failed = failed or ended.returncode != 0
         outputs[step.get("id", "")] = dict(
             line.split("=", 1) for line in output.read_text().splitlines()
         )
@@ -221,7 +225,8 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "verdicts-h100.json").read_text())[
         "same"
     ]
-    rng, shares = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    shares = []
     for spread in SPREADS:
         alarms = []
         for one in stored * 30:

@@ -104,7 +104,8 @@ def write_without_values(name: str, folder: Path) -> Any:
     """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
     model = without_values(name)
     model.config.save_pretrained(folder)
-    header, size = {}, 0
+    header = {}
+    size = 0
     for name, tensor in model.state_dict().items():
         span = [size, size + tensor.nbytes]
         header[name] = {

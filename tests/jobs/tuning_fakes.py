@@ -101,7 +101,8 @@ class FakeTimer(fakes.FakeTimer):
         )
 
     def record(self, run: Run) -> tuple[Any, Any]:
-        output, (config, tokens) = run(), self.ran[-1]
+        output = run()
+        config, tokens = self.ran[-1]
         if self.unrecorded(config):
             raise CaptureError("it synchronises")
         return (config, self.cost(config, tokens), run, output), output

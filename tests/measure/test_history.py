@@ -89,7 +89,8 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
         for history in histories:
-            inputs, heads = history.inputs, history.inputs.v.shape[2]
+            inputs = history.inputs
+            heads = history.inputs.v.shape[2]
             out, _ = kda_recurrence(inputs, dtype=torch.float64)
             for known in history.known:
                 ours = out[known.batch, known.positions][:, known.heads]
@@ -147,7 +148,8 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
     for histories in kda_histories(generated("kda", "4/4x32x32", 600), (1, 4)):
         for history in histories:
-            inputs, found = history.inputs, []
+            inputs = history.inputs
+            found = []
             rounded = operator.oracle.rounded(inputs, precision)
             for span in spans_of(inputs):
                 gate = operator.oracle.gate(inputs, span, chunk)
@@ -168,8 +170,10 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
         return oracle_output(inputs)
 
     implementation = own_implementation(operators.get("kda"), "fused", noted)
-    implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
-    first, second = generated("kda", "2/2x16x16", 100), generated("kda", "2/2x16x16", 150)
+    implementation = replace(implementation, kind="bundled")
+    prober = Prober(Here())
+    first = generated("kda", "2/2x16x16", 100)
+    second = generated("kda", "2/2x16x16", 150)
     assert len(prober.probe(implementation, first, kernels.Precision())) > 1
     assert (
         prober.probe(implementation, generated("kda", "2/2x16x16", 100), kernels.Precision()) == ()
@@ -221,7 +225,8 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
         "g": torch.full_like(given.g, -0.105),
         "beta": torch.ones_like(given.beta),
     }
-    inputs, tokens = replace(given, **changes), 160
+    inputs = replace(given, **changes)
+    tokens = 160
     assert tokens * -0.105 < -16
     left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
     assert left > 0.03

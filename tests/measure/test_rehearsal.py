@@ -131,7 +131,8 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
-    isolated, given = IsolatedFirstCall(), ssd()
+    isolated = IsolatedFirstCall()
+    given = ssd()
     for _ in range(2):
         isolated.verdict(named("good"), given, Precision())
         isolated.verdict(named("good"), replace(given, x=given.x + 1), Precision())  # contiguous

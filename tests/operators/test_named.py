@@ -28,7 +28,8 @@ from ssdprof.operators.implementations import (
 )
 from ssdprof.operators.operator import computed
 
-SSD, GDN = get("ssd"), get("gdn")
+SSD = get("ssd")
+GDN = get("gdn")
 CPU = torch.device("cpu")
 RELAXED = Precision.named("relaxed, bf16 states")
 

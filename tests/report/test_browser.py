@@ -53,7 +53,8 @@ class Visit:
     """
 
     def __init__(self, folder, text, script=""):
-        page, log = folder / "page.html", folder / "net.json"
+        page = folder / "page.html"
+        log = folder / "net.json"
         page.write_text(
             text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8"
         )
@@ -168,7 +169,8 @@ def test_on_paper_every_column_is_there_and_no_word_is_broken(tmp_path):
 
 @pytest.mark.parametrize("name", [pytest.param("lengths", marks=pytest.mark.slow), "stalls"])
 def test_a_printed_run_has_its_columns_on_at_most_five_pages(name, tmp_path):
-    page, printed = tmp_path / "page.html", tmp_path / "page.pdf"
+    page = tmp_path / "page.html"
+    printed = tmp_path / "page.pdf"
     page.write_text(PAGES[name](), encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"

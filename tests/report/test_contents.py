@@ -75,7 +75,8 @@ def steps(found: Report) -> Report:
     chunks = []
     for one in found.cases:
         call = CallRef(kind="decode", number=1, count=1, prompt_seqlen=one.seqlen, sequences=1)
-        name, baseline = names[one.implementation], "unfused_step" if one.baseline else ""
+        name = names[one.implementation]
+        baseline = "unfused_step" if one.baseline else ""
         step = with_task(one, call=call)
         chunks.append(step.changed(implementation=name, baseline=baseline, variant=name, seqlen=1))
     return found.changed(cases=(*found.cases, *chunks))

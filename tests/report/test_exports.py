@@ -184,7 +184,8 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
 
 @pytest.mark.parametrize("make", [small, prefill, bench, answers, lambda: ending("inaccurate")])
 def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
-    whole, text = markdown.render(compose(make())), exports.step_summary(make())
+    whole = markdown.render(compose(make()))
+    text = exports.step_summary(make())
     head, _, table = text.partition("\n### ")
     assert whole.startswith(head)
     assert "| " in table

@@ -55,7 +55,8 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 
 
 def test_a_report_is_read_back_as_it_was_written() -> None:
-    clocks, left = cases.clocks(), LeftOut(case_key="layer 9", reason="spent")
+    clocks = cases.clocks()
+    left = LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
     with opened(
         None, Watcher(), **header(requested=requested, notes=("Random weights.",))
@@ -93,7 +94,8 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
 
 
 def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
-    verified, done = case(), case(samples=timed(50.0, 70.0))
+    verified = case()
+    done = case(samples=timed(50.0, 70.0))
     with opened(None, Watcher(), **header()) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
@@ -394,7 +396,8 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> Non
 def test_a_report_that_ended_before_its_first_case_is_not_kept(
     error: BaseException, folder: str
 ) -> None:
-    before, out = store("before"), Path("out")
+    before = store("before")
+    out = Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
     with (

@@ -28,14 +28,16 @@ INTER_CHUNK: dict[str, Callable[[], object]] = {
     for rank in (0, 1, 16)
     for name, run in (scan_002.of_rank if rank else scan_002.diagonal)(dim).items()
 }
-POSITIONS, TILES = (16, 2048, 8), (64, 128, 256, 512)
+POSITIONS = (16, 2048, 8)
+TILES = (64, 128, 256, 512)
 INPUTS = ss.ScanInputs(
     x=absent(*POSITIONS),
     decay=absent(*POSITIONS, dtype=torch.float32),
     B=absent(*POSITIONS, 64),
     C=absent(*POSITIONS, 64),
 )
-DY, KEPT = absent(*POSITIONS), absent(*POSITIONS, 64)
+DY = absent(*POSITIONS)
+KEPT = absent(*POSITIONS, 64)
 ENTERING = absent(16, 2048 // ss.ScanConfig().block_t, 8, 64, dtype=torch.float32)
 SELECTIVE_SCAN: dict[str, Callable[[], object]] = {
     "sequential": partial(ss.sequential, INPUTS),
