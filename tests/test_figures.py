@@ -38,7 +38,7 @@ Row = dict[str, str]
 
 def tables(document: str) -> Iterator[list[Row]]:
     """The Markdown tables of a document, a dictionary per row."""
-    text = (DOCS / document).read_text(encoding="utf-8")
+    text = (DOCS / document).read_text()
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
         head, _, *rows = (
             [cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()
@@ -79,7 +79,7 @@ def cell_of(bench: str, shape: str, tokens: str, cell_ways: tuple[str, ...] = ()
 
 def named_benches(document: str, *heads: str) -> set[str]:
     """The benches that the paragraph above a table names."""
-    text = (DOCS / document).read_text(encoding="utf-8")
+    text = (DOCS / document).read_text()
     row = r"\| " + r"[^\n]*".join(map(re.escape, heads))
     above = re.search(rf"((?:[^\n]+\n)+)\n{row}", text)
     assert above, heads
@@ -265,7 +265,7 @@ OTHER = {
 
 def sentences(document: str) -> str:
     """Without code, tables and the tables of speeds between marks."""
-    text = (ROOT / document).read_text(encoding="utf-8")
+    text = (ROOT / document).read_text()
     text = re.sub(r"<!-- bench-.*?:end -->|```.*?```|`[^`]*`", "", text, flags=re.S)
     return re.sub(r"^\|.*$", "", text, flags=re.M)
 
@@ -309,7 +309,7 @@ def floor_us(cell: Cell) -> float:
 
 
 def result(file: str) -> Any:
-    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return json.loads((RESULTS / file).read_text())
 
 
 def run(file: str) -> Report:
@@ -400,10 +400,8 @@ def test_figures_in_sentences_are_numbers_of_the_results() -> None:
     "document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))]
 )
 def test_no_figure_is_of_unknown_origin(document: str) -> None:
-    log = "".join(
-        file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks" / "log").glob("*.md")
-    )
-    log += (RESULTS / "README.md").read_text(encoding="utf-8")
+    log = "".join(file.read_text() for file in (ROOT / "benchmarks" / "log").glob("*.md"))
+    log += (RESULTS / "README.md").read_text()
     known = {figure for place, figure in held() if place == document} | set(
         OTHER.get(document, "").split()
     )
@@ -452,7 +450,7 @@ def test_the_figures_of_verdicts() -> None:
             f"and {sum(faster)} of {sum(longer)} with",
         ),
     ):
-        assert phrase in " ".join(file.read_text(encoding="utf-8").split())
+        assert phrase in " ".join(file.read_text().split())
 
 
 def test_the_figures_of_repeated_benches() -> None:
@@ -466,7 +464,7 @@ def test_the_figures_of_repeated_benches() -> None:
 
     assert disjoint("device", "ssd", "gdn").startswith("0 of ")
     said = f"{disjoint('call', 'ssd')} pairs of SSD and {disjoint('call', 'gdn')} of GDN"
-    assert said in " ".join((RESULTS / "README.md").read_text(encoding="utf-8").split())
+    assert said in " ".join((RESULTS / "README.md").read_text().split())
 
 
 def test_a_wrong_figure_is_found() -> None:

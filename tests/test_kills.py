@@ -7,7 +7,6 @@ never mix.
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torchrun import python
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
@@ -123,14 +123,7 @@ def main(kills: int, seed: int = 0) -> None:
 
 @pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
-    paths = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, __file__, "4"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
-    )
+    done = python(__file__, "4", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout.startswith("4 kills"), done.stderr
 
 

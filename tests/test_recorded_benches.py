@@ -101,7 +101,7 @@ def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
     assert [file.name for file in files] == ["h100.jsonl", "h200.jsonl"]
     for file in files:
         cells = recorded.read(file)
-        assert recorded.text_of(cells) == file.read_text(encoding="utf-8")
+        assert recorded.text_of(cells) == file.read_text()
         assert recorded.current(cells) == cells
         assert {recorded.file_of(cell.bench.gpu) for cell in cells} == {file}
 

@@ -69,7 +69,7 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
     """Label -> its kernels, in the order of the launches, for every entry of `module.launches`."""
     command = [sys.executable, __file__, module, launches, str(capability)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     by_label = json.loads(result.stdout)
     return {

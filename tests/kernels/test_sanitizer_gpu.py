@@ -78,7 +78,6 @@ def run(*command: str, **environment: str) -> str:
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        check=False,
     )
     said = result.stdout + result.stderr
     if "Device not supported" in said:

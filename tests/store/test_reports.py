@@ -4,10 +4,8 @@ damaged documents.
 
 import errno
 import json
-import os
 import shutil
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import cases
 import pytest
 from cases import case, failed, of_answers, samples, timed
+from torchrun import python
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut
@@ -288,11 +287,7 @@ except BadInputError as error:
 
 
 def second(*words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
-    command = [sys.executable, "-c", SECOND, *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
-    )
+    return python("-c", SECOND, *words)
 
 
 def test_two_writers_at_once_into_one_folder() -> None:
