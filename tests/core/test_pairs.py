@@ -153,8 +153,7 @@ def test_another_shape_does_not_compare() -> None:
     for said in offences(comparison).values():
         assert said == [
             ": no case could be judged: other shape: ssd, 128 heads x 64, state 128, chunk 256, "
-            "bf16, now "
-            "ssd, 64 heads x 64, state 128, chunk 256, bf16"
+            "bf16, now ssd, 64 heads x 64, state 128, chunk 256, bf16"
         ]
     assert not comparison.passed
 

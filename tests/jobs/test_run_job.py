@@ -215,8 +215,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
         *(
             (
                 f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, "
-                f"{states} "
-                "states"
+                f"{states} states"
             )
             for number, size in ((1, 40), (2, 10))
             for states in ("fp32", "bf16")

@@ -105,8 +105,7 @@ def recorded_form(table: str, capability: int) -> dict[str, str]:
     """
     return {
         f"{table} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} "
-        f"{one.shared_bytes} "
-        f"{one.num_warps} {one.code}"
+        f"{one.shared_bytes} {one.num_warps} {one.code}"
         for label, kernels in compiled("compile_cases", capability, table).items()
         for index, one in enumerate(kernels)
     }

@@ -205,8 +205,7 @@ def test_annotations() -> None:
     verdict, reason = annotation_lines(ending("inaccurate"))
     assert verdict == (
         "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused "
-        "(exact, fp32 states) "
-        "inaccurate in layer 0."
+        "(exact, fp32 states) inaccurate in layer 0."
     )
     assert (
         "small::layer 0, 131,072 tokens, fused, exact, fp32 states: inaccurate: out, head 7: "
