@@ -82,6 +82,9 @@ class Stepping:
 NOT_STEPPING = Stepping()
 
 
+STAGES = {"stored_after": "recurrence"}
+
+
 @triton.jit
 def hashed(bits):
     """MurmurHash3's finaliser, of uint32."""

@@ -210,7 +210,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     resolved = replay.resolve_implementations(asked, ("ssd",))
     of = prompt(50, serving=Serving(chunk=40, decode=1))
     found: Any = SimpleNamespace(layers=LAYERS[:1])
-    requested = [", ".join(one) for one in job._requested(found, [of], resolved, "bf16", 0)]
+    requested = [", ".join(one) for one in job._requested(found, [of], resolved, "bf16", asked)]
     assert requested == [
         *(
             (
