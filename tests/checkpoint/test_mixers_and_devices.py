@@ -1,7 +1,5 @@
 """The model without weights: its mixers, and a place for each part of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,8 @@ def test_mixers_that_no_capture_can_name_are_refused() -> None:
 
 
 def test_a_layer_of_another_operator_is_refused() -> None:
-    model, ids = tiny_models.shared("granitemoehybrid"), tiny_models.prompt(2)
+    model = tiny_models.shared("granitemoehybrid")
+    ids = tiny_models.prompt(2)
     for index, operator, words in (
         (2, "ssd", r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"),
         (1, "gdn", "Layer 1 .* has ssd, not gdn"),

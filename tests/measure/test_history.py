@@ -2,8 +2,6 @@
 else by the amplified history.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -170,8 +168,10 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
         return oracle_output(inputs)
 
     implementation = own_implementation(operators.get("kda"), "fused", noted)
-    implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
-    first, second = generated("kda", "2/2x16x16", 100), generated("kda", "2/2x16x16", 150)
+    implementation = replace(implementation, kind="bundled")
+    prober = Prober(Here())
+    first = generated("kda", "2/2x16x16", 100)
+    second = generated("kda", "2/2x16x16", 150)
     assert len(prober.probe(implementation, first, kernels.Precision())) > 1
     assert (
         prober.probe(implementation, generated("kda", "2/2x16x16", 100), kernels.Precision()) == ()
@@ -223,7 +223,8 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
         "g": torch.full_like(given.g, -0.105),
         "beta": torch.ones_like(given.beta),
     }
-    inputs, tokens = replace(given, **changes), 160
+    inputs = replace(given, **changes)
+    tokens = 160
     assert tokens * -0.105 < -16
     left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
     assert left > 0.03
