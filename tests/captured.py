@@ -1,7 +1,5 @@
 """Captures made by hand and stored in a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

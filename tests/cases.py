@@ -7,8 +7,6 @@ report(change=lambda case: ...) every case changed
 bench(), prefill(), answers()   reports of the other kinds
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -589,10 +587,8 @@ def clocks(**fields: Any) -> Clocks:
 
 
 def prompt(seqlen: int, **fields: Any) -> Prompt:
-    source, tokenizer = (
-        "public-domain prose shipped with ssdprof",
-        "ibm-granite/granite-4.0-h-small",
-    )
+    source = "public-domain prose shipped with ssdprof"
+    tokenizer = "ibm-granite/granite-4.0-h-small"
     return made_of(
         Prompt,
         fields,

@@ -1,7 +1,5 @@
 """Calls `ssdprof` in the test's process."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from unittest.mock import patch
@@ -25,11 +23,9 @@ class Answer:
         # which a bench's further processes repeat
         with patch.object(sys, "argv", ["ssdprof", *words]):
             result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-        self.code, self.out, self.err = (
-            result.exit_code,
-            result.stdout,
-            " ".join(result.stderr.split()),
-        )
+        self.code = result.exit_code
+        self.out = result.stdout
+        self.err = " ".join(result.stderr.split())
         self.shown = " ".join(self.out.split())
 
 

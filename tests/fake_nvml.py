@@ -23,7 +23,10 @@ class FakeNvml:
         reasons: int = 0x40,
     ) -> None:
         self._reasons = reasons
-        self.gpus, self.cuda, self.processes, self.broken = gpus, cuda, processes, broken
+        self.gpus = gpus
+        self.cuda = cuda
+        self.processes = processes
+        self.broken = broken
         self.open = 0
 
     def nvmlInit(self) -> None:

@@ -1,7 +1,5 @@
 """A timer without a GPU, and implementations with known costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

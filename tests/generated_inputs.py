@@ -1,7 +1,5 @@
 """Inputs as a bench generates them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 like a layer's.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any
@@ -164,7 +162,8 @@ def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str)
         }
         | changes
     )
-    first, second = "--impl fused", "--dtypes exact --states fp32"
+    first = "--impl fused"
+    second = "--dtypes exact --states fp32"
     words = (
         expected.format(first, second)
         if "{0}" in expected

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import Answer, ending
+from torchrun import python
 
 import ssdprof
 from ssdprof import cli
@@ -207,7 +208,7 @@ def test_wrong_usage_is_answered_before_torch_is_imported() -> None:
         "    except SystemExit as end: code = end.code\n"
         "    print(words, code, *heavy & sys.modules.keys(), sep=',')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     answers = done.stdout.splitlines()
     assert len(answers) == len(wrong), done.stderr
     for words, answer in zip(wrong, answers, strict=True):
@@ -221,7 +222,6 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        check=False,
     )
 
 
@@ -338,5 +338,5 @@ sys.meta_path.insert(0, Interrupting())
 from ssdprof.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -198,7 +198,8 @@ def test_a_dry_run_says_what_a_run_would_say(
         f"./unusable {SEQ}": 2,
         "no/such/model/here": 2,
     }.items():
-        run, dry = Answer(f"run {words} --out never"), Answer(f"run {words} --dry-run")
+        run = Answer(f"run {words} --out never")
+        dry = Answer(f"run {words} --dry-run")
         assert (run.code, dry.code) == (code, code), words
         assert words == "broken" or dry.err == run.err
     assert "4,096 tokens" in Answer("run demo --seq 4k --dry-run").out

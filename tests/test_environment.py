@@ -1,12 +1,7 @@
 """The machine's properties and what it lacks, with stand-ins for NVML, ncu and the driver."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +11,7 @@ import pynvml
 import pytest
 import torch
 from fake_nvml import FakeNvml
+from torchrun import MODULE, python
 
 from ssdprof.core.target import Clocks
 from ssdprof.environment import doctor, machine, toolchain
@@ -218,12 +214,7 @@ def test_ncu_is_found_where_the_toolkit_puts_it(
 )
 def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str) -> None:
     """In a process of its own: the client reads its variables when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdprof", *command.split()],
-        capture_output=True,
-        text=True,
-        env=os.environ | {name: "abc", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = python(*MODULE, *command.split(), **{name: "abc"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         f"error: {name}='abc' is not a number of seconds.",

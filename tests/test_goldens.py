@@ -7,8 +7,6 @@ tests/test_goldens.py --write [GROUP ...]` writes what follows each command anew
 the review.  It needs PYTHONPATH=tests and OMP_NUM_THREADS=1.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -244,7 +242,7 @@ def outputs(group: str, folder: Path) -> dict[str, str]:
         if group in PREPARE:
             PREPARE[group](patch)
         for golden in sorted((GOLDENS / group).iterdir()):
-            commands = re.findall(r"(?m)^\$ ssdprof ?(.*)$", golden.read_text(encoding="utf-8"))
+            commands = re.findall(r"(?m)^\$ ssdprof ?(.*)$", golden.read_text())
             printed = (output(command, patch, group.startswith("demo")) for command in commands)
             texts[f"{group}/{golden.name}"] = "\n".join(printed)
     return texts
@@ -323,7 +321,7 @@ def compare(texts: dict[str, str]) -> None:
     lines: list[str] = []
     for name, text in texts.items():
         golden = GOLDENS / name
-        there = golden.read_text(encoding="utf-8") if golden.is_file() else ""
+        there = golden.read_text() if golden.is_file() else ""
         lines += difflib.unified_diff(
             there.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1
         )
@@ -355,7 +353,7 @@ def write(groups: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             texts |= outputs(group, Path(folder))
     for name, text in texts.items():
-        (GOLDENS / name).write_text(text, encoding="utf-8")
+        (GOLDENS / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 calls them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

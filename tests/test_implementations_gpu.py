@@ -2,8 +2,6 @@
 hang.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -96,7 +94,8 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
     operator: str, pool: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend_gpu(monkeypatch)
-    reference, planted_kernels = kernels.get(operator, "reference"), POOLED if pool else PLANTED
+    reference = kernels.get(operator, "reference")
+    planted_kernels = POOLED if pool else PLANTED
     for name, kernel in planted_kernels.items():
 
         def run(
@@ -166,10 +165,8 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(
     operator: str, pool: bool
 ) -> None:
     """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
-    reference, tokens = (
-        kernels.get(operator, "reference"),
-        dict(sequences=5, shortest=1, pool=10 * pool),
-    )
+    reference = kernels.get(operator, "reference")
+    tokens = dict(sequences=5, shortest=1, pool=10 * pool)
     inputs = generated(operator, SHAPES[operator], 24, **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),

@@ -2,12 +2,11 @@
 
 import ast
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
+from torchrun import python
 
 from ssdprof import operators
 
@@ -29,10 +28,7 @@ RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
 BASE = {"core", "progress", "files", "errors"}  # they import nothing else
 # instead of what the rows allow
 ONLY = {"report": BASE, "kernels": set(), **dict.fromkeys(BASE, BASE)}
-TREES = {
-    file: ast.parse(file.read_text(encoding="utf-8"))
-    for file in sorted((ROOT / "ssdprof").rglob("*.py"))
-}
+TREES = {file: ast.parse(file.read_text()) for file in sorted((ROOT / "ssdprof").rglob("*.py"))}
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
     for file in TREES
@@ -80,14 +76,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 
 # an operator of the same family, whose kernels and whose part of a record it shares
 BUILDS_ON = {"kda": "gdn"}
-PARTS = (
-    "",
-    "_definitions",
-    "_histories",
-    "_inputs",
-    "_oracle",
-    "_tuning",
-)  # of a record, a file each
+PARTS = ("", "_definitions", "_inputs", "_oracle", "_tuning")  # of a record, a file each
 
 
 def test_only_its_own_rooms_know_an_operator() -> None:
@@ -127,7 +116,7 @@ def test_no_kernel_imports_its_reference_or_the_reverse() -> None:
                 else None
             )
             files = [one for module, one in MODULES.items() if kernel and within(module, (kernel,))]
-            assert not any("@triton.jit" in one.read_text(encoding="utf-8") for one in files), (
+            assert not any("@triton.jit" in one.read_text() for one in files), (
                 f"{name} imports {other}"
             )
 
@@ -137,7 +126,7 @@ def test_no_environment_variable_reaches_a_kernel_and_no_first_call_is_tuned() -
     for file in (file for name, file in MODULES.items() if part(name) == "kernels"):
         lines = [
             line
-            for line in file.read_text(encoding="utf-8").splitlines()
+            for line in file.read_text().splitlines()
             if re.search("environ|triton.autotune", line)
         ]
         assert all("TRITON_INTERPRET" in line for line in lines), file.relative_to(ROOT)
@@ -162,5 +151,5 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
         assert ssdprof.kernels.names("ssd")[0] == "reference", "not in the order of imports"
         import ssdprof.capture.layers, ssdprof.checkpoint.load  # for replays of stored captures
         loaded("transformers")"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = python("-c", code)
     assert (ran.returncode, ran.stdout.split()) == (0, []), ran.stderr

@@ -1,7 +1,5 @@
 """`run` with weights that do not all fit, through the command line and without a GPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

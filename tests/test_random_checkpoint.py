@@ -70,7 +70,8 @@ def test_trained_weights_are_not() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
-    written, real = MODELS[name], KNOWN[REPOS[name].casefold()]
+    written = MODELS[name]
+    real = KNOWN[REPOS[name].casefold()]
     (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))
     model = open_model(str(tmp_path))
     assert model.sizes(model.layers[0]) == real.dims

@@ -2,8 +2,6 @@
 fail.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -2,8 +2,6 @@
 to them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import cases
@@ -85,7 +83,8 @@ def test_a_new_bench_is_added_to_the_file_of_its_gpu(
 
 def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels() -> None:
     both = cases.cell(1024)[1:]
-    first, later = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+    first = "2026-01-01T00:00:00+00:00"
+    later = "2026-01-02T00:00:00+00:00"
 
     def kept(older: Report, newer: Report) -> list[str]:
         cells = [*recorded.recorded("older", older), *recorded.recorded("newer", newer)]
@@ -102,7 +101,7 @@ def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
     assert [file.name for file in files] == ["h100.jsonl", "h200.jsonl"]
     for file in files:
         cells = recorded.read(file)
-        assert recorded.text_of(cells) == file.read_text(encoding="utf-8")
+        assert recorded.text_of(cells) == file.read_text()
         assert recorded.current(cells) == cells
         assert {recorded.file_of(cell.bench.gpu) for cell in cells} == {file}
 

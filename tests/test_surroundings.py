@@ -1,7 +1,5 @@
 """Environment variables, and streams whose reader has gone, of a command in its own process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

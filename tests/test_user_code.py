@@ -2,8 +2,6 @@
 leaves no process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import inputs
+from torchrun import MODULE, python
 
 from ssdprof import operators
 from ssdprof.kernels import Precision
@@ -45,10 +44,7 @@ print(ended.code, *told, ended.stopped, *[ended.how] * ("stopped" in ended.how))
 
 def run(body: str) -> str:
     code = FORKED.format(body=body.replace("\n", "\n    "))
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout
+    return python("-c", code).stdout
 
 
 @pytest.mark.parametrize(
@@ -161,16 +157,7 @@ cli.main()
 def test_a_command_reports_whatever_ended_its_child(
     deed: str, later: str, code: int, words: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", RUN.format(deed=deed, later=later)]
-    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **path},
-        check=False,
-    )
+    done = python("-c", RUN.format(deed=deed, later=later), cwd=tmp_path)
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), (
         done.stdout + done.stderr
     )
@@ -182,8 +169,7 @@ def test_a_command_reports_whatever_ended_its_child(
 
 def test_a_module_that_ends_the_process_while_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "k.py").write_text("import os\nos._exit(0)\n")
-    command = [sys.executable, "-m", "ssdprof", "run", "demo", "--seq", "16", "--impl", "k:f"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = python(*MODULE, "run", "demo", "--seq", "16", "--impl", "k:f", cwd=tmp_path)
     assert done.returncode == 2
     assert "error: The process that ran k:f ended early" in done.stderr
 

@@ -6,8 +6,6 @@ does real work: decays spread over several decades, dt neither 0 nor saturated, 
 not almost 0.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from typing import Any

@@ -1,6 +1,4 @@
-"""`ssdprof` in separate processes: one process, or two ranks of torchrun."""
-
-from __future__ import annotations
+"""Separate processes: of Python, and of `ssdprof`, one or two ranks of torchrun."""
 
 import os
 import shlex
@@ -14,6 +12,21 @@ from typing import Any
 
 Start = Callable[..., subprocess.Popen[str]]
 MODULE = ("-m", "ssdprof")
+
+
+def python(
+    *arguments: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Another process of this Python, which finds the modules that this one finds."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | path | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """The verdict of the comparator, for tests of kernels."""
 
-from __future__ import annotations
-
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare

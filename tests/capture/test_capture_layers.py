@@ -182,7 +182,10 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(
     pages are written.
     """
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
-    seqlen, heads, dim, length = 1 << 20, 32, 64, 8
+    seqlen = 1 << 20
+    heads = 32
+    dim = 64
+    length = 8
     generator = torch.Generator().manual_seed(0)
 
     def piece() -> SSDInputs:
@@ -197,7 +200,8 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(
             C=normal(1, 128),
         )
 
-    first, last = piece(), piece()
+    first = piece()
+    last = piece()
     buffer = PromptBuffer(first, seqlen, torch.device("cpu"), on_disk=True)
     assert buffer.write(first, 0) == length
     buffer.write(last, seqlen - length)
@@ -232,7 +236,8 @@ def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
 ) -> None:
     model = tiny_models.build("nemotron_h").base_model
     site = find_mixers(model)[0]
-    original, attention = site.namespace[site.function], model.config._attn_implementation
+    original = site.namespace[site.function]
+    attention = model.config._attn_implementation
     ids = tiny_models.prompt(LENGTH)
     with torch.no_grad():
         before = model(ids)[0]

@@ -186,7 +186,8 @@ def flip(at: int, of: str = "") -> Callable[[Path], object]:
     """A bit of a byte, or of one in the middle of a tensor."""
 
     def change(file: Path) -> None:
-        content, place = bytearray(file.read_bytes()), at
+        content = bytearray(file.read_bytes())
+        place = at
         if of:
             header = 8 + int.from_bytes(content[:8], "little")
             place = header + sum(json.loads(content[8:header])[of]["data_offsets"]) // 2
@@ -394,7 +395,8 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
-    ref, refs = tiny_models.checkpoint_ref("mamba2"), tiny_models.layer_refs("mamba2")
+    ref = tiny_models.checkpoint_ref("mamba2")
+    refs = tiny_models.layer_refs("mamba2")
     ref = ref.model_copy(update={"repo_id": "org/name", "revision": "a" * 40})
     folder = default_folder(ref, [prompt()], refs)
     assert folder == default_folder(ref, [prompt()], refs)

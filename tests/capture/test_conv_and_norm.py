@@ -2,8 +2,6 @@
 restored.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -98,7 +96,8 @@ def test_the_model_is_restored_whatever_ends_the_context() -> None:
 
 def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
     sites = find_mixers(tiny_models.shared("mamba2"))
-    x, weight = torch.zeros(1, 8, 4), torch.zeros(8, 4)
+    x = torch.zeros(1, 8, 4)
+    weight = torch.zeros(8, 4)
     with ConvAndNorm(sites).installed():
         convolve = sites[0].namespace[CONVOLUTION]
         with pytest.raises(UnsupportedError, match="no gelu"):

@@ -26,7 +26,8 @@ def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, tor
     logits.
     """
     cache: dict[str, Any] = {}
-    tokens, new = [], ids
+    tokens = []
+    new = ids
     with torch.no_grad():
         for _ in range(steps + 1):
             output = model(new, use_cache=True, **cache)
@@ -43,8 +44,11 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
     sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
     tokens, logits = greedy(model, ids, STEPS)
-    namespace, step = sites[0].namespace, operators.get(sites[0].operator).binding.step
-    original, computed, seen = namespace[step], [], []
+    namespace = sites[0].namespace
+    step = operators.get(sites[0].operator).binding.step
+    original = namespace[step]
+    computed = []
+    seen = []
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -145,7 +149,9 @@ def test_what_differs_within_a_head_is_no_step_of_this_operator() -> None:
     b, h, p, n = 2, 4, 8, 16
     dt = torch.rand(b, h, 1).expand(-1, -1, p)
     A = -torch.rand(h)[:, None, None].expand(-1, p, n)
-    state, x, B = torch.randn(b, h, p, n), torch.randn(b, h, p), torch.randn(b, 1, n)
+    state = torch.randn(b, h, p, n)
+    x = torch.randn(b, h, p)
+    B = torch.randn(b, 1, n)
     mixer = torch.nn.Module()
     inputs = bind_step(mixer, state, x, dt, A, B, B)[0]
     assert (inputs.x.shape, inputs.dt.shape, inputs.A.shape) == ((b, 1, h, p), (b, 1, h), (h,))

@@ -51,7 +51,8 @@ def test_the_last_segment_ends_as_the_whole_prompt_does(name: str) -> None:
     model = tiny_models.shared(name).base_model
     ids = tiny_models.prompt(90, batch=2)
     implementation = model.config._attn_implementation
-    whole, last = run(model, ids, 90), run(model, ids, 40)
+    whole = run(model, ids, 90)
+    last = run(model, ids, 40)
     assert last.shape[1] == 10
     assert float((whole[:, -10:] - last).abs().max() / whole.abs().max()) < FP32_ROUNDING
     assert model.config._attn_implementation == implementation
@@ -117,7 +118,8 @@ def test_scaled_logits_are_scaled() -> None:
     scaled = tiny_models.build("granitemoehybrid")
     scaled.config.logits_scaling = 6.0
     states = hidden(scaled, LENGTH)
-    plain, shapes = tiny_models.shared("granitemoehybrid"), list[Any]()
+    plain = tiny_models.shared("granitemoehybrid")
+    shapes = list[Any]()
     scaled.register_forward_pre_hook(
         lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
     )

@@ -160,7 +160,8 @@ def ssd_call() -> tuple[list[Any], dict[str, Any]]:
 def gdn_call(key_heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
     q, k = torch.randn(2, BATCH, TOKENS, key_heads, WIDTH)
     v = torch.randn(BATCH, TOKENS, HEADS, WIDTH)
-    g, beta = -torch.rand(BATCH, TOKENS, HEADS), torch.rand(BATCH, TOKENS, HEADS)
+    g = -torch.rand(BATCH, TOKENS, HEADS)
+    beta = torch.rand(BATCH, TOKENS, HEADS)
     return [q, k, v], {
         "g": g,
         "beta": beta,

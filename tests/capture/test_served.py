@@ -33,7 +33,8 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
     assert calls == 4 * len(layers)
     assert len(chunks) == 4 * len(layers)
     for captured in whole:
-        pieces, state = [], None
+        pieces = []
+        state = None
         of_layer = [chunk for chunk in chunks if chunk.layer == captured.layer]
         assert [chunk.inputs.length for chunk in of_layer] == [16, 16, 16, 2]
         for number, chunk in enumerate(of_layer, 1):

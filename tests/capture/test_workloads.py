@@ -35,7 +35,8 @@ def gdn(length: int, *bounds: int) -> Tensors:
     """A call on one key head and two value heads."""
     q, k, v = (torch.randn(1, length, heads, 16).bfloat16() for heads in (1, 1, 2))
     k = torch.nn.functional.normalize(k, dim=-1)
-    g, beta = -10 * torch.rand(1, length, 2) ** 4, torch.rand(1, length, 2)
+    g = -10 * torch.rand(1, length, 2) ** 4
+    beta = torch.rand(1, length, 2)
     g[0, 1], beta[0, 1] = torch.tensor([0.0, -torch.inf]), torch.tensor([0.0, 1.0])
     states = torch.randn(len(bounds) - 1, 2, 16, 16)
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
@@ -58,14 +59,17 @@ def test_captures_travel_there_and_back(bench: str) -> None:
     assert "changes g by up to" in bench
     again = {layer.inputs.length: layer.inputs for layer in layers()}
     for layer in layers("recorded", "safetensors"):
-        before, after = layer.inputs, again[layer.inputs.length]
+        before = layer.inputs
+        after = again[layer.inputs.length]
         logs = {"g": before.g.neg().expm1().log(), "beta": before.beta.logit()}
         for name, raw in logs.items():
-            old, new = getattr(before, name), getattr(after, name)
+            old = getattr(before, name)
+            new = getattr(after, name)
             close = (new / old).log().abs() <= ROUNDING * raw.abs() + 1e-5
             assert bool((close | (new == old)).all())
         for name in ("q", "k"):
-            old, new = getattr(before, name).float(), getattr(after, name).float()
+            old = getattr(before, name).float()
+            new = getattr(after, name).float()
             if before.use_qk_l2norm:
                 old = torch.nn.functional.normalize(old, dim=-1)
             bound = ROUNDING * before.use_qk_l2norm
@@ -149,8 +153,11 @@ def define(name: str, tensors: Tensors, drawn: Sequence[str] = (), **tokens: int
 
 
 def test_drafted_tokens_begin_in_a_pool_and_random_inputs_are_always_the_same() -> None:
-    key, gate, head = torch.ones(2, 3, 1, 8), torch.zeros(2, 3, 2), torch.zeros(2)
-    pool, slots = torch.randn(4, 2, 8, 8), torch.tensor([3, 0], dtype=torch.int32)
+    key = torch.ones(2, 3, 1, 8)
+    gate = torch.zeros(2, 3, 2)
+    head = torch.zeros(2)
+    pool = torch.randn(4, 2, 8, 8)
+    slots = torch.tensor([3, 0], dtype=torch.int32)
     tensors = {"q": key, "k": key + 1, "v": torch.ones(2, 3, 2, 8), "initial_state": pool}
     tensors |= {"initial_state_indices": slots, "A_log": head, "dt_bias": head + 1}
     name = "gdn_mtp_qk1_v2_d8_k_last"
@@ -169,9 +176,14 @@ def test_drafted_tokens_begin_in_a_pool_and_random_inputs_are_always_the_same() 
 
 
 def test_steps_of_ssd_begin_in_a_pool() -> None:
-    x, dt, A = torch.randn(2, 2, 4), torch.randn(2, 2, 1), -torch.rand(2, 1, 1)
-    B, C, D = torch.randn(2, 1, 8), torch.randn(2, 1, 8), torch.randn(2, 1)
-    pool, slots = torch.randn(3, 2, 4, 8), torch.tensor([2, 0])
+    x = torch.randn(2, 2, 4)
+    dt = torch.randn(2, 2, 1)
+    A = -torch.rand(2, 1, 1)
+    B = torch.randn(2, 1, 8)
+    C = torch.randn(2, 1, 8)
+    D = torch.randn(2, 1)
+    pool = torch.randn(3, 2, 4, 8)
+    slots = torch.tensor([2, 0])
     tensors = {"state": pool, "x": x, "dt": dt.expand(2, 2, 4), "A": A.expand(2, 4, 8), "B": B}
     tensors |= {"C": C, "D": D.expand(2, 4), "dt_bias": D.expand(2, 4)}
     define("mamba_ssu_decode_h2_d4_s8_ng1", tensors | {"state_batch_indices": slots}, batch_size=2)

@@ -1,7 +1,5 @@
 """A hub on localhost with a fresh cache, and tiny checkpoints to publish on it."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Changes of the files of a checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

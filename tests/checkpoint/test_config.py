@@ -1,7 +1,5 @@
 """config.json -> layers and sizes, or a refusal with its reason; and the config of a cut model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

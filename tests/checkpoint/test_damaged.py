@@ -2,8 +2,6 @@
 random.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -28,7 +26,8 @@ def error_of(folder: Path) -> BadInputError:
     """What a user sees, up to the first operator's inputs."""
     with pytest.raises(BadInputError) as caught:
         located = open_model(str(folder))
-        layers, tokenizer = located.ref.layers[:1], fetch_tokenizer(located)
+        layers = located.ref.layers[:1]
+        tokenizer = fetch_tokenizer(located)
         ids, _ = build_prompt(tokenizer and tokenizer.folder, 8)
         model = load_model(fetch(located, deepest_layer=layers[0].index), device="cpu")
         capture_layers(PromptRun(model, ids, 8, located.model_type, layers), lambda _: None)

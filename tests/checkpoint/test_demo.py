@@ -166,12 +166,10 @@ def test_the_operator_used_in_training_is_that_of_transformers() -> None:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    x, dt, B, C = (
-        normal(2, 192, 4, 8),
-        normal(2, 192, 4),
-        normal(2, 192, 1, 16),
-        normal(2, 192, 1, 16),
-    )
+    x = normal(2, 192, 4, 8)
+    dt = normal(2, 192, 4)
+    B = normal(2, 192, 1, 16)
+    C = normal(2, 192, 1, 16)
     parameters = {"D": normal(4), "dt_bias": normal(4)}
     A = -normal(4).exp()
     expected = modeling.mamba2_chunk_scan(

@@ -2,12 +2,7 @@
 failure.
 """
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +11,7 @@ import pytest
 from checkpoint.folders import original_state, write_original
 from huggingface_hub import constants
 from minihub import TOKEN, MiniHub
+from torchrun import MODULE, python
 
 from ssdprof.checkpoint import hub as hub_module
 from ssdprof.checkpoint.config import DEFAULT_TOKENIZER, PICKLE
@@ -161,7 +157,8 @@ def test_the_original_format_from_its_safetensors_revision(
     assert PICKLE in names
     assert f"{DEFAULT_TOKENIZER}/tokenizer.json" in names
     located = open_model("state-spaces/mamba2-130m", revision="refs/pr/1")
-    tokenizer, local = fetch_tokenizer(located), fetch(located)
+    tokenizer = fetch_tokenizer(located)
+    local = fetch(located)
     assert (local.folder / SINGLE).is_symlink()
     assert tokenizer
     assert tokenizer.label == DEFAULT_TOKENIZER
@@ -434,19 +431,8 @@ def test_settings_that_the_client_cannot_use(
     tiny_hub: MiniHub, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
 ) -> None:
     """In a separate process, because the client reads them once."""
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdprof", "capture", "org/tiny", "--dry-run"],
-        env={
-            **os.environ,
-            "HF_ENDPOINT": tiny_hub.url,
-            "HF_HOME": str(tmp_path),
-            "NO_PROXY": "",
-            **variables,
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    hub = {"HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": ""}
+    done = python(*MODULE, "capture", "org/tiny", "--dry-run", **hub | variables)
     assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), (
         done.stderr
     )

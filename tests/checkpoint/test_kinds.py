@@ -21,8 +21,7 @@ from checkpoint.folders import edit_json
 from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 
-from ssdprof.checkpoint.devices import infer
-from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.load import fetch, infer_devices, load_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.core.report import Report
@@ -100,7 +99,8 @@ def with_exact_gates(
     """A checkpoint whose gates alone are stored in fp32; by layer and name.  transformers renames
     some of them.
     """
-    folder, exact = checkpoint(name), {}
+    folder = checkpoint(name)
+    exact = {}
 
     def in_fp32(weights: Weights) -> Weights:
         for key in weights:
@@ -141,10 +141,11 @@ def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype) -> Non
 def test_parameters_on_the_disk_keep_fp32(name: str) -> None:
     folder, _ = with_exact_gates(name)
     located = open_model(str(folder))
-    local, empty = fetch(located), located.cut_on_meta()
+    local = fetch(located)
+    empty = located.cut_on_meta()
     layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in empty.layers]
     room = empty.get_input_embeddings().weight.nbytes + layers[0] + max(layers)
-    places = infer(empty, {"cpu": room, "disk": 0})
+    places = infer_devices(empty, {"cpu": room, "disk": 0})
     ids = torch.arange(40)[None]
     with torch.no_grad():
         whole, streamed = (
@@ -175,7 +176,8 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
 def test_the_index_says_which_copy_of_a_tensor_counts(rows: int) -> None:
     """Copies of another shape must not count in sizes either."""
     folder = checkpoint("qwen3_5_text")
-    expected, weights = loaded(folder), load_file(folder / "model.safetensors")
+    expected = loaded(folder)
+    weights = load_file(folder / "model.safetensors")
     size = open_model(str(folder)).weight_bytes()
     later = {
         key: torch.full_like(weight, 3.0).repeat(rows, *[1] * (weight.ndim - 1))
@@ -209,7 +211,8 @@ def test_an_index_counts_before_a_single_file() -> None:
 
 
 def test_two_copies_of_which_the_index_names_none_are_refused() -> None:
-    folder, key = checkpoint("qwen3_5_text"), "model.layers.0.linear_attn.A_log"
+    folder = checkpoint("qwen3_5_text")
+    key = "model.layers.0.linear_attn.A_log"
     in_two_files(folder, {key: torch.ones(4)}, named=False)
     answer, _ = run(folder, "--dry-run", code=2)
     assert f"a.safetensors and b.safetensors both hold '{key}'" in answer.err
@@ -587,7 +590,8 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
-    folder, decoded = checkpoint("qwen3_5_text"), dict[str, torch.Tensor]()
+    folder = checkpoint("qwen3_5_text")
+    decoded = dict[str, torch.Tensor]()
 
     def encoded(weights: Weights) -> Weights:
         stored = dict(weights)
@@ -610,7 +614,8 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
     ("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())]
 )
 def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | None) -> None:
-    folder, weight = checkpoint("qwen3_5_text"), "model.layers.0.linear_attn.in_proj_qkv.weight"
+    folder = checkpoint("qwen3_5_text")
+    weight = "model.layers.0.linear_attn.in_proj_qkv.weight"
     scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
     rewrite(
         folder,

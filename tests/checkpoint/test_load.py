@@ -2,8 +2,6 @@
 loaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -164,7 +162,8 @@ def test_shards_may_lie_in_a_subfolder(copied: Save) -> None:
 
 def test_the_view_is_links_and_goes_with_the_checkpoint(saved: Save) -> None:
     model = open_model(str(saved("granitemoehybrid")))
-    local, tokenizer = fetch(model, deepest_layer=0), fetch_tokenizer(model)
+    local = fetch(model, deepest_layer=0)
+    tokenizer = fetch_tokenizer(model)
     assert tokenizer
     folder = local.folder
     assert all(file.is_symlink() for file in local.folder.glob("*.safetensors"))
@@ -275,7 +274,8 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
 
 def test_weights_of_mxfp8_are_decoded(tmp_path: Path) -> None:
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
-    file, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
+    file = tmp_path / "model.safetensors"
+    key = "model.layers.0.mlp.gate_proj.weight"
     scale = torch.full((96, 2), 125, dtype=torch.uint8)  # exponents of 2 for 32 values of a row
     coded = {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale}
     save_file({**load_file(file), **coded}, file, {"format": "pt"})

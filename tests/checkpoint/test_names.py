@@ -1,7 +1,5 @@
 """Names that users type for models and layers, and the table of families."""
 
-from __future__ import annotations
-
 import pytest
 
 from ssdprof.checkpoint.hub import parse_repo

@@ -1,7 +1,5 @@
 """Damaged weights and malicious indices are refused before any value is read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -2,8 +2,6 @@
 of the bar.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -27,7 +25,7 @@ BENCH = get_command(app).commands["bench"]  # type: ignore[attr-defined]
 
 def block(operator: str) -> list[str]:
     """The lines of the script for the operator's results, without comments."""
-    text = (ROOT / "benchmarks" / f"bars-{operator}.sh").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks" / f"bars-{operator}.sh").read_text()
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 

@@ -1,7 +1,5 @@
 """`ssdprof compare` as users and CI jobs call it: files in, a report and an exit code out."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every option reaches the request, and what does not go together is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When a report passes, and the reasons why it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases
@@ -45,12 +43,11 @@ def libraries(result: str, **fields: Any) -> Report:
     return bench(*made, **({"requested": tuple(map(cases.requested, made))} if fields else {}))
 
 
-WHOLE, GATE = report(), (parse_gate("kl:0.01"),)
+WHOLE = report()
+GATE = (parse_gate("kl:0.01"),)
 OUTSIDE = report(change=with_result("inaccurate", "unfused"))
-NO_BASELINE, NO_FUSED = (
-    report(change=with_result("refused", "unfused")),
-    report(change=with_result("refused", "fused")),
-)
+NO_BASELINE = report(change=with_result("refused", "unfused"))
+NO_FUSED = report(change=with_result("refused", "fused"))
 NOTHING = report(change=with_result("refused", "fused", "unfused"))
 LATER = report(
     change=lambda one: one if one.baseline else one.changed(samples=(), later_fault="drifts")
@@ -61,8 +58,10 @@ COARSE = report(
 CELLS = (*cell(), *cell(2048))
 PART = {"requested": tuple(map(cases.requested, CELLS))}
 SPENT = LeftOut(case_key=CELLS[-1].case_key, reason="spent")
-BASE, PARTIAL = of_prefill("unfused", 2000.0), (ProcessLine(process="p"),)
-GOOD, NOISE = of_answers(), of_answers(change="x", bands=(band(kl_mean=9.0),))
+BASE = of_prefill("unfused", 2000.0)
+PARTIAL = (ProcessLine(process="p"),)
+GOOD = of_answers()
+NOISE = of_answers(change="x", bands=(band(kl_mean=9.0),))
 RUN = "this run did not reach its end"
 # report -> whether it passes, and other fields of the outcome: of tuples of cases their
 # implementations

@@ -2,8 +2,6 @@
 hand.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +96,8 @@ def test_every_chunk_of_a_prompt_is_compared() -> None:
 
 
 def test_a_ratio_and_its_interval() -> None:
-    base, new = run(), run(change=cases.slowed(1.05, fused))
+    base = run()
+    new = run(change=cases.slowed(1.05, fused))
     comparison = compared(base, new)
     pair = pair_of(comparison)
     assert near(pair.time, 1 / 1.05)
@@ -154,8 +153,7 @@ def test_another_shape_does_not_compare() -> None:
     for said in offences(comparison).values():
         assert said == [
             ": no case could be judged: other shape: ssd, 128 heads x 64, state 128, chunk 256, "
-            "bf16, now "
-            "ssd, 64 heads x 64, state 128, chunk 256, bf16"
+            "bf16, now ssd, 64 heads x 64, state 128, chunk 256, bf16"
         ]
     assert not comparison.passed
 
@@ -214,16 +212,16 @@ def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
     return cases.answers(of_answers(bands=(of,)), of_answers(alone=9), of_answers(change="noise"))
 
 
-BASE, UNTIMED = run(), run(gpu=False)
-LESS_EXACT, REFUSED, SLOW = (
-    run(change=less_exact),
-    run(change=broken("refused")),
-    run(change=cases.slowed(1.04, fused)),
-)
+BASE = run()
+UNTIMED = run(gpu=False)
+LESS_EXACT = run(change=less_exact)
+REFUSED = run(change=broken("refused"))
+SLOW = run(change=cases.slowed(1.04, fused))
 WORSE = answered(kl_mean=3e-3, top1_pct=99.2, perplexity=8.1)
 LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
-PREFILL, PREFILL_BASE = cases.prefill(), of_prefill("unfused", 2000.0)
+PREFILL = cases.prefill()
+PREFILL_BASE = of_prefill("unfused", 2000.0)
 LATE = cases.prefill(PREFILL_BASE, of_prefill(call_us=None))
 LOST = LeftOut(case_key="prefill, model convolution and norm, 131,072 tokens", reason="spent")
 OTHER_SHAPE = [": no case could be judged: other shape"]

@@ -1,7 +1,5 @@
 """`answers` as a job: its reference, and the noise below which nothing can be told apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +113,8 @@ def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
     given.x[0, 3] = 0
     found = seen_by(job.with_moved_bits, given)
     for name in ("x", "B", "C"):
-        before, after = getattr(given, name).float(), getattr(found, name).float()
+        before = getattr(given, name).float()
+        after = getattr(found, name).float()
         changed = before != 0
         assert torch.equal(after != before, changed)
         # a unit in the last place of bf16

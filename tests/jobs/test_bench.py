@@ -2,8 +2,6 @@
 invented numbers.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from dataclasses import replace
@@ -195,7 +193,8 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(
 def test_further_processes_only_add_samples_and_say_nothing(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verified, whole = list[str](), compare.Comparer._accuracies
+    verified = list[str]()
+    whole = compare.Comparer._accuracies
 
     def noted(self: Any, outputs: Any, label: str) -> Any:
         verified.append(label)
@@ -250,7 +249,8 @@ def test_further_processes_only_add_samples_and_say_nothing(
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the oracle alone lacks memory, and if an output was compared before."""
-    whole, passes = compare.compare_with_oracle, list[None]()
+    whole = compare.compare_with_oracle
+    passes = list[None]()
 
     def full(*given: Any, **rest: Any) -> Any:
         passes.append(None)

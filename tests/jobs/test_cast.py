@@ -1,7 +1,5 @@
 """`run --dtype`: which tensors change their dtype, and what the reports say about it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -17,7 +15,9 @@ from ssdprof.jobs.replay import cast_inputs
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.store.reports import load
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 
 
 def dtypes(inputs: Inputs) -> dict[str, torch.dtype]:
@@ -28,7 +28,8 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
     inputs = SSDCase(dtype=BF16, gate=True, initial_states=True).inputs()
     inputs = token_major(replace(inputs, dt=inputs.tensors["dt"].to(BF16)))
     found, remark = cast_inputs(operators.get(inputs.operator), inputs, "fp16")
-    before, after = dtypes(inputs), dtypes(found)
+    before = dtypes(inputs)
+    after = dtypes(found)
     assert {name for name in after if after[name] != before[name]} == {"x", "B", "C", "z", "dt"}
     assert {after[name] for name in ("x", "B", "C", "z", "dt")} == {FP16}
     for name, tensor in found.tensors.items():

@@ -5,8 +5,6 @@ kernel that calls the library that it replaces is shown by its launches.  Reads 
 are not found.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -289,7 +287,8 @@ def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str) -> N
 @pytest.mark.parametrize("function", ["right", "by_content", "patching_the_clock"])
 def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: str) -> None:
     code, found = run(function)
-    cheat, honest = found["cheat"], found["unfused"]
+    cheat = found["cheat"]
+    honest = found["unfused"]
     assert code == 0, cheat.why
     # in the same rounds: others may use the GPU, too
     assert us(cheat.over(honest)) == pytest.approx(1, rel=0.05)

@@ -1,7 +1,5 @@
 """Entries are verified, then timed.  The comparator is real, the timer is fake."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -294,7 +292,8 @@ def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in
 def test_nothing_is_faster_than_the_roof() -> None:
     """10 MB take 2.5 us at 4,000 GB/s."""
     ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
-    (fast,), (good,) = entries("fast", 1.0), entries("good", 3.0)
+    (fast,) = entries("fast", 1.0)
+    (good,) = entries("good", 3.0)
     for entry in (fast, good):
         entry.case = entry.case.changed(bytes_moved=10_000_000, flops=0)
     verdicts = compared([fast], [good], timer=FakeTimer(), ceilings=ceilings)

@@ -1,7 +1,5 @@
 """The largest mixtures of experts: the memory of one layer, and the error if it does not fit."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable
@@ -106,7 +104,8 @@ def write_without_values(name: str, folder: Path) -> Any:
     """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
     model = without_values(name)
     model.config.save_pretrained(folder)
-    header, size = {}, 0
+    header = {}
+    size = 0
     for name, tensor in model.state_dict().items():
         span = [size, size + tensor.nbytes]
         header[name] = {

@@ -1,7 +1,5 @@
 """Which placement a machine's memory allows, its predicted cost, and the memory that it needs."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Callable, Iterator
@@ -113,7 +111,8 @@ def test_the_fastest_placement_that_fits(
 ) -> None:
     """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
-    weights, more = target.weight_bytes, beside(granite)
+    weights = target.weight_bytes
+    more = beside(granite)
     memory(
         monkeypatch,
         [max(int(gpu * weights) + more, 0) for gpu in gpus],
@@ -137,7 +136,8 @@ def test_the_fastest_placement_that_fits(
 def test_what_a_user_names_is_taken_or_refused(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite).weight_bytes, beside(granite)
+    weights = asked(granite).weight_bytes
+    more = beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
     assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
     refused: list[tuple[list[int], int, PlacementKind, str]] = [
@@ -165,7 +165,8 @@ def test_what_a_user_names_is_taken_or_refused(
 def test_a_second_gpu_that_another_process_has_alone_is_left_out(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite).weight_bytes, beside(granite)
+    weights = asked(granite).weight_bytes
+    more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
 
     def refuse(_device: torch.device) -> int:
@@ -184,7 +185,8 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite).weight_bytes, beside(granite)
+    weights = asked(granite).weight_bytes
+    more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
     assert choose(asked(granite)).record.kind == "all-gpus"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -337,7 +339,8 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, fetch = list[bool](), placement.fetch
+    hidden = list[bool]()
+    fetch = placement.fetch
 
     def noted(*given: Any, **rest: Any) -> Any:
         hidden.append(bool(are_progress_bars_disabled()))

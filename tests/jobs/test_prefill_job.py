@@ -2,8 +2,6 @@
 interruption.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

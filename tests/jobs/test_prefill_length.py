@@ -2,8 +2,6 @@
 refusals.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +33,8 @@ from ssdprof.store.header import draft
 from ssdprof.store.reports import Writer
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
-LAYERS, LENGTH = 3, 12
+LAYERS = 3
+LENGTH = 12
 
 
 def contender(name: str, run: Any = None, kind: Any = "bundled") -> Implementation:
@@ -80,7 +79,8 @@ def length(
 ) -> tuple[_Length, FakeTimer]:
     RAN.clear()
     by_name = {each.name: each for each in contenders}
-    timer, model = FakeTimer(), tiny_models.shared("mamba2")
+    timer = FakeTimer()
+    model = tiny_models.shared("mamba2")
     mixers = find_mixers(model)
     one = _Length(
         request=PrefillOptions(model="tiny", seconds=seconds),
@@ -217,7 +217,8 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
 def test_while_a_users_kernel_runs_the_parent_knows_its_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told, known = list[str](), set[str]()
+    told = list[str]()
+    known = set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
 

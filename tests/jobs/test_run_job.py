@@ -2,8 +2,6 @@
 kept.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +105,8 @@ def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_k
 
 @needs_interpreter
 def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, left = kernels.get("ssd", "fused"), [1]
+    fused = kernels.get("ssd", "fused")
+    left = [1]
 
     def once(*given: Any) -> Any:
         left.pop()
@@ -164,7 +163,8 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
 def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     stop_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, began = replay.Comparer, list[str]()
+    plain = replay.Comparer
+    began = list[str]()
 
     class Noted(plain):  # type: ignore[misc, valid-type]
         def compare(self, entries: Any, label: str, *rest: Any) -> Any:
@@ -215,8 +215,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
         *(
             (
                 f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, "
-                f"{states} "
-                "states"
+                f"{states} states"
             )
             for number, size in ((1, 40), (2, 10))
             for states in ("fp32", "bf16")

@@ -1,7 +1,5 @@
 """`ssdprof tune`: candidates, searches, the stored configurations, and the command."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -279,7 +277,8 @@ def test_it_goes_to_the_fastest_axis_by_axis(
         by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01
     )
     assert find.device_interval[0] > 1.01
-    committed, best = of(cases, "committed"), of(cases, "segment 4, ring 2")
+    committed = of(cases, "committed")
+    best = of(cases, "segment 4, ring 2")
     assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
     assert (len(committed.samples), {one.process for one in best.samples}) == (
         2 * turns,
@@ -303,7 +302,8 @@ class PlacedTimer(FakeTimer):
     factors: dict[object, float]
 
     def reallocate(self, generator: np.random.Generator) -> None:
-        self.generator, self.factors = generator, {}
+        self.generator = generator
+        self.factors = {}
         self.recordings += 1
 
     def device_us(self, graph: Any) -> float:
@@ -411,7 +411,8 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
 
 
 def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences() -> None:
-    problem, both = ssd_problem("portable", 128, 192), by_warps((128, 192))
+    problem = ssd_problem("portable", 128, 192)
+    both = by_warps((128, 192))
     outcome = found(both, problem)
     assert value(outcome, "num_warps") == 8
     assert isinstance(outcome[1], TunedConfig)

@@ -1,7 +1,5 @@
 """Problems of `ssdprof tune` on the CPU, and a kernel and a timer with invented times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -103,7 +101,8 @@ class FakeTimer(fakes.FakeTimer):
         )
 
     def record(self, run: Run) -> tuple[Any, Any]:
-        output, (config, tokens) = run(), self.ran[-1]
+        output = run()
+        config, tokens = self.ran[-1]
         if self.unrecorded(config):
             raise CaptureError("it synchronises")
         return (config, self.cost(config, tokens), run, output), output

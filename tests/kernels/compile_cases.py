@@ -2,8 +2,6 @@
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -157,11 +155,14 @@ SSD_PORTABLE = each(
 )
 COMMON = {"mamba2 bf16 exact": SSD_PORTABLE["mamba2 bf16 exact"]}
 
-CUT, ALONE = Cut(segment=4), Cut(segment=3, long_count=1, long_segment=9, recompute=True)
-WHOLE, SHARES = Cut(segment=16), Cut(segment=16, shares=4)
+CUT = Cut(segment=4)
+ALONE = Cut(segment=3, long_count=1, long_segment=9, recompute=True)
+WHOLE = Cut(segment=16)
+SHARES = Cut(segment=16, shares=4)
 FOUR = MAMBA2.but(heads=4)
 HYBRID = FOUR.but(headdim=80, lengths=(600, 9), initial_states=True)
-BATCH, WIDE = FOUR.but(batch=3), dict(heads=3, dstate=256)
+BATCH = FOUR.but(batch=3)
+WIDE = dict(heads=3, dstate=256)
 SSD_HOPPER = each(
     ssd_hopper,
     {
@@ -202,10 +203,8 @@ def convolution(
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    one, initial = (
-        meta(channels) if bias else None,
-        meta(x.shape[0], channels, 3) if state else None,
-    )
+    one = meta(channels) if bias else None
+    initial = meta(x.shape[0], channels, 3) if state else None
     causal_conv1d(x, meta(channels, 4), one, initial_state=initial, wants_final_state=state)
 
 
@@ -314,7 +313,8 @@ GDN_UNFUSED = each(
 )
 
 LAB = QWEN.but(key_heads=16)
-LONG, PAIR = dict(lengths=(4500,), initial_states=True), dict(lengths=(600, 9), initial_states=True)
+LONG = dict(lengths=(4500,), initial_states=True)
+PAIR = dict(lengths=(600, 9), initial_states=True)
 GDN_PORTABLE = each(
     gdn_portable,
     {

@@ -8,8 +8,6 @@ and a launch ends after the compilation.  Products are not fused with
 sums unless a launcher requests it: this will be the default of later Triton versions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -71,7 +69,7 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
     """Label -> its kernels, in the order of the launches, for every entry of `module.launches`."""
     command = [sys.executable, __file__, module, launches, str(capability)]
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     by_label = json.loads(result.stdout)
     return {
@@ -107,8 +105,7 @@ def recorded_form(table: str, capability: int) -> dict[str, str]:
     """
     return {
         f"{table} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} "
-        f"{one.shared_bytes} "
-        f"{one.num_warps} {one.code}"
+        f"{one.shared_bytes} {one.num_warps} {one.code}"
         for label, kernels in compiled("compile_cases", capability, table).items()
         for index, one in enumerate(kernels)
     }

@@ -198,12 +198,14 @@ class Barrier:
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
         assert self.pending >= count, "more arrivals than the barrier was made for"
-        self.pending, self.bytes = self.pending - count, self.bytes + expected
+        self.pending -= count
+        self.bytes += expected
         self.end_phase()
 
     def end_phase(self) -> None:
         if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
+            self.phase += 1
+            self.pending = self.count
 
 
 class Shared:
@@ -266,7 +268,8 @@ class Pointer:
     """Elements of a tensor's memory, by offset.  Access outside of that memory is an error."""
 
     def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
-        self.memory, self.offset = memory, offset
+        self.memory = memory
+        self.offset = offset
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     @classmethod
@@ -299,9 +302,12 @@ class Descriptor:
     """A TMA descriptor: an address, sizes, strides.  Reads outside of those sizes give zeros."""
 
     def __init__(self, host: Any) -> None:
-        self.shape, self.strides = host.shape, host.strides
+        self.shape = host.shape
+        self.strides = host.strides
         base = host.base
-        self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
+        self.block = tuple(host.block_shape)
+        self.dtype = base.dtype
+        self.layout = None
         ahead = isinstance(base, Part) and base.begin < 0
         self.start = (
             Pointer.to(base.memory) + base.begin // base.dtype.itemsize
@@ -311,12 +317,14 @@ class Descriptor:
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
         """Pointers to a tile's elements, and a mask of those that TMA reads or writes."""
-        places, inside = torch.tensor(0), torch.tensor(True)
+        places = torch.tensor(0)
+        inside = torch.tensor(True)
         of_dimensions = zip(start, self.shape, self.strides, self.block, strict=True)
         for k, (first, size, stride, length) in enumerate(of_dimensions):
             assert 0 <= int(first) < 2**31
             along = (int(first) + torch.arange(length)).view([-1] + [1] * (len(self.block) - 1 - k))
-            places, inside = places + along * stride, inside & (along < size)
+            places = places + along * stride
+            inside = inside & (along < size)
         return self.start + places, inside
 
 
@@ -324,7 +332,9 @@ class Product:
     """A matrix product that may not have been computed yet."""
 
     def __init__(self, a: Any, b: Shared, accumulator: Any) -> None:
-        self.a, self.b, self.accumulator = a, b, accumulator
+        self.a = a
+        self.b = b
+        self.accumulator = accumulator
         self.result: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
@@ -349,7 +359,9 @@ class Machine:
     """A GPU with room for `resident` programs, and the parts of Gluon that they use."""
 
     def __init__(self, source: Source, seed: int, resident: int) -> None:
-        self.source, self.random, self.resident = source, random.Random(seed), resident
+        self.source = source
+        self.random = random.Random(seed)
+        self.resident = resident
         self.turns = Turns(self.random)
 
     def start(self, programs: Iterator[Callable[[], None]]) -> None:
@@ -467,7 +479,8 @@ class Machine:
         lanes.
         """
         if getattr(self.turns.local, "lane", None) is not None:
-            meeting, phase = self.turns.local.meeting, self.turns.local.meeting.phase
+            meeting = self.turns.local.meeting
+            phase = self.turns.local.meeting.phase
             meeting.arrive()
             self.turns.wait(lambda: meeting.phase != phase)
 

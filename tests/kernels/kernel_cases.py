@@ -2,8 +2,6 @@
 comparisons.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,7 +14,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
+EXACT = Precision()
+RELAXED_FP32 = Precision(intermediates="relaxed")
 RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
 PRECISIONS = tuple(
     replace(precision, state_dtype=dtype) for precision in (EXACT, RELAXED_FP32) for dtype in DTYPES
@@ -80,7 +79,8 @@ class SSDCase(Case):
 
     def inputs(self, **overrides: Any) -> SSDInputs:
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        tokens, (h, p, g, n) = self.tokens, (self.heads, self.headdim, self.groups, self.dstate)
+        tokens = self.tokens
+        h, p, g, n = self.heads, self.headdim, self.groups, self.dstate
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
@@ -124,16 +124,16 @@ class GDNCase(Case):
 
     def inputs(self, **overrides: Any) -> GDNInputs:
         generator = torch.Generator(self.device).manual_seed(self.seed)
-        tokens, keys, heads = self.tokens, self.key_heads, self.key_heads * self.values_per_key
+        tokens = self.tokens
+        keys = self.key_heads
+        heads = self.key_heads * self.values_per_key
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
-        key, q, k = (
-            normal(keys, self.key_dim),
-            normal(*tokens, keys, self.key_dim),
-            normal(*tokens, keys, self.key_dim),
-        )
+        key = normal(keys, self.key_dim)
+        q = normal(*tokens, keys, self.key_dim)
+        k = normal(*tokens, keys, self.key_dim)
         k = self.collinear * key + (1 - self.collinear) * k
         if not self.l2norm:
             q, k = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
@@ -232,7 +232,8 @@ def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
     """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of
     one sequence.
     """
-    state, alone = inputs.initial, {}
+    state = inputs.initial
+    alone = {}
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
             pack = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
@@ -273,10 +274,8 @@ def head_errors(output: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
     of_tensors = []
     for a, b, head in zip(output, exact, (2, 1), strict=True):
         over = [axis for axis in range(4) if axis != head]
-        error, b = (
-            (a.double() - b).square().mean(over).sqrt(),
-            b.double().square().mean(over).sqrt(),
-        )
+        error = (a.double() - b).square().mean(over).sqrt()
+        b = b.double().square().mean(over).sqrt()
         of_tensors.append(error / b.clamp_min(1e-30))
     return of_tensors[0], of_tensors[1]
 

@@ -1,7 +1,5 @@
 """The PTX instructions of the kernels' inline assembly, each run in torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -91,7 +89,8 @@ def _compute(name: str, values: list[torch.Tensor]) -> torch.Tensor:
     assert operation != "setp" or modifiers[0] == "ne"
     if operation in BITWISE:
         return BITWISE[operation](*values)
-    compute, kind = ARITHMETIC[operation], modifiers[-1]
+    compute = ARITHMETIC[operation]
+    kind = modifiers[-1]
     if kind == "f32":
         return _bits(compute(*(_float(value).double() for value in values)).float())
     half = HALVES[kind.removesuffix("x2")]

@@ -4,8 +4,6 @@ a GPU.
 `targets(...)` gives them to a test as the fixture `kernel` of `conftest.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -141,10 +139,8 @@ def ssd_hopper(cut: Cut | Callable[[SSDInputs], Cut]) -> Run:
 
     def run(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         assert not inputs.x.is_cuda or unsupported(inputs) == ""
-        segments, free = (
-            cut(inputs) if callable(cut) else cut,
-            SSDHopperConfig.choose(inputs, H200, batch_invariant=False),
-        )
+        segments = cut(inputs) if callable(cut) else cut
+        free = SSDHopperConfig.choose(inputs, H200, batch_invariant=False)
         return ssd_hopper_launch(inputs, precision, replace(free, **asdict(segments)))(inputs)
 
     return run
@@ -208,7 +204,8 @@ def kda_portable(config: KDAPortableConfig | None) -> Run:
 
 # --- all of them
 
-GDN_LIMITS, HOPPER_LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}, {FP16: 6e-4, BF16: 4.5e-3}
+GDN_LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}
+HOPPER_LIMITS = {FP16: 6e-4, BF16: 4.5e-3}
 of_ssd = partial(Target, "ssd", limits={FP32: 2e-6})
 ssd_on_hopper = partial(Target, "ssd", only_hopper=True)
 of_gdn = partial(Target, "gdn", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)

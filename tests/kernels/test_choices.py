@@ -6,8 +6,6 @@ hash of its
 implementation: the failed test shows the new one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Iterator
@@ -55,7 +53,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
     """(batch, length, sequences, cu_seqlens); a third of the calls are decode steps."""
-    sequences, length = draw.choice((1, 2, 3, 8, 64, 300)), draw.choice(LENGTHS)
+    sequences = draw.choice((1, 2, 3, 8, 64, 300))
+    length = draw.choice(LENGTHS)
     if draw.random() < 0.3:
         return sequences, 1, sequences, None
     if draw.random() < 0.3:
@@ -65,14 +64,13 @@ def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
 
 def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
     b, l, sequences, cu_seqlens = shape_of(draw)
-    g, p, n, dtype = (
-        draw.choice((1, 2, 8)),
-        draw.choice((16, 32, 64, 80, 128)),
-        draw.choice((16, 64, 128, 192, 256)),
-        draw.choice(DTYPES),
-    )
+    g = draw.choice((1, 2, 8))
+    p = draw.choice((16, 32, 64, 80, 128))
+    n = draw.choice((16, 64, 128, 192, 256))
+    dtype = draw.choice(DTYPES)
     h = g * draw.choice((1, 4, 10, 16))
-    x, B = meta(b, l, h, p, dtype=dtype), meta(b, l, g, n, dtype=dtype)
+    x = meta(b, l, h, p, dtype=dtype)
+    B = meta(b, l, g, n, dtype=dtype)
     return kernels.SSDInputs.unchecked(
         x=x,
         dt=meta(b, l, h),
@@ -92,12 +90,11 @@ def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
 
 def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
     b, t, sequences, cu_seqlens = shape_of(draw)
-    h, dtype = draw.choice((1, 2, 4, 16)), draw.choice(DTYPES)
-    hv, k, v = (
-        h * draw.choice((1, 2, 3, 4)),
-        draw.choice((16, 32, 64, 96, 128, 192, 256)),
-        draw.choice((16, 64, 128, 256)),
-    )
+    h = draw.choice((1, 2, 4, 16))
+    dtype = draw.choice(DTYPES)
+    hv = h * draw.choice((1, 2, 3, 4))
+    k = draw.choice((16, 32, 64, 96, 128, 192, 256))
+    v = draw.choice((16, 64, 128, 256))
     q = meta(b, t, h, k, dtype=dtype)
     return kernels.GDNInputs.unchecked(
         q=q,

@@ -2,8 +2,6 @@
 spill little.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

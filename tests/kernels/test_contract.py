@@ -4,8 +4,6 @@ emulator and on a GPU.
 Memory that no kernel has written holds NaN (`conftest.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,7 +60,8 @@ WIDE["kda"] = WIDE["gdn"]
     gpu=("ssd hopper, short", "gdn first passes"),
 )
 def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) -> None:
-    inputs, names = kernel.case(initial_states=True).inputs(), WIDE[kernel.operator]
+    inputs = kernel.case(initial_states=True).inputs()
+    names = WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
     if kernel.only_hopper and dtype == torch.float64:
         inputs = changed(inputs, torch.Tensor.float, *(name for name in names if name in TOKENS))
@@ -128,7 +127,8 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
         state = inputs.initial.clone()
         state[0], state[2] = torch.nan, torch.inf
         bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
-        alone, beside_bad = kernel(inputs), kernel(bad)
+        alone = kernel(inputs)
+        beside_bad = kernel(bad)
         assert_bitwise(
             (beside_bad.out[second], beside_bad.final_states[1]),
             (alone.out[second], alone.final_states[1]),
@@ -185,7 +185,8 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target) -> None:
 @pytest.mark.parametrize("dtype", [FP32, *slow(BF16, FP16)], ids=str)
 def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype) -> None:
     inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
-    whole, order = kernel(inputs), [2, 0, 1]
+    whole = kernel(inputs)
+    order = [2, 0, 1]
     assert_bitwise(kernel(rows(inputs, order)), [tensor[order] for tensor in whole])
     assert_bitwise(kernel(rows(inputs, slice(1, 2))), [tensor[1:2] for tensor in whole])
 
@@ -203,7 +204,9 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype)
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
 def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...]) -> None:
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
-    whole, ends, state = kernel(inputs), inputs.cu_seqlens.tolist(), inputs.initial
+    whole = kernel(inputs)
+    ends = inputs.cu_seqlens.tolist()
+    state = inputs.initial
     for i, alone in sequences(inputs, packed=True).items():
         expected = whole.out[:, ends[i] : ends[i + 1]], whole.final_states[i : i + 1]
         assert_bitwise(kernel(alone), expected)
@@ -241,7 +244,8 @@ def test_steps_are_a_sequence(kernel: Target) -> None:
     all positions.
     """
     inputs = kernel.case(seqlen=4, initial_states=True).inputs()
-    whole, state = kernel(inputs), inputs.initial
+    whole = kernel(inputs)
+    state = inputs.initial
     for t in range(4):
         out, state = kernel(with_state(cut(inputs, t, t + 1), state))
         assert torch.equal(out[:, 0], whole.out[:, t])
@@ -509,7 +513,8 @@ def beside_others(tensor: torch.Tensor) -> torch.Tensor:
     """Columns of a projection in a buffer for longer sequences: NaN lies between them and between
     sequences.
     """
-    rows, columns = tensor.shape[1], tensor.shape[-1]
+    rows = tensor.shape[1]
+    columns = tensor.shape[-1]
     room = (tensor.shape[0], 2 * rows, *tensor.shape[2:-1], 2 * columns + 8)
     wide = torch.full(room, torch.nan, dtype=tensor.dtype, device=tensor.device)
     return wide[:, 8 : 8 + rows, ..., 8 : 8 + columns].copy_(tensor)

@@ -2,8 +2,6 @@
 the match is that of the published kernel.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -32,7 +30,8 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 
-SEQUENCES, SEQLEN = 32, 1024
+SEQUENCES = 32
+SEQLEN = 1024
 # of the models' configurations
 CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 128}
 SHAPES = ("16x64x128x1", "16x64x64x2", "16x80x128x1", "8x128x256x1")  # heads x P x N x groups
@@ -59,10 +58,8 @@ def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
     gives the scale.
     """
     exact = ssd_chunked(inputs)
-    fused, unfused = (
-        squared_errors(kernel(inputs), exact),
-        squared_errors(TARGETS["ssd unfused"](inputs), exact),
-    )
+    fused = squared_errors(kernel(inputs), exact)
+    unfused = squared_errors(TARGETS["ssd unfused"](inputs), exact)
     for name, theirs in unfused.items():
         excess = fused[name] - theirs
         assert torch.isfinite(excess).all(), f"{name} is not finite"
@@ -151,7 +148,8 @@ def test_relaxed_matches_as_the_published_kernel_does(
     def normal(mean: float, spread: float, *shape: int) -> torch.Tensor:
         return mean + spread * torch.randn(*shape, device="cuda", generator=generator)
 
-    length, heads = 2763, 80
+    length = 2763
+    heads = 80
     inputs = SSDInputs(
         x=normal(5, 2, 1, length, heads, 64).half(),
         dt=normal(0.5, 0.2, 1, length, heads).half(),

@@ -1,7 +1,5 @@
 """On a GPU: no kernel takes more than two seconds to compile."""
 
-from __future__ import annotations
-
 import math
 import sys
 from functools import partial

@@ -2,8 +2,6 @@
 libraries.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -109,10 +107,8 @@ def inputs_of(operator: str, case: str) -> Any:
     [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
 )
 def test_the_function_is_the_implementation(operator: str, function: Function, case: str) -> None:
-    inputs, precision = (
-        inputs_of(operator, case),
-        Precision(intermediates="relaxed", state_dtype=BF16),
-    )
+    inputs = inputs_of(operator, case)
+    precision = Precision(intermediates="relaxed", state_dtype=BF16)
     inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
     expected = get(operator, function.implementation).run(inputs, precision)
     assert_bitwise(function(inputs, precision=precision), expected)
@@ -145,10 +141,8 @@ GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DEL
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     operator: str, function: Function, case: str
 ) -> None:
-    inputs, precision = (
-        inputs_of(operator[:3], case),
-        ("relaxed", BF16) if case == "step" else ("exact", FP32),
-    )
+    inputs = inputs_of(operator[:3], case)
+    precision = ("relaxed", BF16) if case == "step" else ("exact", FP32)
     v_first = operator.endswith("first")
     if operator != "ssd":
         inputs = replace(inputs, initial_state=None)
@@ -156,7 +150,8 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     arguments = (*values, *precision, False, v_first)
     op = getattr(torch.ops.ssdprof, f"{inputs.operator}_fused").default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-    first, rest = function.needed[0], [getattr(inputs, name) for name in function.needed[1:]]
+    first = function.needed[0]
+    rest = [getattr(inputs, name) for name in function.needed[1:]]
     options = {name: getattr(inputs, name) for name in function.options} | (
         {"state_v_first": True} if v_first else {}
     )
@@ -236,7 +231,8 @@ def test_the_plan_of_unfused_counts_the_launches(
 def test_a_plan_names_the_precision_that_has_the_same_bits(
     operator: str, case: Any, same: str
 ) -> None:
-    inputs, implementation = case.inputs(), get(operator, "fused")
+    inputs = case.inputs()
+    implementation = get(operator, "fused")
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
     assert "the same as" not in implementation.plan(inputs, EXACT).reason
     relaxed = implementation.run(inputs, RELAXED)
@@ -267,7 +263,8 @@ STEPS = {
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
     case: SSDCase, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, one = case.inputs(), STEP.inputs()
+    inputs = case.inputs()
+    one = STEP.inputs()
     fused.FUSED.launches.clear()
     for batch_invariant in (False, True):
         ours = fused.run(inputs, batch_invariant=batch_invariant)

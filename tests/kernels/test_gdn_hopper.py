@@ -2,8 +2,6 @@
 forget slowly, slices.  In the emulator, and the same on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -81,10 +79,8 @@ def test_a_first_segment_is_longer_by_what_first_passes_cost(
 
 
 def test_fast_heads_have_the_bits_of_even_segments(device: str) -> None:
-    inputs, even = (
-        SMALL.but(seqlen=512, gate=4.0, device=device).inputs(),
-        replace(GDN_CUT, segment=4),
-    )
+    inputs = SMALL.but(seqlen=512, gate=4.0, device=device).inputs()
+    even = replace(GDN_CUT, segment=4)
     assert same(run(inputs, even), run(inputs, replace(even, first_segment_extra=True)))
 
 

@@ -144,7 +144,8 @@ def from_before(lengths: list[int], memory: int) -> float:
     head whose decay is e^(-1 / memory) per position.
     """
     kept = math.exp(-2 / memory)
-    first, before = 0, 0.0
+    first = 0
+    before = 0.0
     for length in lengths:
         before += kept * (1 - kept**length) / (1 - kept) * (1 - kept**first) / (1 - kept)
         first += length

@@ -1,7 +1,5 @@
 """Kimi Delta Attention: its gates, its oracle, and its exactness."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

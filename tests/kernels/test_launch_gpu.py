@@ -3,8 +3,6 @@ them.  Every launch of a kernel after its first goes through the driver, and wri
 Triton's launch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

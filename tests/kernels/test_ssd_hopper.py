@@ -2,8 +2,6 @@
 a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -140,7 +138,9 @@ def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
     multiprocessors and on few.
     """
     case = SMALL.but(**sizes)
-    inputs, nchunks, gpu = case.inputs(), -(-case.seqlen // 64), case.device == "cuda"
+    inputs = case.inputs()
+    nchunks = -(-case.seqlen // 64)
+    gpu = case.device == "cuda"
     for precision, shares in product(
         (EXACT, RELAXED) if gpu else (EXACT,), (H200, 131, 7, 1) if gpu else range(1, 12)
     ):
@@ -166,7 +166,8 @@ def test_states_lose_less_than_their_operands_do(device: str) -> None:
 @pytest.mark.gpu
 @ON_HOPPER
 def test_what_it_takes_and_what_it_leaves_to_the_portable_kernel() -> None:
-    plan, gpu = get("ssd", "fused").plan, SMALL.but(heads=4, device="cuda")
+    plan = get("ssd", "fused").plan
+    gpu = SMALL.but(heads=4, device="cuda")
     for heads, headdim, dstate, groups in (
         (80, 64, 128, 1),
         (128, 64, 128, 1),

@@ -1,7 +1,5 @@
 """States that are rounded between steps as a pool keeps them, against plain loops in torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -113,9 +111,11 @@ def test_a_state_as_it_is_first_stored(operator: str, name: str) -> None:
 
 def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Out, and the states after every step, of one sequence."""
-    reference, axis = get(inputs.operator, "reference").run, ROW_AXIS[inputs.operator]
+    reference = get(inputs.operator, "reference").run
+    axis = ROW_AXIS[inputs.operator]
     state = torch.zeros(inputs.states_shape[1:]) if inputs.initial is None else inputs.initial[0]
-    outs, states = [], []
+    outs = []
+    states = []
     for number, start in enumerate(range(-step, inputs.length, step)):
         if start >= 0:
             piece = with_state(cut(inputs, start, start + step), state[None])
@@ -183,15 +183,11 @@ def random_sums(decay: float, seqlen: int) -> Any:
     return replace(inputs, x=torch.randn(inputs.x.shape), B=torch.randn(inputs.B.shape))
 
 
-def test_bf16_stops_where_an_addend_is_half_a_unit() -> None:
-    states = stepped_states(sums(1.0, 1.0, 300), parse_state_format("bf16"), 1, (256, 300)).states
-    assert (states == 256).all()
-
-
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
     """Below half a unit, where rounding to nearest adds nothing."""
-    inputs, exact = sums(0.1, 1.0, 40, state=256.0), 260.0
+    inputs = sums(0.1, 1.0, 40, state=256.0)
+    exact = 260.0
     assert (stepped_states(inputs, parse_state_format(name), 1, [40]).states == 256).all()
     stochastic = parse_state_format(f"{name}-stochastic")
     ends = torch.stack(
@@ -200,21 +196,6 @@ def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
     assert not torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], stepped_states(inputs, stochastic, 1, [40], 1).states)
     assert abs(ends.mean() - exact) <= 3 * ends.std() / ends.numel() ** 0.5
-
-
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [("bf16", 2**-8), ("fp16-stochastic", 2**-10), ("fp8", 2**-4), ("int8", 1 / 254)],
-)
-def test_a_head_that_decays_forgets_its_roundings(name: str, unit: float) -> None:
-    """unit: the largest error of a rounding, relative to the largest number of a row."""
-    inputs, marks = random_sums(0.9, 100), range(1, 101)
-    ours, exact = (
-        stepped_states(inputs, parse_state_format(each), 1, marks).states for each in (name, "fp32")
-    )
-    largest = torch.maximum(ours, exact).abs().amax((0, -1), keepdim=True)
-    share = ((ours - exact).abs() / (largest * unit)).max()
-    assert 1 < share <= 1 / (1 - 0.9)
 
 
 def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range() -> None:
@@ -239,7 +220,8 @@ def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range() -> None
 def test_other_sequences_and_slices_change_nothing(
     operator: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, state_format = CASES[operator].inputs(), parse_state_format(name)
+    inputs = CASES[operator].inputs()
+    state_format = parse_state_format(name)
     both = stepped_states(inputs, state_format, 2, (0, 3, 5), 5)
     alone = stepped_states(rows(inputs, [0]), state_format, 2, (0, 3, 5), 5)
     assert torch.equal(both.out[:1], alone.out)

@@ -1,7 +1,5 @@
 """A user's kernels: correct ones, and one for each kind of defect.  They support any operator."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from typing import Any

@@ -18,7 +18,8 @@ from ssdprof.measure.answers import (
     mean_interval,
 )
 
-COUNT, VOCABULARY = 60, 17
+COUNT = 60
+VOCABULARY = 17
 
 
 def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -40,7 +41,8 @@ def compared(
 def test_the_numbers_are_those_of_a_dense_computation() -> None:
     reference, other, tokens = draw()
     (band,) = bands(compared(reference, other, tokens))
-    p, q = reference.double().softmax(-1), other.double().softmax(-1)
+    p = reference.double().softmax(-1)
+    q = other.double().softmax(-1)
     kl = (p * (p / q).log()).sum(-1)
     assert band.kl_mean == pytest.approx(float(kl.mean()))
     assert band.kl_p99 == pytest.approx(float(kl.quantile(0.99)))

@@ -222,7 +222,8 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
 
 def test_baseline_and_floor_stand_beside_the_oracle() -> None:
     inputs = random_inputs()
-    right, coarse = right_answer(inputs), rounded_answer(inputs, EXACT)
+    right = right_answer(inputs)
+    coarse = rounded_answer(inputs, EXACT)
     comparisons = compare(
         inputs,
         {
@@ -253,7 +254,8 @@ def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -
     """With 16-bit inputs.  The error of a single one may be small by chance where a head has few
     large errors.
     """
-    inputs, precision = random_inputs(seqlen=64, heads=2, seed=3), EXACT
+    inputs = random_inputs(seqlen=64, heads=2, seed=3)
+    precision = EXACT
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
         perturbed = ssd.ORACLE.rounded(inputs, precision).perturbed(seed)

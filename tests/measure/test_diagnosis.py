@@ -1,7 +1,5 @@
 """What a report says of a wrong output besides its largest error."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -72,7 +70,9 @@ def test_an_error_as_large_as_that_of_a_known_rounding(
         inputs, **{name: getattr(inputs, name).float() for name in ("q", "k", "v", "beta")}
     )
     oracle = operators.get("gdn").oracle
-    rounded, outs, states = oracle.rounded(inputs, precision), [], []
+    rounded = oracle.rounded(inputs, precision)
+    outs = []
+    states = []
     for span in spans_of(inputs):
         outs.append(rounded.advance(inputs, span, oracle.gate(inputs, span, chunk))[0])
         states.append(rounded.state * (1 + 2.0**-23))  # not of 16 bits alone

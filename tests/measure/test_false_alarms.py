@@ -1,7 +1,5 @@
 """Correct outputs pass, even if they round at other points and sum in another order than `lo`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -34,7 +32,9 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     Exponents are summed as a tree.  Weights are rounded once, and multiply B instead of x.  The
     state is rounded only when it is read.
     """
-    (_, length, h, p), (g, n), q = inputs.x.shape, inputs.B.shape[2:], inputs.chunk_size
+    _, length, h, p = inputs.x.shape
+    g, n = inputs.B.shape[2:]
+    q = inputs.chunk_size
     dtype = precision.intermediate_dtype(inputs.x.dtype)
 
     def relaxed(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,8 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         chunk = slice(start, min(start + q, length))
         for head in range(h):
             B, C = (tensor[0, chunk, head * g // h].float() for tensor in (inputs.B, inputs.C))
-            x, dt_head = inputs.x[0, chunk, head].float(), dt[chunk, head]
+            x = inputs.x[0, chunk, head].float()
+            dt_head = dt[chunk, head]
             a = tree_cumsum(dt_head * inputs.A[head])
             decay = (a[:, None] - a[None, :]).clamp(max=0).exp()
             scores = operand(relaxed(C @ B.T) * relaxed(decay * dt_head)).tril()
@@ -104,7 +105,8 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
     """A decay that is nearer to 1 than half a unit in the last place leaves a rounded number as it
     was, at every position: such errors do not average out, and depend on the kernel's chunks.
     """
-    operator, given = operators.get(name), generated(name, "1/1x128x128", 4096)
+    operator = operators.get(name)
+    given = generated(name, "1/1x128x128", 4096)
     inputs = replace(given, g=-2 * step * torch.rand_like(given.g))
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.bfloat16)
     (span,) = spans_of(inputs)

@@ -1,7 +1,5 @@
 """Guards around tensors detect every write outside of the tensors, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -116,7 +114,8 @@ def test_guarded_tensors_hold_what_they_would_hold() -> None:
         assert torch.ones_like(torch.empty(2, dtype=torch.int32)).tolist() == [1, 1]
         assert torch.empty(0).shape == (0,)
         assert torch.empty(2, 3, device="meta").is_meta  # no memory, so no guards
-        plain, guarded = torch.randn(4, 4), torch.empty(4, 4)
+        plain = torch.randn(4, 4)
+        guarded = torch.empty(4, 4)
         guarded.copy_(plain)
         assert torch.equal(guarded @ guarded, plain @ plain)
         assert memory.out_of_bounds() == ""

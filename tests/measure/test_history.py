@@ -2,8 +2,6 @@
 else by the amplified history.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +22,7 @@ from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
 from ssdprof.operators.implementations import own_implementation
-from ssdprof.operators.kda_histories import histories as kda_histories
+from ssdprof.operators.kda_inputs import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
@@ -90,25 +88,25 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
-        for history in histories:
-            inputs, heads = history.inputs, history.inputs.v.shape[2]
+        for inputs, outputs in histories:
+            heads = inputs.v.shape[2]
             out, _ = kda_recurrence(inputs, dtype=torch.float64)
-            for known in history.known:
+            for known in outputs:
                 ours = out[known.batch, known.positions][:, known.heads]
                 # keys of half the channels have lengths that 16 bit may miss
                 room = 1e-4 if inputs.use_qk_l2norm else 6e-3
                 error = (ours - known.expected).norm() / known.expected.norm()
                 assert error < room, known.kind
-            heads_known = torch.cat([known.heads for known in history.known])
+            heads_known = torch.cat([known.heads for known in outputs])
             assert set(heads_known.tolist()) == set(range(heads))
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
-    history = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
+    inputs, outputs = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
-        sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
+        sums = inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
         assert bool((sums == total).all())
-    assert history.known[0].kind == "windows of 16 tokens"
+    assert outputs[0].kind == "windows of 16 tokens"
 
 
 @pytest.mark.parametrize(("window", "tokens"), [(16, 120), (64, 260), (1024, 120)])
@@ -148,14 +146,14 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
     for histories in kda_histories(generated("kda", "4/4x32x32", 600), (1, 4)):
-        for history in histories:
-            inputs, found = history.inputs, []
+        for inputs, outputs in histories:
+            found = []
             rounded = operator.oracle.rounded(inputs, precision)
             for span in spans_of(inputs):
                 gate = operator.oracle.gate(inputs, span, chunk)
                 found.append(rounded.advance(inputs, span, gate)[0])
             out = torch.cat(found)
-            for known in history.known:
+            for known in outputs:
                 ours = out[known.positions][:, known.heads].double()
                 squares = (ours - known.expected).square(), known.expected.square()
                 error, size = (each.sum((1, 2)) for each in squares)
@@ -170,8 +168,10 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
         return oracle_output(inputs)
 
     implementation = own_implementation(operators.get("kda"), "fused", noted)
-    implementation, prober = replace(implementation, kind="bundled"), Prober(Here())
-    first, second = generated("kda", "2/2x16x16", 100), generated("kda", "2/2x16x16", 150)
+    implementation = replace(implementation, kind="bundled")
+    prober = Prober(Here())
+    first = generated("kda", "2/2x16x16", 100)
+    second = generated("kda", "2/2x16x16", 150)
     assert len(prober.probe(implementation, first, kernels.Precision())) > 1
     assert (
         prober.probe(implementation, generated("kda", "2/2x16x16", 100), kernels.Precision()) == ()
@@ -223,7 +223,8 @@ def test_no_law_for_gdn_without_normalised_keys_as_16_bit_hide_what_is_dropped()
         "g": torch.full_like(given.g, -0.105),
         "beta": torch.ones_like(given.beta),
     }
-    inputs, tokens = replace(given, **changes), 160
+    inputs = replace(given, **changes)
+    tokens = 160
     assert tokens * -0.105 < -16
     left = abs(torch.tensor(-0.105).exp() * (1 - key.double().square().sum())) ** tokens
     assert left > 0.03

@@ -1,7 +1,5 @@
 """Each law of a pool finds the kernel that breaks it and names the place; good kernels keep all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -287,7 +285,8 @@ def test_our_kernels_keep_every_law(operator: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["recurrent", "fused"])
 @pytest.mark.parametrize("operator", SHAPES)
 def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str) -> None:
-    one, inputs = kernels.get(operator, name), step(operator)
+    one = kernels.get(operator, name)
+    inputs = step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
     found = pools.try_laws(one, replace(inputs, **moved), Precision(), quick=False)
     assert {probe.name: probe.detail for probe in found if probe.holds != "yes"} == {}
@@ -336,7 +335,8 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.M
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
     one = working_in_place(kernel)
-    prober, several = Prober(IsolatedFirstCall()), (step(), step(), step(sequences=3))
+    prober = Prober(IsolatedFirstCall())
+    several = (step(), step(), step(sequences=3))
     found = [prober.probe(one, inputs, Precision()) for inputs in several]
     between = [
         [probe.holds for probe in of_call if probe.name == BETWEEN_CALLS + law] for of_call in found

@@ -1,7 +1,5 @@
 """Each law finds the kernel that breaks it, and lets good kernels pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -349,8 +347,10 @@ def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does() -> None:
 
 
 def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
-    once, thorough = Prober(Here()), Prober(Here(), laws="all")
-    layer, others = ssd(seqlen=20), ssd(seqlen=20, heads=4)
+    once = Prober(Here())
+    thorough = Prober(Here(), laws="all")
+    layer = ssd(seqlen=20)
+    others = ssd(seqlen=20, heads=4)
     with only("causality", "linearity"):
         found = [
             len(probed(oracle_output, inputs, prober))
@@ -368,7 +368,8 @@ def test_quick_laws_are_two_and_once() -> None:
 
 def test_the_history_of_each_layer_is_probed() -> None:
     """The first layer of a kind may forget too fast to show that a kernel drops history."""
-    prober, given = Prober(Here()), ssd()
+    prober = Prober(Here())
+    given = ssd()
     with only("causality", "amplified history"):
         assert len(probed(oracle_output, given, prober)) == 2
         found = probed(forgetting_the_start, replace(given), prober)

@@ -1,7 +1,5 @@
 """A user's kernel that fails does so in a separate process, and the reason is reported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
@@ -133,7 +131,8 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
-    isolated, given = IsolatedFirstCall(), ssd()
+    isolated = IsolatedFirstCall()
+    given = ssd()
     for _ in range(2):
         isolated.verdict(named("good"), given, Precision())
         isolated.verdict(named("good"), replace(given, x=given.x + 1), Precision())  # contiguous

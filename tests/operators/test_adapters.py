@@ -4,8 +4,6 @@ Stand-ins replace them.  Most compute the operator by the recurrence, with the l
 conventions: an adapter that follows these conventions agrees with the oracle.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os
@@ -50,7 +48,8 @@ RECURRENCES = {"ssd": ssd_recurrence, "gdn": gdn_recurrence, "kda": kda_recurren
 QKV = ("q", "k", "v", "g", "beta")
 SERVING = ("vllm", "sglang")
 GDN_LIBRARIES = ("fla", "fla_recurrent", "flash_qla", "flashinfer", "flashinfer_mtp")
-TRITON, FLA = "mamba_ssm.ops.triton", "fla.ops.gated_delta_rule"
+TRITON = "mamba_ssm.ops.triton"
+FLA = "fla.ops.gated_delta_rule"
 Calls = list[dict[str, Any]]
 Load = Callable[..., Implementation]
 
@@ -348,12 +347,13 @@ def load(calls: Calls, checkout: Path, servers: None, monkeypatch: pytest.Monkey
 
 # --- laws of all
 
-EXACT, OF_BF16, OF_FP16 = Precision(), Precision(state_dtype=BF16), Precision(state_dtype=FP16)
-RELAXED, RELAXED_FP16 = (
-    Precision(intermediates="relaxed"),
-    Precision(intermediates="relaxed", state_dtype=FP16),
-)
-PACKED, STATELESS = dict(lengths=(3, 0, 4)), dict(initial_states=False)
+EXACT = Precision()
+OF_BF16 = Precision(state_dtype=BF16)
+OF_FP16 = Precision(state_dtype=FP16)
+RELAXED = Precision(intermediates="relaxed")
+RELAXED_FP16 = Precision(intermediates="relaxed", state_dtype=FP16)
+PACKED = dict(lengths=(3, 0, 4))
+STATELESS = dict(initial_states=False)
 UNIT = replace(of_kda(), k=F.normalize(of_kda().k.float(), dim=-1).to(BF16), use_qk_l2norm=False)
 TERMS: list[tuple[str, Any, Precision]] = [
     *((name, of_gdn(), OF_FP16 if name == "fla" else EXACT) for name in GDN_LIBRARIES),
@@ -395,7 +395,8 @@ def test_a_librarys_terms_are_met(
     assert implementation.plan(inputs, precision).reason
 
 
-PACK, ODD = dict(cu_seqlens=torch.tensor([0, 8])), dict(chunk_size=24)
+PACK = dict(cu_seqlens=torch.tensor([0, 8]))
+ODD = dict(chunk_size=24)
 REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("mamba_ssm", {}, RELAXED, "exact intermediates only"),
     ("mamba_ssm", {}, EXACT, "this version"),
@@ -532,10 +533,8 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
     load: Load, intermediates: Literal["exact", "relaxed"], states: torch.dtype
 ) -> None:
-    precision, implementation = (
-        Precision(intermediates=intermediates, state_dtype=states),
-        load("published"),
-    )
+    precision = Precision(intermediates=intermediates, state_dtype=states)
+    implementation = load("published")
     _, options = implementation.run(of_ssd(FP16), precision).final_states
     assert options["states_in_fp32"] is (states == FP32)
     assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {
@@ -556,7 +555,8 @@ def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
 
 
 def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load) -> None:
-    of, sizes = (resolve(SSD, "unfused"), load("published")), SSD.generated.chunk_sizes
+    of = (resolve(SSD, "unfused"), load("published"))
+    sizes = SSD.generated.chunk_sizes
 
     def compared(cell: Cell) -> list[tuple[str, str]]:
         request = BenchOptions(operator="ssd", states=("fp32",), compared=of, sizes=sizes)
@@ -617,7 +617,8 @@ def test_flashinfers_arguments(load: Load, calls: Calls) -> None:
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
 def test_copies_of_the_inputs_are_named(name: str, load: Load) -> None:
     """So that v and the states can be changed at their addresses, as replays read them."""
-    implementation, inputs = load(name, "gdn"), of_gdn()
+    implementation = load(name, "gdn")
+    inputs = of_gdn()
     before = implementation.run(inputs, EXACT)
     for tensor in (inputs.v, *implementation.copies(inputs)):
         tensor.mul_(2)
@@ -647,7 +648,8 @@ def of_model(operator: str) -> Any:
 
 @pytest.mark.parametrize("operator", RECURRENCES)
 def test_model_is_what_transformers_computes(operator: str) -> None:
-    model, inputs = required(resolve(operators.get(operator), "model")), of_model(operator)
+    model = required(resolve(operators.get(operator), "model"))
+    inputs = of_model(operator)
     agrees(model, inputs, EXACT)
     assert model.version.startswith("transformers 5.")
     with pytest.raises(UnsupportedError, match=r"^model: no packed sequences"):
@@ -685,7 +687,9 @@ def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
     configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
     tuner = triton.autotune(configs, key=["x"])(triton.jit(plain))
     assert isinstance(tuner, Autotuner)
-    tuner.fn, tuner.nargs, tuner.cache_results = kernel, {"x": 7}, True
+    tuner.fn = kernel
+    tuner.nargs = {"x": 7}
+    tuner.cache_results = True
     module = ModuleType("tuned")
     module.tuner = tuner  # type: ignore[attr-defined]
     Tunings([module])
@@ -738,10 +742,8 @@ def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(
     load: Load, checkout: Path
 ) -> None:
     kernel_file(checkout).write_text(TUNED)
-    run, sizes = (
-        load("published").run,
-        [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4, 1), (1, 1024, 4, 2)],
-    )
+    run = load("published").run
+    sizes = [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4, 1), (1, 1024, 4, 2)]
     for size in sizes:
         assert run(of_ssd(FP16, size=size), EXACT).final_states == []
     for size in sizes:
@@ -753,7 +755,8 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
 ) -> None:
     tuner = tuned(Kernel(), 32, 64)
     put(monkeypatch, f"{TRITON}.ssd_chunk_scan", tuner=tuner)
-    run, seen = load("mamba_ssm").run, []
+    run = load("mamba_ssm").run
+    seen = []
     for size in ((1, 8), (2, 4096), (1, 8200), (4, 4096), (1, 8)):
         run(of_ssd(FP16, size=size), OF_FP16)
         seen.append(list(tuner.cache))

@@ -1,7 +1,5 @@
 """Inputs outside an operator's domain are told first, whoever recorded them; a model's are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 operator in a model.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +28,8 @@ from ssdprof.operators.implementations import (
 )
 from ssdprof.operators.operator import computed
 
-SSD, GDN = get("ssd"), get("gdn")
+SSD = get("ssd")
+GDN = get("gdn")
 CPU = torch.device("cpu")
 RELAXED = Precision.named("relaxed, bf16 states")
 

@@ -1,7 +1,5 @@
 """`lo` computes the operator, and rounds exactly where the precision allows it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +20,9 @@ from ssdprof.operators import ssd_oracle as ssd
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 Make = Callable[..., Any]
 
 
@@ -60,10 +60,12 @@ def size(inputs: Any) -> tuple[int, int]:
 
 
 def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
-    outs, states = [], []
+    outs = []
+    states = []
     sequences, length = size(inputs)
     for batch in range(sequences):
-        lo, pieces = begun(inputs, precision), []
+        lo = begun(inputs, precision)
+        pieces = []
         for start in range(0, length, block):
             out, state = advanced(lo, inputs, batch, start, min(start + block, length))
             pieces.append(out)
@@ -116,7 +118,8 @@ def test_in_fp32_it_is_gdn(variant: str) -> None:
 
 def test_spans_carry_the_state(make: Make) -> None:
     inputs = make(seqlen=150, batch=2)
-    whole, pieces = rounded(inputs, Precision()), rounded(inputs, Precision(), block=CHUNK)
+    whole = rounded(inputs, Precision())
+    pieces = rounded(inputs, Precision(), block=CHUNK)
     assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
 
 
@@ -128,7 +131,8 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
         else {"initial_states": torch.randn(2, 4, 32, 16)}
     )
     inputs = make(batch=2, **states)
-    apart, together = rounded(inputs, Precision()), begun(inputs, Precision())
+    apart = rounded(inputs, Precision())
+    together = begun(inputs, Precision())
     for batch in range(2):
         found = advanced(together, inputs, batch, 0, size(inputs)[1])
         assert all(torch.equal(one, other[batch]) for one, other in zip(found, apart, strict=True))
@@ -137,10 +141,8 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
 @pytest.mark.parametrize("length", [0, 150])
 def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> None:
     states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
-    inputs, span = (
-        make(seqlen=150, batch=2, **states),
-        Span(sequence=1, batch=1, start=0, stop=length),
-    )
+    inputs = make(seqlen=150, batch=2, **states)
+    span = Span(sequence=1, batch=1, start=0, stop=length)
     wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)
     found = begun(inputs, Precision()).advance(
         wide, whole, operators.get(inputs.operator).oracle.gate(wide, whole)

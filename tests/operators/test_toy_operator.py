@@ -1,7 +1,5 @@
 """A new operator, registered from one file and unknown to the package, works in every stage."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

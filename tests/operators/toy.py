@@ -7,8 +7,6 @@ x, out: (b, l, h, p)   a: (b, l, h)   s: (b, h, p)
 docs/architecture.md walks through this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Helpers for tests of reports: what a renderer printed, and cells of tables."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -2,8 +2,6 @@
 calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -77,7 +75,8 @@ def steps(found: Report) -> Report:
     chunks = []
     for one in found.cases:
         call = CallRef(kind="decode", number=1, count=1, prompt_seqlen=one.seqlen, sequences=1)
-        name, baseline = names[one.implementation], "unfused_step" if one.baseline else ""
+        name = names[one.implementation]
+        baseline = "unfused_step" if one.baseline else ""
         step = with_task(one, call=call)
         chunks.append(step.changed(implementation=name, baseline=baseline, variant=name, seqlen=1))
     return found.changed(cases=(*found.cases, *chunks))
@@ -170,9 +169,8 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "interpreted": (
         report(gpu=False, **SMALL),
         [
-            f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable "
-            "kernel, and no GPU's kernel "
-            "was run.",
+            f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable kernel, "
+            "and no GPU's kernel was run.",
             "At 131,072",
         ],
     ),
@@ -199,9 +197,8 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         bench(*cell()[:2], failed(cell()[2])),
         [
             (
-                "FAILED: 1 of 2 cases: fused (exact, fp32 states) inaccurate in mamba2-2.7b, "
-                "bf16, 1 "
-                "x 1,024."
+                "FAILED: 1 of 2 cases: fused (exact, fp32 states) inaccurate in mamba2-2.7b, bf16, "
+                "1 x 1,024."
             )
         ],
     ),
@@ -242,8 +239,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         cases.answers(of_answers(bands=(), nonfinite=7)),
         [
             "FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: nonfinite: the "
-            "distribution at position 7 "
-            "is not finite."
+            "distribution at position 7 is not finite."
         ],
     ),
 }
@@ -346,15 +342,13 @@ def beside(name: str, kind: str, *changes: Change) -> Report:
     [
         (
             report(layers=(3,), precisions=(EXACT_FP16,)),
-            f"on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at "
-            f"131,072 tokens; {NOT_ASKED}; use "
-            "exact, fp16 states.",
+            "on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at 131,072 "
+            f"tokens; {NOT_ASKED}; use exact, fp16 states.",
         ),
         (
             report(seqlens=(1024, 131_072), layers=(3,), precisions=(EXACT_FP32,)),
-            f"on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at "
-            f"131,072 tokens; {NOT_ASKED}; use "
-            "exact, fp32 states.",
+            "on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at 131,072 "
+            f"tokens; {NOT_ASKED}; use exact, fp32 states.",
         ),
         (
             report(
@@ -487,18 +481,16 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
     "baseline": (
         report(layers=(3,), precisions=(EXACT_FP32,), change=outside),
         [
-            "The baseline is outside its error budget, but timed: unfused, exact, fp32 states "
-            "in layer 3, 131,072 tokens "
-            "(rms error 2.00e-3, of fused 2.06e-3)."
+            "The baseline is outside its error budget, but timed: unfused, exact, fp32 states in "
+            "layer 3, 131,072 tokens (rms error 2.00e-3, of fused 2.06e-3)."
         ],
     ),
     "libraries": (
         report(precisions=(EXACT_FP32,), change=library, requested=()),
         [
             "Without a time: fla (exact, fp32 states) in layer 9: no such size.",
-            "Outside the error budget, but timed because it is another library's: fla (exact, "
-            "fp32 states) passed in "
-            "layers 0, 18, 27.",
+            "Outside the error budget, but timed because it is another library's: fla (exact, fp32 "
+            "states) passed in layers 0, 18, 27.",
         ],
     ),
     "equal precisions": (

@@ -2,8 +2,6 @@
 out of them.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

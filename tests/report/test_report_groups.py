@@ -1,7 +1,5 @@
 """Which cases may be compared and added up, and what their sums and pooled errors are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cases

@@ -2,8 +2,6 @@
 sentence, and each kind of output.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -242,7 +242,8 @@ def keep(folder: Path, report: Report) -> None:
 
 
 def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path) -> None:
-    report, file = analyse([synthetic.report(synthetic.kernel())]), tmp_path / "stalls.json"
+    report = analyse([synthetic.report(synthetic.kernel())])
+    file = tmp_path / "stalls.json"
     file.write_text(stall_files.dump(report))
     assert stall_files.load(file) == report
     for text, words in (

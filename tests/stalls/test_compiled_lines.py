@@ -5,8 +5,6 @@ The expected stages do not come from the tested line table.  The compiler gives 
 instruction, and remarks in the PTX list the calls that led to it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -79,9 +77,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     cache = str(tmp_path_factory.mktemp("cache"))
     environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
     script = str(Path(__file__).parent / "compile_lines.py")
-    result = subprocess.run(
-        [sys.executable, script], env=environ, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return {name: _compiled(fields) for name, fields in json.loads(result.stdout).items()}
 

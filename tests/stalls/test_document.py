@@ -41,10 +41,8 @@ def kernel(name: str, us: float, *points: Point) -> RawKernel:
 @pytest.fixture
 def both() -> StallReport:
     """Two kernels of one implementation, 30 and 10 us, and one of the other."""
-    scan, load = (
-        Point(0x10, synthetic.FILE, 9, "", {"wait": 10}),
-        Point(0x20, synthetic.FILE, 6, "", {"barrier": 30}),
-    )
+    scan = Point(0x10, synthetic.FILE, 9, "", {"wait": 10})
+    load = Point(0x20, synthetic.FILE, 6, "", {"barrier": 30})
     unfused = kernel("_chunk_state_kernel", 30.0, scan), kernel("_bmm_chunk_kernel", 10.0, load)
     fused = synthetic.report(kernel("_fused_kernel", 5.0, scan, load), name="f.ncu-rep")
     return analyse([synthetic.report(*unfused, name="u.ncu-rep"), fused])
@@ -123,7 +121,8 @@ def test_every_stage_part_and_reason_has_words() -> None:
 
 def test_averages_of_kernels_stand_side_by_side() -> None:
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-    two, one = {name.format("wait"): 3.0, name.format("gmma"): 1.0}, {name.format("barrier"): 2.0}
+    two = {name.format("wait"): 3.0, name.format("gmma"): 1.0}
+    one = {name.format("barrier"): 2.0}
     pages = [
         synthetic.kernel(function=f, metrics=of, totals={}, points=())
         for f, of in (("_a", two), ("_b", one))

@@ -198,8 +198,7 @@ def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
     text = hint(found, "loads")
     assert text.startswith(
         "long_scoreboard in loads is 30 % of the kernel's busy samples, 100 % of them on "
-        "kernel.py:6 `return p`; "
-        f"{evidence}.  {advice}"
+        f"kernel.py:6 `return p`; {evidence}.  {advice}"
     )
     assert found.hints[text] == pytest.approx(100 * 38 / 128)
 

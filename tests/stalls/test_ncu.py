@@ -37,7 +37,8 @@ def job(folder: Path) -> ncu.Job:
 
 
 def test_the_command_line_is_exactly_this() -> None:
-    program, report = "/n/ncu", Path("out/r.ncu-rep")
+    program = "/n/ncu"
+    report = Path("out/r.ncu-rep")
     assert ncu.command(
         program, report, ["_a_kernel", "_b.kernel", "_a_kernel"], 3, ["py", "t"]
     ) == (

@@ -65,7 +65,8 @@ def file(tmp_path: Path) -> Path:
 
 # --- files, read in a child process
 
-LOADS, DAMAGED = "def load_report(path): ", r"r\.ncu-rep is damaged: ncu-report could not read it "
+LOADS = "def load_report(path): "
+DAMAGED = r"r\.ncu-rep is damaged: ncu-report could not read it "
 
 
 def test_a_report_is_read_in_a_process_of_its_own(

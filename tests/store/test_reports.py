@@ -2,14 +2,10 @@
 damaged documents.
 """
 
-from __future__ import annotations
-
 import errno
 import json
-import os
 import shutil
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from typing import Any
 import cases
 import pytest
 from cases import case, failed, of_answers, samples, timed
+from torchrun import python
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut
@@ -57,7 +54,8 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 
 
 def test_a_report_is_read_back_as_it_was_written() -> None:
-    clocks, left = cases.clocks(), LeftOut(case_key="layer 9", reason="spent")
+    clocks = cases.clocks()
+    left = LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
     with opened(
         None, Watcher(), **header(requested=requested, notes=("Random weights.",))
@@ -95,7 +93,8 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
 
 
 def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
-    verified, done = case(), case(samples=timed(50.0, 70.0))
+    verified = case()
+    done = case(samples=timed(50.0, 70.0))
     with opened(None, Watcher(), **header()) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
@@ -288,11 +287,7 @@ except BadInputError as error:
 
 
 def second(*words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
-    command = [sys.executable, "-c", SECOND, *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
-    )
+    return python("-c", SECOND, *words)
 
 
 def test_two_writers_at_once_into_one_folder() -> None:
@@ -396,7 +391,8 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users() -> Non
 def test_a_report_that_ended_before_its_first_case_is_not_kept(
     error: BaseException, folder: str
 ) -> None:
-    before, out = store("before"), Path("out")
+    before = store("before")
+    out = Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
     with (

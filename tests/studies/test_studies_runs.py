@@ -19,8 +19,9 @@ STUDIES: dict[ModuleType, type[study.Study[Any]]] = {
 
 @pytest.mark.parametrize("name", ["scan-002", "scan-003"])
 def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
-    stored = json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))
-    expected, rows = stored["values"], stored["rows"]
+    stored = json.loads((RESULTS / f"{name}-h200.json").read_text())
+    expected = stored["values"]
+    rows = stored["rows"]
     copy_gb_per_s = expected.pop("copy_gb_per_s")
     if name == "scan-002":
         found = scan_002.values_of(rows, stored["counters"])
@@ -44,6 +45,6 @@ def test_a_study_in_a_short_time(
     monkeypatch.setattr(scan_002, "NCU_SECONDS", 5)
     assert module.main() == 0
     (file,) = tmp_path.iterdir()
-    stored = json.loads(file.read_text(encoding="utf-8"))
+    stored = json.loads(file.read_text())
     assert stored["rows"]
     assert all(r["device_us"] > 0 for r in stored["rows"] if "device_us" in r)
