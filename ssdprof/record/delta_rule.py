@@ -82,8 +82,8 @@ def _rows(given: Arguments, pool: Tensor | None) -> tuple[Tensor, ...]:
 def _gates(
     name: str, given: Arguments, shape: tuple[int, ...], v: Tensor, without: float
 ) -> Tensor:
-    """Of the tokens of v, (B, T, ...).  Those behind T are padding.  without: where a call has
-    none.  ValueError for gates that are not one for each head, or channel.
+    """The gates of v's tokens, (B, T, ...).  Those of tokens behind T are padding.  without:
+    where a call has none.  ValueError for gates that are not one for each head, or channel.
     """
     gate: Tensor | None = given.get(name)
     if gate is None:

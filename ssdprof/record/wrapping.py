@@ -96,7 +96,7 @@ def _recording(
 def _arguments(
     signature: inspect.Signature, /, *args: object, **kwargs: object
 ) -> dict[str, object]:
-    """Of a call, by name, with defaults; those of **kwargs are among them."""
+    """Those of a call, by name, with defaults; those of **kwargs are among them."""
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, object] = dict(bound.arguments)
