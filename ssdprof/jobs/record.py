@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
+from functools import partial
 
 from ssdprof import operators
 from ssdprof.capture.manifest import is_capture, read_manifest
@@ -68,19 +70,29 @@ def _prepared(options: RecordOptions) -> RecordSettings:
 
 
 def _ended(program: list[str], environment: dict[str, str]) -> int:
-    """Run the program to its end.  Signals wait from its start on, until they are passed on."""
-    try:
-        process = subprocess.Popen(program, env=environment)
-    except OSError as error:
-        raise BadInputError(
-            f"{program[0]} cannot be started: {error.strerror}.", "Give the command after --."
-        ) from error
+    """Run the program to its end.  Signals wait, from before its start, until they are passed on;
+    the program itself begins with the mask that this process had.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+    unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
     try:
+        process = _started(program, environment, unblock)
         while process.poll() is None:
             received = signal.sigtimedwait(_PASSED_ON, 0.05)
             if received and received.si_code != _BY_KERNEL:
                 process.send_signal(received.si_signo)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        unblock()
     return process.returncode
+
+
+def _started(
+    program: list[str], environment: dict[str, str], begin: Callable[[], object]
+) -> subprocess.Popen[bytes]:
+    """The program, which calls `begin` first.  BadInputError if it cannot be started."""
+    try:
+        return subprocess.Popen(program, env=environment, preexec_fn=begin)
+    except OSError as error:
+        raise BadInputError(
+            f"{program[0]} cannot be started: {error.strerror}.", "Give the command after --."
+        ) from error

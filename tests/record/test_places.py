@@ -10,7 +10,6 @@ import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import TOKENS, bounds, cut
-from source_signatures import FILE, parameters
+from source_signatures import FILE
 
 from ssdprof import operators
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -48,17 +47,6 @@ def name_of(place: Place) -> str:
 def test_every_place_is_in_the_sources_that_were_read(library: str) -> None:
     for place in OF_LIBRARY[library]:
         names = RECORDED[library]["functions"][name_of(place)].split()
-        assert set(place.parameters) <= set(names), name_of(place)
-
-
-@pytest.mark.parametrize("library", OF_LIBRARY)
-def test_every_place_is_in_the_installed_library(library: str) -> None:
-    try:
-        folder = Path(str(metadata.distribution(library).locate_file("")))
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{library} is not installed")
-    for place in OF_LIBRARY[library]:
-        names = parameters(folder, place.module, place.function) or ()
         assert set(place.parameters) <= set(names), name_of(place)
 
 

@@ -23,6 +23,7 @@ from torch.nn.functional import normalize
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
+from ssdprof.jobs import record as job
 from ssdprof.kernels import GDNInputs, KDAInputs
 from ssdprof.record import delta_rule, hook, keeper, notes, recorder
 from ssdprof.record.places import PLACES
@@ -226,7 +227,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     keep = keeper.Keeper.keep
 
     def wait(*arguments: Any, **options: Any) -> None:
-        blocked.wait(30)
+        blocked.wait()
         keep(*arguments, **options)
 
     monkeypatch.setattr(keeper.Keeper, "keep", wait)
@@ -368,7 +369,26 @@ def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
         assert command.stdout
         program = int(command.stdout.readline())
         os.kill(program if number == signal.SIGKILL else command.pid, number)
-        assert command.wait(30) == ends
+        assert command.wait(300) == ends
+
+
+def test_a_signal_while_the_program_starts_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, number = subprocess.Popen, signal.SIGUSR1
+
+    def started(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = start(*arguments, **options)
+        os.kill(os.getpid(), number)
+        return process
+
+    def early(*_: object) -> None:
+        pytest.fail("the signal has reached the command itself")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    before = signal.signal(number, early)
+    try:
+        assert job._ended(["sleep", "60"], dict(os.environ)) == -number
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_program_that_cannot_start_is_refused(server: Path) -> None:
