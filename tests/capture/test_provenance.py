@@ -13,6 +13,7 @@ import torch
 from capture.exact import capture
 from capture.recordings import gdn_call, record
 from command_line import passing
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
@@ -23,7 +24,7 @@ from ssdprof.core.target import Serving
 SLOTS = (5, 2)  # of the two sequences, in every call
 
 
-Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -> the next one's
+Plant = Callable[[list[Tensor]], Tensor]  # states after each call -> the next one's
 
 
 def recorded(
@@ -33,7 +34,7 @@ def recorded(
     Without outputs, each holds the server's whole pool of states, if it has slots.
     """
     pool = slots and not keeps("out")
-    left: list[torch.Tensor] = []
+    left: list[Tensor] = []
     calls = []
     for number in range(4):
         begin = (left[-1] if number != 2 else plant(left)) if left else None
@@ -52,7 +53,7 @@ def recorded(
     return record(folder, "gdn", calls, processes=(7,))
 
 
-def one_head(left: list[torch.Tensor]) -> torch.Tensor:
+def one_head(left: list[Tensor]) -> Tensor:
     states = left[1].clone()
     states[1, 1] = left[0][1, 1]
     return states

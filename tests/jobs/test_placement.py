@@ -16,6 +16,7 @@ import torch.nn.attention.bias
 import transformers as tf
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.intercept import OperatorCall, Result
@@ -369,7 +370,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
 
     Streamed weights are part of the predicted peak, together with the weights that stay in memory.
     """
-    found: list[list[dict[str, torch.Tensor]]] = []
+    found: list[list[dict[str, Tensor]]] = []
     for share in (2.0, 0.6):
         target = asked(granite)
         memory(monkeypatch, [], int(share * target.weight_bytes) + beside(granite))
@@ -469,7 +470,7 @@ def layers_of(model: Any, name: str) -> Any:
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
 
 
-def lower_right(queries: int, keys: int) -> torch.Tensor:
+def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
@@ -704,12 +705,12 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
     """The cache of every layer is on the layer's GPU."""
-    found: list[list[dict[str, torch.Tensor]]] = []
+    found: list[list[dict[str, Tensor]]] = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
         target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
         more = placement.Chooser(target).least_beside()
-        kept: list[dict[str, torch.Tensor]] = []
+        kept: list[dict[str, Tensor]] = []
         with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
             loaded = load(target, Watcher())
             loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
@@ -721,7 +722,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def on_host(inputs: Any) -> dict[str, torch.Tensor]:
+def on_host(inputs: Any) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
 
 

@@ -33,6 +33,7 @@ from kernel_cases import (
     with_steps,
 )
 from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, slow, targets
+from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.kernels import UnsupportedError, get
@@ -64,9 +65,9 @@ def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) ->
     names = WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
     if kernel.only_hopper and dtype == torch.float64:
-        inputs = changed(inputs, torch.Tensor.float, *(name for name in names if name in TOKENS))
+        inputs = changed(inputs, Tensor.float, *(name for name in names if name in TOKENS))
         names = tuple(name for name in names if name not in TOKENS)
-        assert_bitwise(kernel(changed(inputs, torch.Tensor.double, *names)), kernel(inputs))
+        assert_bitwise(kernel(changed(inputs, Tensor.double, *names)), kernel(inputs))
     wide = changed(inputs, lambda tensor: tensor.to(dtype), *names)
     kernel.assert_right(kernel(wide), wide)
 
@@ -475,7 +476,7 @@ def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target) -> None:
 # --- memory
 
 
-def scattered(tensor: torch.Tensor) -> torch.Tensor:
+def scattered(tensor: Tensor) -> Tensor:
     """Every second element of a larger tensor of NaN, with the dimensions in reverse order in
     memory.
     """
@@ -493,23 +494,23 @@ def scattered(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def positions_innermost(tensor: torch.Tensor) -> torch.Tensor:
+def positions_innermost(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, -1).contiguous().transpose(1, -1)
 
 
-def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+def heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def one_head(tensor: torch.Tensor) -> torch.Tensor:
+def one_head(tensor: Tensor) -> Tensor:
     return tensor[:, :, :1].expand_as(tensor)
 
 
-def one_row(tensor: torch.Tensor) -> torch.Tensor:
+def one_row(tensor: Tensor) -> Tensor:
     return tensor[:1].expand_as(tensor)
 
 
-def beside_others(tensor: torch.Tensor) -> torch.Tensor:
+def beside_others(tensor: Tensor) -> Tensor:
     """Columns of a projection in a buffer for longer sequences: NaN lies between them and between
     sequences.
     """
@@ -535,7 +536,7 @@ LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
 )
-def test_any_layout(kernel: Target, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
     ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
     sizes = (

@@ -21,6 +21,7 @@ from kernel_cases import (
     assert_bitwise,
 )
 from targets import slow
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels import (
@@ -156,7 +157,7 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
         {"state_v_first": True} if v_first else {}
     )
 
-    def layer(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(tensor: Tensor) -> tuple[Tensor, Tensor]:
         output = function.run(tensor, *rest, **options)
         return 2 * output.out, output.final_states
 

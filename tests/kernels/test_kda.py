@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
 from targets import TARGETS, Target, slow, targets
+from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -59,7 +60,7 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     q, k = (torch.rand(64, 32, dtype=torch.float64) for _ in range(2))
     largest: list[float] = []
 
-    def noted(exponents: torch.Tensor) -> torch.Tensor:
+    def noted(exponents: Tensor) -> Tensor:
         largest.append(exponents.max().item())
         return exponents.exp()
 
@@ -152,7 +153,7 @@ def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
     low = changed(inputs, lambda one: one.to(BF16), "g")
     for name in ("kda unfused", "kda wide", "kda recurrent"):
         kernel = TARGETS[name]
-        same = kernel(changed(low, torch.Tensor.float, "g"))
+        same = kernel(changed(low, Tensor.float, "g"))
         assert all(map(torch.equal, kernel(low), same))
 
 

@@ -18,6 +18,7 @@ from kernel_cases import (
     with_state,
     with_steps,
 )
+from torch import Tensor
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import Precision, get
@@ -36,11 +37,11 @@ SIXTEEN = {"bf16": BF16, "fp16": FP16}
 ROW_AXIS = {"gdn": -2, "kda": -2, "ssd": -1}
 
 
-def rounds_nothing(states: torch.Tensor) -> torch.Tensor:
+def rounds_nothing(states: Tensor) -> Tensor:
     return states
 
 
-def int16(states: torch.Tensor) -> torch.Tensor:
+def int16(states: Tensor) -> Tensor:
     """One scale for each row of a state (P, N)."""
     unit = states.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32767
     return (states / unit).round() * unit
@@ -49,13 +50,13 @@ def int16(states: torch.Tensor) -> torch.Tensor:
 # --- plain torch
 
 
-def hashed(bits: torch.Tensor) -> torch.Tensor:
+def hashed(bits: Tensor) -> Tensor:
     bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return bits ^ bits >> 16
 
 
-def random_bits(shape: torch.Size, seed: int, sequence: int, step: int) -> torch.Tensor:
+def random_bits(shape: torch.Size, seed: int, sequence: int, step: int) -> Tensor:
     bits = torch.tensor(seed)
     heads = torch.arange(shape[0])[:, None, None]
     elements = torch.arange(shape[1] * shape[2]).view(shape[1:])
@@ -64,7 +65,7 @@ def random_bits(shape: torch.Size, seed: int, sequence: int, step: int) -> torch
     return hashed(bits)
 
 
-def rounded(states: torch.Tensor, name: str, axis: int, random: torch.Tensor) -> torch.Tensor:
+def rounded(states: Tensor, name: str, axis: int, random: Tensor) -> Tensor:
     """(heads, K, V) in a format."""
     number, _, rounding = name.partition(":")[0].partition("-")
     if rounding == "stochastic":
@@ -109,7 +110,7 @@ def test_a_state_as_it_is_first_stored(operator: str, name: str) -> None:
         assert torch.equal(stored[0, i], rounded(state, name, ROW_AXIS[operator], random)), i
 
 
-def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[Tensor, Tensor]:
     """Out, and the states after every step, of one sequence."""
     reference = get(inputs.operator, "reference").run
     axis = ROW_AXIS[inputs.operator]
