@@ -51,7 +51,7 @@ from ssdprof.errors import SsdprofError
 from ssdprof.store.reports import dump
 
 HANGS_S = 240.0  # also where a busy machine takes ten times as long
-VALUES: tuple[Any, ...] = (
+VALUES = (
     None, True, False, 0, 1, -1, 3, 255, 10**6, 2**31, 2**64, 10**40, -(10**30), 0.5, -0.5, 5e-324,
     1e300, math.nan, math.inf, "", "0", "1e-3", "x", "swish_7", "\x00", "\ud800",
     "x\x1b[2J\nverdict=1", "=1+1", "::error::x", "nan", "a" * 5000, "../..", [], [[]], [None],

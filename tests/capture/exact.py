@@ -34,7 +34,7 @@ def capture(
 
     model: with its head; None: the shared one.  layers, segment_length: None: all.
     """
-    captured: list[CapturedLayer] = []
+    captured = []
     model = tiny_models.shared(name) if model is None else model
     prompt = PromptRun(
         model.base_model,

@@ -64,7 +64,7 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
 def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     model = tiny_models.build(name, torch.bfloat16).base_model
-    passed: list[Any] = []
+    passed = []
 
     def copy(call: OperatorCall) -> Result:
         passed.append(call.inputs)
@@ -106,7 +106,7 @@ def test_only_wanted_layers_in_the_models_order() -> None:
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
 def test_one_layer_at_a_time(segment_length: int) -> None:
     """When a layer arrives, the memory of the one before it is free."""
-    alive: list[weakref.ref[Tensor]] = []
+    alive = []
 
     def on_layer(captured: CapturedLayer) -> None:
         gc.collect()

@@ -26,7 +26,7 @@ def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Greedy generation of a causal language model: tokens (b, steps), and the last step's
     logits.
     """
-    cache: dict[str, Any] = {}
+    cache = {}
     tokens = []
     new = ids
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(LENGTH)
     tokens, _ = greedy(model, ids, 4)
-    fed: list[Tensor] = []
+    fed = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: fed.append(args[0].clone())
     )

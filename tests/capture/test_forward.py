@@ -120,7 +120,7 @@ def test_scaled_logits_are_scaled() -> None:
     scaled.config.logits_scaling = 6.0
     states = hidden(scaled, LENGTH)
     plain = tiny_models.shared("granitemoehybrid")
-    shapes = list[Any]()
+    shapes = []
     scaled.register_forward_pre_hook(
         lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
     )
@@ -131,7 +131,7 @@ def test_scaled_logits_are_scaled() -> None:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("segment_length", [40, 32])
 def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) -> None:
-    model: Any = tiny_models.shared(name)
+    model = tiny_models.shared(name)
     ids = tiny_models.prompt(40)
     tokens = greedy(model, ids, 4, segment_length)
     text = torch.cat([ids, torch.tensor([tokens])], dim=1)

@@ -5,7 +5,6 @@ itself.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -34,7 +33,7 @@ def recorded(
     Without outputs, each holds the server's whole pool of states, if it has slots.
     """
     pool = slots and not keeps("out")
-    left: list[Tensor] = []
+    left = []
     calls = []
     for number in range(4):
         begin = (left[-1] if number != 2 else plant(left)) if left else None
@@ -144,7 +143,7 @@ def test_a_models_own_calls_pass_their_states_on(name: str, serving: Serving) ->
     assert not faults_of(captured)
     *_, last = (number for number, call in enumerate(captured) if call.layer.index == 0)
     states = operators.get(captured[0].layer.operator).inputs.LINEAR[1]
-    inputs: Any = captured[last].inputs
+    inputs = captured[last].inputs
     exchanged = replace(inputs, **{states: getattr(inputs, states).flip(0)})
     captured[last] = replace(captured[last], inputs=exchanged)
     (fault,) = faults_of(captured)

@@ -550,11 +550,11 @@ def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int) -> None:
     model = tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**shape)).to(torch.bfloat16)
     folder = Path("fp8")
     model.save_pretrained(folder)
-    decoded: Weights = {}
+    decoded = {}
     kept = []
 
     def encoded(weights: Weights) -> Weights:
-        stored: Weights = {}
+        stored = {}
         for key, weight in weights.items():
             if "layers." not in key or weight.ndim != 2 or "in_proj_a" in key or "in_proj_b" in key:
                 stored[key] = weight
@@ -593,7 +593,7 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
     folder = checkpoint("qwen3_5_text")
-    decoded = dict[str, Tensor]()
+    decoded = {}
 
     def encoded(weights: Weights) -> Weights:
         stored = dict(weights)

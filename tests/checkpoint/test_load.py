@@ -40,7 +40,7 @@ def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
 
 def layer_outputs(model: Any, ids: Tensor) -> list[Tensor]:
     """The output of every decoder layer of a model with or without a head."""
-    outputs: list[Tensor] = []
+    outputs = []
     layers = model.get_submodule("layers") if hasattr(model, "layers") else model.base_model.layers
     hooks = [
         layer.register_forward_hook(

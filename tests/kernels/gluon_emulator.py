@@ -657,7 +657,7 @@ class Machine:
         vars(fakes["triton.experimental.gluon"])["language"] = fakes[
             "triton.experimental.gluon.language"
         ]
-        functions: dict[str, Callable[..., None]] = {}
+        functions = {}
         with _modules(fakes, self.source.modules):
             for full in self.source.modules:
                 file = Path(str(importlib.util.find_spec(full).origin))  # type: ignore[union-attr]

@@ -120,11 +120,11 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
         kernel.case(lengths=lengths, initial_states=True),
     ):
         inputs = case.inputs()
-        second: Any = (
+        second = (
             (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
         )
-        before: Any = (slice(None), slice(second[1].start)) if case.lengths else 0
-        after: Any = (slice(None), slice(second[1].stop, None)) if case.lengths else 2
+        before = (slice(None), slice(second[1].start)) if case.lengths else 0
+        after = (slice(None), slice(second[1].stop, None)) if case.lengths else 2
         state = inputs.initial.clone()
         state[0], state[2] = torch.nan, torch.inf
         bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
@@ -521,7 +521,7 @@ def beside_others(tensor: Tensor) -> Tensor:
     return wide[:, 8 : 8 + rows, ..., 8 : 8 + columns].copy_(tensor)
 
 
-LAYOUTS: list[Any] = [scattered, beside_others]
+LAYOUTS = [scattered, beside_others]
 LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
 
 
@@ -538,7 +538,7 @@ LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
 )
 def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
-    ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
+    ssd = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
     sizes = (
         ssd
         if kernel.operator == "ssd"

@@ -60,7 +60,7 @@ GDN = {
     ),
 }
 KDA = {name: KDACase(**vars(case)) for name, case in GDN.items()}
-CASES: dict[str, dict[str, Any]] = {"ssd": SSD, "gdn": GDN, "kda": KDA}
+CASES = {"ssd": SSD, "gdn": GDN, "kda": KDA}
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
 
 def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that the call launches."""
-    kernels: list[str] = []
+    kernels = []
     run = InterpretedFunction.run
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:

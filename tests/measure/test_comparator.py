@@ -210,7 +210,7 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size
     )
-    steps: list[int] = []
+    steps = []
     candidate = Candidate(output=output, precision=EXACT)
     pieces = compare(inputs, {"ours": candidate}, on_progress=steps.append)["ours"]
     assert steps == [32, 32, 32, 32, 22] * 2, "progress adds up to all positions"

@@ -164,7 +164,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
 
 
 def test_turning_keys_have_the_shape_of_every_new_call() -> None:
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
 
     def noted(inputs: Any) -> Any:
         shapes.append(tuple(inputs.v.shape))
@@ -194,7 +194,7 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
 def fast(name: str, **changes: Any) -> Any:
     """Inputs whose heads forget e^-14 within 100 tokens or so."""
     if name == "ssd":
-        decaying: dict[str, Any] = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
+        decaying = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
         return random_inputs(seqlen=400, heads=2, headdim=16, groups=1, **decaying | changes)
     given = generated("gdn", "1/2x16x16", 400)
     return replace(given, g=torch.full_like(given.g, -0.2), **changes)
