@@ -278,11 +278,11 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
-    """SIGTERM ends a command as Ctrl-C does: its results are marked partial.  A second one ends it
-    immediately.
+    """SIGTERM, which a child also gets for Ctrl-C, ends a command as Ctrl-C does: its results are
+    marked partial.  A second one ends it immediately.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise child.Stopped
+    raise KeyboardInterrupt
 
 
 def _kept_traceback() -> str:

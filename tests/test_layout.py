@@ -76,14 +76,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 
 # an operator of the same family, whose kernels and whose part of a record it shares
 BUILDS_ON = {"kda": "gdn"}
-PARTS = (
-    "",
-    "_definitions",
-    "_histories",
-    "_inputs",
-    "_oracle",
-    "_tuning",
-)  # of a record, a file each
+PARTS = ("", "_definitions", "_inputs", "_oracle", "_tuning")  # of a record, a file each
 
 
 def test_only_its_own_rooms_know_an_operator() -> None:

@@ -1,4 +1,6 @@
-"""Fetches a checkpoint's files, checks them, and loads the model from them."""
+"""Fetches a checkpoint's files, checks them, and loads the model from them, on several devices if
+it does not fit on one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import pickle
 import re
 import shutil
 import tempfile
+import warnings
 import weakref
 import zipfile
 from collections import Counter
@@ -22,13 +25,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ssdprof.checkpoint import accelerate
 from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
-from ssdprof.checkpoint.meta import Destination, destinations, missing, quiet_transformers, refusals
+from ssdprof.checkpoint.meta import (
+    Destinations,
+    destinations,
+    missing,
+    quiet_transformers,
+    refusals,
+)
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import FLOATS, INDEX
-from ssdprof.core.target import DECODED_ON_LOAD
+from ssdprof.checkpoint.weights import FLOATS, INDEX, layer_index
+from ssdprof.core.target import DECODED_ON_LOAD, Allocation
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.operators.late import lazy
@@ -40,7 +50,9 @@ finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
 Stored = Mapping[str, TensorInfo]  # weights by their stored key
 # renamings of stored keys that transformers does not know, and where each weight goes
-Fit = tuple[dict[str, str], dict[str, Destination]]
+Fit = tuple[dict[str, str], Destinations]
+Device = int | str  # the index of a GPU, "cpu" or "disk"
+DeviceMap = Mapping[str, Device]  # of each module and its submodules, by path
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
 # of classifiers
@@ -193,14 +205,14 @@ def load_model(
     *,
     device: torch.device | str,
     dtype: DType = "auto",
-    device_map: Mapping[str, int | str] | None = None,
+    device_map: DeviceMap | None = None,
 ) -> PreTrainedModel:
     """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode.
 
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `devices.infer`; None: `device`.  Weights on the
+    device_map: the place of every module, from `infer_devices`; None: `device`.  Weights on the
     disk
         are read from `local` as long as the model runs.
 
@@ -238,8 +250,8 @@ def _fit(model: Model, stored: Stored, empty: PreTrainedModel) -> Fit:
     _refuse_codes(model, stored, places.keys(), lost)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
-    for key, place in sorted(places.items()):
-        parameter = parameters.get(place.names[0]) if place.whole else None
+    for key, (parameter_names, whole) in sorted(places.items()):
+        parameter = parameters.get(parameter_names[0]) if whole else None
         if parameter is not None and list(parameter.shape) != stored[key].shape:
             raise _other_shape(label, key, stored[key].shape, parameter.shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
@@ -373,7 +385,9 @@ def _load(
         pickled = _pickled(local)
         stored = {key: _described(tensor) for key, tensor in pickled.items()}
     key_mapping, places = local.fit or _fit(model, stored, empty)
-    whole = {key: place.names[0] for key, place in places.items() if place.whole}
+    whole = {
+        key: parameter_names[0] for key, (parameter_names, is_whole) in places.items() if is_whole
+    }
     exact = [name for key, name in whole.items() if stored[key].dtype in _EXACT]
     gates = [name for name in exact if name.rpartition(".")[2] in _OPERATOR_PARAMETERS]
     try:
@@ -580,3 +594,72 @@ def _other_shape(
         f"the file and {tuple(expected)} by the config.",
         "Config and weights do not belong together.",
     )
+
+
+# --- a device for each part of a model that does not fit on one device, by accelerate
+
+
+def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceMap | None:
+    """A map of `model`, on the meta device, that fills the devices of `room` in order.
+
+    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings
+    the weights of a module that lies elsewhere to the device of the first layers just before the
+    module runs there.
+
+    room: bytes for weights.  The first is where the model begins; what finds no room goes to the
+    disk if "disk" is a key, whose number is not read.  None if there is too little room, or if the
+    token embedding does not lie in the first one.
+    """
+    most = {device: size for device, size in room.items() if device != "disk"}
+    if min(most.values()) < 0:
+        return None
+    kept_whole = sorted(model._no_split_modules or ())
+    # Without a number for main memory, accelerate would take what the machine has.
+    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
+        devices: dict[str, Device] = accelerate.infer_auto_device_map(
+            model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
+        )
+    if "disk" in devices.values() and "disk" not in room:
+        return None
+    embedding = next(
+        name for name, part in model.named_modules() if part is model.get_input_embeddings()
+    )
+    return devices if device_of(f"{embedding}.weight", devices) == next(iter(room)) else None
+
+
+def device_of(name: str, devices: DeviceMap) -> Device:
+    """Where the parameter `name` lies."""
+    while name not in devices:
+        name = name.rpartition(".")[0]
+    return devices[name]
+
+
+def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device, Allocation]:
+    """What each device holds of a model."""
+    sizes: Counter[Device] = Counter()
+    layers: dict[int, Device] = {}
+    for name, parameter in model.named_parameters():
+        device = device_of(name, devices)
+        sizes[device] += parameter.nbytes
+        if (index := layer_index(name)) is not None:
+            layers.setdefault(index, device)
+    counts = Counter(layers.values())
+    return {device: Allocation(layers=counts[device], bytes=size) for device, size in sizes.items()}
+
+
+def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -> tuple[int, int]:
+    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in
+    memory at once.
+
+    accelerate brings a module's own weights, not those of the modules in it.
+    main: the device of the first layers, which also computes the modules that are not on a GPU.
+    """
+    layers: Counter[object] = Counter()
+    modules: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        # brought to `main` for each forward call
+        if device_of(name, devices) in {"cpu", "disk"} - {main}:
+            index = layer_index(name)
+            layers[name if index is None else index] += parameter.nbytes
+            modules[name.rpartition(".")[0]] += parameter.nbytes
+    return max(layers.values(), default=0), max(modules.values(), default=0)

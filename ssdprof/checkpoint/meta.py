@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 conversion_mapping, core_model_loading = (
     lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
 )
+# stored key -> names of its parameters, and whether it becomes the one parameter as it is, without
+# a conversion
+Destinations = dict[str, tuple[tuple[str, ...], bool]]
 # to find the invalid field; building a large model takes a while, even without weights
 SEARCH_S = 3.0
 
@@ -155,21 +158,10 @@ def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
     return None
 
 
-class Destination(NamedTuple):
-    """Where transformers puts a stored weight.
-
-    names: of the parameters.  whole: it becomes the one parameter as it is, without a conversion.
-    """
-
-    names: tuple[str, ...]
-    whole: bool
-
-
 def destinations(
     model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]
-) -> dict[str, Destination]:
-    """Stored key -> its parameters of `model`, by transformers' own conversions; without keys that
-    it leaves aside.
+) -> Destinations:
+    """Where transformers puts each stored weight, without keys that it leaves aside.
 
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     """
@@ -194,15 +186,15 @@ def destinations(
         if name in state:
             first, *rest = targets[source] if source else [""]
             names = (name, *(name.replace(first, other) for other in rest))
-            known[key] = Destination(names, source is None)
+            known[key] = names, source is None
     return known
 
 
-def missing(model: PreTrainedModel, found: Mapping[str, Destination]) -> set[str]:
+def missing(model: PreTrainedModel, found: Destinations) -> set[str]:
     """Parameters that no stored weight becomes.  One of those that share their weights is
     enough.
     """
-    there = set(chain.from_iterable(to.names for to in found.values()))
+    there = set(chain.from_iterable(names for names, _ in found.values()))
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -28,6 +28,7 @@ OF_SPEED = ("speedup", "time")  # metrics
 KEPT_STEPS = "kept-steps"
 TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
 Measured = Estimate | float
+Speedup = Callable[..., Estimate | None]  # of a case: `Report.speedup`
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:"
 _NUMBER = r"(?P<number>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)(?P<percent>%?)"
 _GATE = re.compile(_METRIC + _NUMBER)
@@ -70,13 +71,6 @@ class Change:
     text: str
 
 
-class Speedups(Protocol):
-    """A report, as far as the metrics need it."""
-
-    def speedup(self, case: Case, *, over: str = "") -> Estimate | None:
-        """The speedup of a case over its baseline, or over another implementation."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A value of a case that conditions are about.
@@ -87,7 +81,7 @@ class Metric:
     gate, change: examples of limits.
     """
 
-    value: Callable[[Case, str, Speedups], Measured | None]
+    value: Callable[[Case, str, Speedup], Measured | None]
     applies: Callable[[Case], bool]
     gate: str
     change: str
@@ -125,26 +119,26 @@ def _is_decoded(case: Case) -> bool:
     return isinstance(case.task, DecodedStates)
 
 
-def _kept_steps(case: Case, state_format: str, _: Speedups) -> int | None:
+def _kept_steps(case: Case, state_format: str, _: Speedup) -> int | None:
     of_format = state_format in ("", states_of(case.precision))
     return case.task.kept_steps if isinstance(case.task, DecodedStates) and of_format else None
 
 
-def _speedup(case: Case, over: str, report: Speedups) -> Estimate | None:
-    return report.speedup(case, over=over)
+def _speedup(case: Case, over: str, speedup: Speedup) -> Estimate | None:
+    return speedup(case, over=over)
 
 
-def _time(case: Case, clock: str, _: Speedups) -> Estimate | None:
+def _time(case: Case, clock: str, _: Speedup) -> Estimate | None:
     if clock == "call":
         return case.call_us
     return case.device_us if clock == "device" else case.time_us
 
 
-def _match(case: Case, tolerance_name: str, _: Speedups) -> float | None:
+def _match(case: Case, tolerance_name: str, _: Speedup) -> float | None:
     return case.match_pct(TOLERANCE_NAMES[tolerance_name])
 
 
-def _rms(case: Case, _at: str, _: Speedups) -> float | None:
+def _rms(case: Case, _at: str, _: Speedup) -> float | None:
     """Over the floor; infinite if the floor is 0 and the error is not."""
     out = case.tensor("out")
     if out is None:
@@ -154,10 +148,10 @@ def _rms(case: Case, _at: str, _: Speedups) -> float | None:
     return math.inf if out.vs_oracle.rms_ratio else 0.0
 
 
-def _of_answers(name: str) -> Callable[[Case, str, Speedups], float | None]:
+def _of_answers(name: str) -> Callable[[Case, str, Speedup], float | None]:
     """A value of the answers' whole prompt."""
 
-    def value(case: Case, _at: str, _: Speedups) -> float | None:
+    def value(case: Case, _at: str, _: Speedup) -> float | None:
         return getattr(case.band, name) if case.band else None
 
     return value

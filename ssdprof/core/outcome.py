@@ -105,7 +105,7 @@ def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
     that an answer without a next token has no perplexity.
     """
     metric = METRICS[condition.metric]
-    value = metric.value(case, condition.at, report)
+    value = metric.value(case, condition.at, report.speedup)
     holds: bool | None
     if value is None:
         holds = None if is_answers(case) else False

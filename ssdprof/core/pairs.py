@@ -400,10 +400,10 @@ def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Repo
         return f"timed in BASE; {_status(new)} in NEW"
     if not _comparable(change, pair, base_report, new_report):
         return None
-    before = metric.value(base, change.at, base_report)
+    before = metric.value(base, change.at, base_report.speedup)
     if before is None:
         return None
-    now = metric.value(new, change.at, new_report)
+    now = metric.value(new, change.at, new_report.speedup)
     if now is None:
         return f"{metric.shown(number(before))} in BASE; {_status(new)} in NEW"
     if isinstance(before, Estimate) and isinstance(now, Estimate):

@@ -106,12 +106,6 @@ def sample_again(folder: Path, number: int) -> None:
 # --- a command in a child process, which may end in any way
 
 
-class Stopped(KeyboardInterrupt):
-    """The user stopped the command: SIGTERM, which a child also gets for Ctrl-C.  A kernel's own
-    interrupt is none.
-    """
-
-
 class Ended(NamedTuple):
     """A child process that has ended, as its parent knows it.
 

@@ -26,8 +26,20 @@ from ssdprof.capture.forward import PromptRun, check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint import devices, transformers
-from ssdprof.checkpoint.load import LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint import transformers
+from ssdprof.checkpoint.load import (
+    Device,
+    DeviceMap,
+    LocalCheckpoint,
+    check_fetch,
+    device_of,
+    fetch,
+    fetch_tokenizer,
+    infer_devices,
+    largest_streamed,
+    load_model,
+    weights_by_device,
+)
 from ssdprof.checkpoint.meta import quiet_transformers
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import siblings_that_fit
@@ -83,7 +95,7 @@ class ChosenPlacement:
     """
 
     record: Placement
-    device_map: Mapping[str, devices.Device] | None = None
+    device_map: DeviceMap | None = None
     segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
     remark: str = ""
@@ -175,9 +187,7 @@ class Chooser:
             deepest_layer=target.deepest_layer, head=target.head, dtype=target.dtype
         )
         self._seqlen = max(target.seqlens)
-        self.main: devices.Device = (
-            limits.device().index if limits.device().type == "cuda" else "cpu"
-        )
+        self.main: Device = limits.device().index if limits.device().type == "cuda" else "cpu"
         self.fixed = target.serving.chunk or target.request.segment_length
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -205,16 +215,14 @@ class Chooser:
         for length in self._lengths(self._seqlen):
             beside = self._predicted(self._seqlen, length)[1]
             if kind == "one-gpu":
-                mapped: devices.DeviceMap | None = {"": self.main} if beside <= free else None
+                mapped: DeviceMap | None = {"": self.main} if beside <= free else None
             else:
-                mapped = devices.infer(self._model, dict(self._room(kind, beside)))
+                mapped = infer_devices(self._model, dict(self._room(kind, beside)))
             if mapped is not None:
                 return self.at(kind, mapped, length, max(beside, free))
         return None
 
-    def at(
-        self, kind: PlacementKind, mapped: devices.DeviceMap, length: int, free: int
-    ) -> ChosenPlacement:
+    def at(self, kind: PlacementKind, mapped: DeviceMap, length: int, free: int) -> ChosenPlacement:
         """A placement.  length: of the longest prompt's segments.  free: bytes for the computation
         of the others.
         """
@@ -355,7 +363,7 @@ class Chooser:
                     free[index] = free_memory(torch.device("cuda", index))
         return free
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[devices.Device, int]]:
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Device, int]]:
         """Bytes available for weights on each device, after activations."""
         if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
@@ -376,11 +384,11 @@ class Chooser:
         if kind == "disk-offload":
             yield "disk", 0
 
-    def _record(self, kind: PlacementKind, mapped: devices.DeviceMap, length: int) -> Placement:
+    def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
         """The placement as reports store it.  length: of the longest prompt's segments."""
         serving = self._target.serving
-        by_device = devices.weights_by_device(self._model, mapped)
-        layer, module = devices.largest_streamed(self._model, mapped, self.main)
+        by_device = weights_by_device(self._model, mapped)
+        layer, module = largest_streamed(self._model, mapped, self.main)
         computed = self._predicted(self._seqlen, length)[0]
         calls = sum(
             len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
@@ -396,7 +404,7 @@ class Chooser:
             forward_calls=calls + serving.decode,
         )
 
-    def _rewritten(self, mapped: devices.DeviceMap) -> int:
+    def _rewritten(self, mapped: DeviceMap) -> int:
         """Bytes that transformers writes to a temporary folder: streamed weights that it assembles
         or decodes.
         """
@@ -407,12 +415,12 @@ class Chooser:
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if devices.device_of(name, mapped) == "disk"
+            if device_of(name, mapped) == "disk"
             and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _device_name(device: devices.Device) -> str:
+def _device_name(device: Device) -> str:
     return f"cuda:{device}" if isinstance(device, int) else device
 
 

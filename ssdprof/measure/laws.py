@@ -304,8 +304,8 @@ class Trial:
         yield from islice(self.finer(), 1)
         yield from islice(self.with_states(), 1)
         for histories in self.histories:
-            for history in islice(histories, 1):
-                yield history.inputs
+            for inputs, _ in islice(histories, 1):
+                yield inputs
 
 
 def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
@@ -557,8 +557,9 @@ def turning_keys(trial: Trial) -> None:
 
 def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     """Broken with the largest RMS error of a kind of heads above `DROPPED`."""
-    out, _ = trial.run(history.inputs)
-    errors = [(known, _errors_of(known, out)) for known in history.known if len(known.positions)]
+    inputs, outputs = history
+    out, _ = trial.run(inputs)
+    errors = [(known, _errors_of(known, out)) for known in outputs if len(known.positions)]
     known, relative = max(errors, key=lambda pair: float(pair[1].max()))
     bad = relative > DROPPED
     worst = int(relative.argmax())
@@ -566,7 +567,7 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
         return
     batch, length, heads = out.shape[:3]
     # before the first window, such a call has no history that could be dropped
-    without_history = bool(bad[0]) and history.inputs.initial is None
+    without_history = bool(bad[0]) and inputs.initial is None
     fault = "outputs are wrong" if without_history else "history that matters is dropped"
     raise Broken(
         f"{fault}, with {batch} x {length:,} tokens and {heads} heads: "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
 
 from typing_extensions import TypeVar
 
@@ -228,12 +228,8 @@ class KnownOutputs:
     expected: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class History(Generic[I]):
-    """Inputs whose outputs are known, and consist of history that a bound on decays hides."""
-
-    inputs: I
-    known: Sequence[KnownOutputs]
+# inputs whose outputs are known, and consist of history that a bound on decays hides
+History: TypeAlias = "tuple[I, Sequence[KnownOutputs]]"
 
 
 def no_edges(_like: Inputs) -> Sequence[Sequence[EdgeInputs[Any]]]:

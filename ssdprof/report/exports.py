@@ -431,7 +431,7 @@ def outputs(report: Report) -> dict[str, str]:
 
 def _worst(metric: Metric, cases: Iterable[Case], report: Report) -> str:
     """The value that fails a gate first; empty if no case has one."""
-    values = (metric.value(case, metric.default, report) for case in cases)
+    values = (metric.value(case, metric.default, report.speedup) for case in cases)
     known = [number(value) for value in values if value is not None]
     most = min if metric.more_is_better else max
     return f"{most(known):.6g}" if known else ""

@@ -22,8 +22,7 @@ from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ssdprof.checkpoint.devices import infer
-from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.load import fetch, infer_devices, load_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.core.report import Report
@@ -147,7 +146,7 @@ def test_parameters_on_the_disk_keep_fp32(name: str) -> None:
     empty = located.cut_on_meta()
     layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in empty.layers]
     room = empty.get_input_embeddings().weight.nbytes + layers[0] + max(layers)
-    places = infer(empty, {"cpu": room, "disk": 0})
+    places = infer_devices(empty, {"cpu": room, "disk": 0})
     ids = torch.arange(40)[None]
     with torch.no_grad():
         whole, streamed = (

@@ -14,8 +14,14 @@ from torch import nn
 
 from ssdprof.capture.forward import PromptRun, cache_name
 from ssdprof.capture.layers import CapturedLayer
-from ssdprof.checkpoint.devices import DeviceMap, infer, largest_streamed, weights_by_device
-from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.load import (
+    DeviceMap,
+    fetch,
+    infer_devices,
+    largest_streamed,
+    load_model,
+    weights_by_device,
+)
 from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.target import LayerRef, Serving
@@ -83,7 +89,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
     model = located.cut_on_meta()
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     room = model.get_input_embeddings().weight.nbytes + sum(sizes[:2]) + max(sizes)
-    mapped = infer(model, {"cpu": room, "disk": 0})
+    mapped = infer_devices(model, {"cpu": room, "disk": 0})
     assert mapped is not None
     return model, mapped
 
@@ -173,10 +179,10 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     model, _ = some_room(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
-    both = infer(model, {0: first, 1: 2**30})
+    both = infer_devices(model, {0: first, 1: 2**30})
     assert layers_of(model, both) == {0: 1, 1: 3}
     assert largest_streamed(model, both, 0) == (0, 0)
-    memory = infer(model, {0: first, "cpu": 2**30})
+    memory = infer_devices(model, {0: first, "cpu": 2**30})
     assert layers_of(model, memory) == {0: 1, "cpu": 3}
     assert largest_streamed(model, memory, 0)[0] == max(sizes[1:])
 
@@ -186,4 +192,4 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
 )
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
     model = open_model(str(saved("granitemoehybrid"))).cut_on_meta()
-    assert infer(model, room) is None
+    assert infer_devices(model, room) is None

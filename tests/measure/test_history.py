@@ -23,7 +23,7 @@ from ssdprof.measure.laws import AMPLIFIED_HISTORY, DROPPED, TURNING_KEYS
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.sequences import alone
 from ssdprof.operators.implementations import own_implementation
-from ssdprof.operators.kda_histories import histories as kda_histories
+from ssdprof.operators.kda_inputs import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
 Forgotten = Callable[[Any, Span], Tensor]  # (inputs, window) -> of each head, (h)
@@ -89,26 +89,25 @@ def test_the_outputs_of_turning_keys_have_a_closed_form(
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
     for histories in (kinds[0], kinds[-1]):
-        for history in histories:
-            inputs = history.inputs
-            heads = history.inputs.v.shape[2]
+        for inputs, outputs in histories:
+            heads = inputs.v.shape[2]
             out, _ = kda_recurrence(inputs, dtype=torch.float64)
-            for known in history.known:
+            for known in outputs:
                 ours = out[known.batch, known.positions][:, known.heads]
                 # keys of half the channels have lengths that 16 bit may miss
                 room = 1e-4 if inputs.use_qk_l2norm else 6e-3
                 error = (ours - known.expected).norm() / known.expected.norm()
                 assert error < room, known.kind
-            heads_known = torch.cat([known.heads for known in history.known])
+            heads_known = torch.cat([known.heads for known in outputs])
             assert set(heads_known.tolist()) == set(range(heads))
 
 
 def test_every_channel_of_turning_keys_decays_in_every_window() -> None:
-    history = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
+    inputs, outputs = next(iter(next(kda_histories(generated("kda", "2/2x32x16", 320), ()))))
     for window, step, total in ((16, 16, -20), (32, 1, -40)):
-        sums = history.inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
+        sums = inputs.g[0, :, 0].unfold(0, window, step).sum(-1)
         assert bool((sums == total).all())
-    assert history.known[0].kind == "windows of 16 tokens"
+    assert outputs[0].kind == "windows of 16 tokens"
 
 
 @pytest.mark.parametrize(("window", "tokens"), [(16, 120), (64, 260), (1024, 120)])
@@ -148,15 +147,14 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
     for histories in kda_histories(generated("kda", "4/4x32x32", 600), (1, 4)):
-        for history in histories:
-            inputs = history.inputs
+        for inputs, outputs in histories:
             found = []
             rounded = operator.oracle.rounded(inputs, precision)
             for span in spans_of(inputs):
                 gate = operator.oracle.gate(inputs, span, chunk)
                 found.append(rounded.advance(inputs, span, gate)[0])
             out = torch.cat(found)
-            for known in history.known:
+            for known in outputs:
                 ours = out[known.positions][:, known.heads].double()
                 squares = (ours - known.expected).square(), known.expected.square()
                 error, size = (each.sum((1, 2)) for each in squares)
