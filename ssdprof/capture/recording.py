@@ -7,7 +7,7 @@ safetensors         `recording.json` and a file PROCESS_NUMBER.safetensors for e
 flashinfer-bench    definitions and workloads, which have no outputs; each becomes a layer
 
 Calls are in the order in which their process made them.  Where they name no layer, a forward pass
-calls every layer once, on the same sequences.  docs/from-a-server.md describes all.
+calls every layer of an operator once, on the same sequences.  docs/from-a-server.md describes all.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
 _OUTPUT = ("out", "final_states")
+_UNEQUAL = (
+    "A kernel that returns final states alone is not run on drafted tokens of which sequences have "
+    "different numbers."
+)
 _AGAIN = "Record again: docs/from-a-server.md says how."
 _METADATA_BYTES = 1 << 24
 
@@ -134,11 +138,11 @@ class ServerCalls:
                         sequences=count,
                     )
                     inputs, served, slots = call.load()
-                    remark = (
-                        ""
-                        if served or not call.process
-                        else f"No output of {layer.name} was recorded in pass {number}."
-                    )
+                    remark = ""
+                    if call.process and not served:
+                        remark = f"No output of {layer.name} was recorded in pass {number}."
+                    elif inputs.state_every and inputs.cu_seqlens is not None:
+                        remark = _UNEQUAL
                     yield CapturedLayer(
                         layer=layer,
                         inputs=inputs,
@@ -158,8 +162,10 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     forward pass.
     """
     calls, others, source = _READERS[kind](folder)
-    are_named = all(call.layer for call in calls)
-    passes, incomplete = _named_passes(calls) if are_named else _counted_passes(calls)
+    if all(call.layer for call in calls):
+        passes, incomplete = _named_passes(calls), Counter[str]()
+    else:
+        passes, incomplete = _counted_passes(calls)
     out = [
         f"{plural(number, CALL)} {what}"
         for what, number in (*sorted(others.items()), *incomplete.items())
@@ -184,7 +190,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
-def _named_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
+def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
     """Forward passes of calls that name their layers: a pass ends where its process does, where
     other sequences begin, and before a layer that it has already.  Nothing is left out.
     """
@@ -209,7 +215,7 @@ def _named_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
             passes.append({})
         passes[-1][layer] = call
         before = same
-    return [tuple(calls.items()) for calls in passes], Counter()
+    return [tuple(calls.items()) for calls in passes]
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
@@ -217,17 +223,33 @@ def _by_numbers(name: str) -> list[tuple[int, str]]:
     return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _counted_passes(calls: Iterable[_Call]) -> tuple[list[_Pass], Counter[str]]:
-    """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and
-    of no whole pass.
+def _counted_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
+    """Forward passes through the layers of each operator, of which a process's last may be cut off;
+    numbers of calls of a warm-up, and of no whole pass.
     """
+    numbered: list[_Pass] = []
+    left_out: Counter[str] = Counter()
+    first = 0
+    for operator in dict.fromkeys(call.operator for call in calls):
+        passes = _equal_passes([call for call in calls if call.operator == operator], left_out)
+        count = max(map(len, passes), default=0)
+        layers = [
+            LayerRef(index=index, name=f"recorded layer {index}", operator=operator)
+            for index in range(first, first + count)
+        ]
+        numbered += [tuple(zip(layers, calls, strict=False)) for calls in passes]
+        first += count
+    return numbered, left_out
+
+
+def _equal_passes(calls: Iterable[_Call], left_out: Counter[str]) -> list[tuple[_Call, ...]]:
+    """As `_counted_passes`, of calls of one operator.  Adds to the numbers."""
     processes = [
         [list(run) for _, run in groupby(of_process, key=attrgetter("shape"))]
         for _, of_process in groupby(calls, key=attrgetter("process"))
     ]
     layers = _layer_count(processes)
     passes: list[tuple[_Call, ...]] = []
-    left_out: Counter[str] = Counter()
     for runs in processes:
         of_process: list[tuple[_Call, ...]] = []
         for run in runs:
@@ -242,12 +264,7 @@ def _counted_passes(calls: Iterable[_Call]) -> tuple[list[_Pass], Counter[str]]:
         if len(of_process) > 1 and tokens <= WARM_UP and count == 1:
             left_out["of a warm-up"] += len(of_process.pop(0))
         passes += of_process
-    longest: tuple[_Call, ...] = max(passes, key=len, default=())
-    refs = [
-        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
-        for index, call in enumerate(longest)
-    ]
-    return [tuple(zip(refs, calls, strict=False)) for calls in passes], left_out
+    return passes
 
 
 def _layer_count(processes: list[list[list[_Call]]]) -> int:
@@ -482,7 +499,25 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
         if inputs.values.shape[0] != 1:
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
         inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
-    return _checked(inputs, output if len(output) == 2 else None, slots)
+    call = _checked(inputs, output if len(output) == 2 else None, slots)
+    return _side_by_side(*call) if inputs.state_every else call
+
+
+def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
+    """A verification with as many tokens of each sequence as a batch, of which also kernels that
+    return final states alone compute a state after each token.
+    """
+    assert inputs.cu_seqlens is not None
+    lengths = set(inputs.cu_seqlens.diff().tolist())
+    if len(lengths) > 1:
+        return inputs, served, slots
+    rows = (inputs.sequences, *lengths)
+    positional = operators.get(inputs.operator).binding.positional(inputs)
+    batch = {name: tensor.reshape(*rows, *tensor.shape[2:]) for name, tensor in positional.items()}
+    if served:
+        out, states = served
+        served = out.reshape(*rows, *out.shape[2:]), states
+    return replace(inputs, **batch, cu_seqlens=None), served, slots
 
 
 # --- definitions and workloads of flashinfer-bench

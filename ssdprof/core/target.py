@@ -62,7 +62,8 @@ class CallRef(Record):
     """One call of a layer's operator, if a prompt makes several calls or several sequences share
     one.
 
-    kind: "packed": packed sequences; of several forward passes, if a server recorded them.
+    kind: "packed": packed sequences; of several forward passes, if a server recorded them; and then
+        side by side if they are equally many drafted tokens.
         "chunk": a piece of a chunked prefill, which begins with the states of the previous piece.
         "decode": one token of each sequence, after the prompt.  "verify": the last tokens of the
         prompt, as if they had been drafted.

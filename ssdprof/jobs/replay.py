@@ -426,6 +426,7 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]
         version=by,
         run=run,
         plan=plan,
+        keeps=lambda _inputs: True,
     )
     return implementation, Precision(state_dtype=final_states.dtype)
 

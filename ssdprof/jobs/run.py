@@ -217,15 +217,16 @@ def _requested(
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
             if verify:
                 calls = (drafted_call(prompt.seqlen, prompt.batch),)
+            sizes = [(verify or _seqlen(prompt, call), prompt.batch, call) for call in calls]
             if prompt.kind == "recorded" and isinstance(target, Stored):
-                calls = tuple(
-                    capture.call
+                sizes = [
+                    (capture.seqlen, prompt.seqlen // capture.seqlen, call)
                     for capture in target.chosen
-                    if (capture.layer, capture.seqlen) == (layer, prompt.seqlen)
-                )
-            for call in calls:
-                size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
-                case_key = f"layer {layer.index}, {size}"
+                    if (call := capture.call)
+                    and (capture.layer, call.prompt_seqlen) == (layer, prompt.seqlen)
+                ]
+            for seqlen, batch, call in sizes:
+                case_key = f"layer {layer.index}, {call_size(seqlen, batch, call)}"
                 operator = operators.get(layer.operator)
                 for implementation, precision, _ in resolved.plan(operator, dtype, call):
                     yield case_key, implementation.name, str(precision)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
-from ssdprof.record.place import FunctionCall
-from ssdprof.record.states import CallStates
+from ssdprof.record.place import Activate, FunctionCall, unchanged
+from ssdprof.record.signature import Arguments
+from ssdprof.record.states import CallStates, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ssdprof.kernels.inputs import Inputs
+
 _LOWER_BOUND = -5.0  # cuDNN's, where a call has a bounded gate and names no bound
 
 
-def bind(per_channel: bool, step: bool, given: Mapping[str, Any]) -> FunctionCall | None:
+def bind(per_channel: bool, step: bool, given: Arguments) -> FunctionCall | None:
     """A call in terms of the operator's inputs.
 
     per_channel: KDA, whose gates have a number for each channel.  step: of a few tokens.
@@ -32,31 +36,37 @@ def bind(per_channel: bool, step: bool, given: Mapping[str, Any]) -> FunctionCal
     cu_seqlens = given.get("cu_seqlens")
     states = CallStates(v.shape[0], v.shape[1], cu_seqlens, {**given, "state": state, "step": step})
     overwritten = given.get("overwrites_v") and given.get("room") is None
-    inputs: dict[str, Any] = {
+    inputs: dict[str, object] = {
         "q": q,
         "k": k,
         "v": v.clone() if overwritten else v,
+        "g": _gates("g", given, (*v.shape[:3], q.shape[3]) if per_channel else v.shape[:3], v, 0),
+        "beta": _gates("beta", given, v.shape[:3], v, 1),
         "initial_state": states.initial(),
         "scale": given.get("scale"),
         "use_qk_l2norm": bool(given.get("norm")),
         "cu_seqlens": cu_seqlens,
         "state_every": int(states.every),
     }
-    activate = _take_gates(inputs, given, per_channel)
 
-    def result(returned: Any) -> tuple[Tensor, Tensor | None]:
-        several = isinstance(returned, tuple | list)
-        out = given.get("out")
-        if out is None:
-            out = returned[0] if several else returned
-        final = returned[1] if several and len(returned) > 1 else None
+    def result(returned: object) -> tuple[Tensor, Tensor | None]:
+        several = tensors_of(returned)
+        out = several[0] if given.get("out") is None else given["out"]
+        final = several[1] if len(several) > 1 else None
         out = states.live(out.reshape(v.shape).to(v.dtype))
         return out, states.final(final)
 
-    return FunctionCall(inputs=inputs, result=result, slots=states.slots, activate=activate)
+    weights = {name: given.get(name) for name in ("A_log", "dt_bias")}
+    return FunctionCall(
+        inputs=inputs,
+        result=result,
+        slots=states.slots,
+        weights={name: weight for name, weight in weights.items() if weight is not None},
+        activate=_activation(given, per_channel),
+    )
 
 
-def _rows(given: Mapping[str, Any], pool: Tensor | None) -> tuple[Tensor, ...]:
+def _rows(given: Arguments, pool: Tensor | None) -> tuple[Tensor, ...]:
     """q, k and v, (B, T, heads, ...), as views."""
     if (mixed := given.get("mixed")) is None:
         several = (given[name] for name in ("q", "k", "v"))
@@ -69,57 +79,66 @@ def _rows(given: Mapping[str, Any], pool: Tensor | None) -> tuple[Tensor, ...]:
     return q, k, v.unflatten(-1, (value_heads, value_dim))
 
 
-def _take_gates(
-    inputs: dict[str, Any], given: Mapping[str, Any], per_channel: bool
-) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Adds g and beta to the inputs, and what they need.  Returns what activates them."""
-    q, v = inputs["q"], inputs["v"]
-    tokens = v.shape[:3]
-    for name, shape, without in (
-        ("g", (*tokens, q.shape[3]) if per_channel else tokens, v.new_zeros),
-        ("beta", tokens, v.new_ones),
-    ):
-        gate = given.get(name)
-        inputs[name] = without(shape) if gate is None else _reshaped(name, gate, shape)
-    A_log, bound = given.get("A_log"), given.get("lower_bound")
-    raw = bool(given.get("raw_gate", A_log is not None))
-    if raw:
-        inputs |= {"A_log": A_log, "dt_bias": given.get("dt_bias")}
+def _gates(
+    name: str, given: Arguments, shape: tuple[int, ...], v: Tensor, without: float
+) -> Tensor:
+    """The gates of v's tokens, (B, T, ...).  Those of tokens behind T are padding.  without:
+    where a call has none.  ValueError for gates that are not one for each head, or channel.
+    """
+    gate: Tensor | None = given.get(name)
+    if gate is None:
+        return v.new_full(shape, without)
+    if gate.ndim == len(shape) and len(gate) == shape[0]:
+        gate = gate[:, : shape[1]]
+    if gate.numel() != math.prod(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(gate.shape)}")
+    return gate.reshape(shape)
+
+
+def _activation(given: Arguments, per_channel: bool) -> Activate:
+    """As `FunctionCall.activate`."""
+    bound = given.get("lower_bound")
+    raw = bool(given.get("raw_gate", given.get("A_log") is not None))
     if not per_channel or given.get("bounded", True) not in (True, "bounded"):
         bound = None
     elif "bounded" in given and bound is None:
         bound = _LOWER_BOUND
+    linear = given.get("domain") == "linear" and given.get("g") is not None
+    raw_beta = bool(given.get("raw_beta"))
+    if not (raw or linear or raw_beta):
+        return unchanged
     return partial(
         _activated,
+        raw=raw,
         lower_bound=bound,
-        linear=given.get("domain") == "linear" and not raw and given.get("g") is not None,
-        raw_beta=bool(given.get("raw_beta")),
+        linear=linear,
+        raw_beta=raw_beta,
         doubled=bool(given.get("doubled")),
     )
 
 
 def _activated(
-    inputs: dict[str, Any],
+    inputs: Inputs,
+    weights: Mapping[str, Tensor],
     *,
+    raw: bool,
     lower_bound: float | None,
     linear: bool,
     raw_beta: bool,
     doubled: bool,
-) -> dict[str, Any]:
-    """As `FunctionCall.activate`.  Gates are raw if the inputs have an A_log, None counting as 0.
+) -> Inputs:
+    """As `FunctionCall.activate`.  weights: without A_log, it counts as 0.
 
-    linear: g is the decay.  The others are as in `signature.py`.
+    linear: g is the decay, unless it is raw.  The others are as in `signature.py`.
     """
-    inputs = dict(inputs)
-    g, beta = inputs["g"], inputs["beta"]
-    if "A_log" in inputs:
-        A_log, bias = inputs.pop("A_log"), inputs.pop("dt_bias")
+    g, beta = inputs.tensors["g"], inputs.tensors["beta"]
+    if raw:
         g = g.float()
-        if bias is not None:
-            g = g + bias.float().reshape(g.shape[2:])
+        if "dt_bias" in weights:
+            g = g + weights["dt_bias"].float().reshape(g.shape[2:])
         amplitude = torch.ones((), device=g.device)
-        if A_log is not None:
-            amplitude = A_log.float().exp().reshape(-1, *(1 for _ in g.shape[3:]))
+        if "A_log" in weights:
+            amplitude = weights["A_log"].float().exp().reshape(-1, *(1 for _ in g.shape[3:]))
         if lower_bound is None:
             g = -amplitude * torch.nn.functional.softplus(g)
         else:
@@ -128,15 +147,4 @@ def _activated(
         g = g.log()
     if raw_beta:
         beta = beta.float().sigmoid() * (2 if doubled else 1)
-    return inputs | {"g": g, "beta": beta}
-
-
-def _reshaped(name: str, gate: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The gates of the tokens, (B, T, ...).  Those of tokens behind T are padding.  ValueError for
-    gates that are not one for each head, or channel.
-    """
-    if gate.ndim == len(shape) and len(gate) == shape[0]:
-        gate = gate[:, : shape[1]]
-    if gate.numel() != math.prod(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, not {tuple(gate.shape)}")
-    return gate.reshape(shape)
+    return replace(inputs, g=g, beta=beta)

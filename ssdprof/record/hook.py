@@ -16,32 +16,27 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 VARIABLE = "SSDPROF_RECORD"
+_waiting: set[str] = set()  # modules
 
 
-class _Finder:
-    """A finder of modules that lets the others find them, and wraps the places of some."""
-
-    def __init__(self, waiting: set[str]) -> None:
-        self._waiting = waiting
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec of the finder that comes next, whose loader also wraps; None for any other
-        module.
-        """
-        if name not in self._waiting:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None
-            if find and finder is not self:
-                spec = find(name, path, target)
-            if spec is not None:
-                self._waiting.discard(name)
-                _wrap_after(spec)
-                return spec
+def find_spec(
+    name: str, path: Sequence[str] | None, target: ModuleType | None = None
+) -> ModuleSpec | None:
+    """This module is a finder: the spec of a module with places is that of the finder that comes
+    next, whose loader also wraps; None for any other module.
+    """
+    if name not in _waiting:
         return None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None
+        if find and find is not find_spec:
+            spec = find(name, path, target)
+        if spec is not None:
+            _waiting.discard(name)
+            _wrap_after(spec)
+            return spec
+    return None
 
 
 def _wrap_after(spec: ModuleSpec) -> None:
@@ -69,10 +64,11 @@ def _wrap(module: ModuleType) -> None:
 
 def install() -> None:
     """Begin to wait, in a process of a program that is recorded, unless this process does."""
-    settings = os.environ.get(VARIABLE)
-    if not settings or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    settings, this = os.environ.get(VARIABLE), sys.modules[__name__]
+    if not settings or this in sys.meta_path:
         return
     modules = set(json.loads(settings)["modules"])
-    sys.meta_path.insert(0, _Finder(modules - sys.modules.keys()))
+    _waiting.update(modules - sys.modules.keys())
+    sys.meta_path.insert(0, this)
     for name in modules & sys.modules.keys():
         _wrap(sys.modules[name])

@@ -45,9 +45,11 @@ class Keeper:
         self._settings = settings
         if settings.when == "wrong":
             self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
-        self._rings: dict[str, deque[RecordedCall]] = {}  # the last calls of each layer
-        self._last: dict[str, int] = {}  # number of the last call of each layer
-        self._told: set[str] = set()  # layers of which a call went wrong
+        # by `RecordedCall.of_layer`: the last calls, the number of the last one, and whether a
+        # call went wrong
+        self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}
+        self._last: dict[tuple[str, str], int] = {}
+        self._told: set[tuple[str, str]] = set()
         self._has_seen = False
         self._stored = self._bytes = self._in_rings = 0
         self._provenance = Provenance(rows_are_sequences=False)
@@ -69,20 +71,21 @@ class Keeper:
             self._has_seen = True
         if self._settings.when == "always":
             self._store(call)
-        if self._settings.when == "always" or call.layer in self._told:
+        layer = call.of_layer
+        if self._settings.when == "always" or layer in self._told:
             return
-        before = self._last.setdefault(call.layer, -1)
+        before = self._last.setdefault(layer, -1)
         why = "" if is_finite else call.first_nonfinite()
         if self._settings.when == "wrong" and not why and call.final_states is not None:
             why = self._wrong(
                 call, (call.out, call.final_states), device, gap=call.number != before + 1
             )
-        self._last[call.layer] = call.number
-        ring = self._rings.setdefault(call.layer, deque())
+        self._last[layer] = call.number
+        ring = self._rings.setdefault(layer, deque())
         ring.append(call)
         self._in_rings += call.nbytes
         if why:
-            self._told.add(call.layer)
+            self._told.add(layer)
             note(f"{why}.")
             for earlier in ring:
                 self._store(earlier)
@@ -93,6 +96,7 @@ class Keeper:
     def _store(self, call: RecordedCall) -> None:
         if self.is_full:
             return
+        call = call.activated()
         tensors = {name: tensor.contiguous() for name, tensor in call.tensors.items()}
         if call.final_states is None:
             del tensors["out"]  # a file has both or none
@@ -124,7 +128,7 @@ class Keeper:
         """What is wrong with a finite call, in a sentence; empty if nothing is, as far as it was
         tested.  gap: whether calls of the layer may be missing before it.
         """
-        index, number = list(self._last).index(call.layer), call.number + 1
+        index, number = list(self._last).index(call.of_layer), call.number + 1
         captured = CapturedLayer(
             layer=LayerRef(index=index, name=call.layer or "-", operator=call.place.operator),
             inputs=call.inputs,
@@ -144,7 +148,7 @@ class Keeper:
         if time.monotonic() < self._compares_at:
             return ""
         began = time.monotonic()
-        fault = self._outside_budget(call.inputs, served, device)
+        fault = self._outside_budget(call.activated().inputs, served, device)
         ended = time.monotonic()
         self._compares_at = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
         return fault and f"{call.name}: {fault}"

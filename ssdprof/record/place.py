@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ssdprof.kernels.inputs import Inputs
+
+# inputs and weights -> the inputs after their activations
+Activate: TypeAlias = "Callable[[Inputs, Mapping[str, Tensor]], Inputs]"
+
+
+def unchanged(inputs: Inputs, _weights: Mapping[str, Tensor]) -> Inputs:
+    return inputs
 
 
 @dataclass(kw_only=True)
 class FunctionCall:
     """A call of a place's function in the operator's terms.
 
-    inputs: what `activate` takes, on the call's device and without waiting for it.  Initial states
-        are those of the call's sequences alone, gathered from the pool if there is one, K before V.
-        What the function overwrites is a copy.
+    inputs: fields of the operator's inputs (`GDNInputs`, ...), on the call's device and without
+        waiting for it; gates may be those before their activations, in the same shape.  Initial
+        states are those of the call's sequences alone, gathered from the pool if there is one, K
+        before V.  What the function overwrites is a copy.
     result: what the function returned -> out, in the shape of the values, and the final states of
         the call's sequences as `inputs` has the initial ones, read from the pool if the function
         wrote them there; None if there are none.  In a verification, whose inputs have
@@ -24,19 +34,21 @@ class FunctionCall:
     slots: (sequences) of the pool; -1 is padding, which servers do not compute.  Its states are 0,
         and of steps its out, too.
     layer: its name or index in the model, where the call itself can tell.
-    activate: inputs, or copies of them -> fields of the operator's inputs (`GDNInputs`, ...), with
-        gates after their activations.  For calls that are stored or computed again: it costs as
-        much as a part of the call.
+    weights: what `activate` takes besides, by name.
+    activate: (inputs, weights), or copies of them -> the operator's inputs, with gates after their
+        activations.  For copies of calls that are stored or computed again: it costs as much as a
+        part of the call.
     """
 
-    inputs: dict[str, Any]
-    result: Callable[[Any], tuple[Tensor, Tensor | None]]
+    inputs: dict[str, object]
+    result: Callable[[object], tuple[Tensor, Tensor | None]]
     slots: Tensor | None = None
     layer: str | None = None
-    activate: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    activate: Activate = unchanged
 
 
-Bind = Callable[[Mapping[str, Any]], FunctionCall | None]
+Bind = Callable[[Mapping[str, object]], FunctionCall | None]
 Phase = Literal["prompt", "decode", "verify"]
 
 

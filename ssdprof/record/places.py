@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ssdprof.record import delta_rule, selective_scan
 from ssdprof.record.place import FunctionCall, Phase, Place
-from ssdprof.record.signature import Signature, arguments_of, signatures
+from ssdprof.record.signature import Arguments, Signature, arguments_of, signatures
 
 # (whether the function is for a step, arguments by our names) -> the call
-_BIND: dict[str, Callable[[bool, Mapping[str, Any]], FunctionCall | None]] = {
+_BIND: dict[str, Callable[[bool, Arguments], FunctionCall | None]] = {
     "gdn": partial(delta_rule.bind, False),
     "kda": partial(delta_rule.bind, True),
     "ssd": selective_scan.bind,
@@ -23,7 +23,7 @@ _REFUSED = tuple(_TABLE["refused"].split())
 
 
 def _bind(
-    signature: Signature, operator: str, phase: Phase, arguments: Mapping[str, Any]
+    signature: Signature, operator: str, phase: Phase, arguments: Arguments
 ) -> FunctionCall | None:
     """As `Place.bind`."""
     for name in _REFUSED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ssdprof.core.words import words
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.operator import CallBinding
-from ssdprof.record.place import Place
+from ssdprof.record.place import Activate, Place, unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,8 @@ class RecordedCall:
 
     layer: empty if it is not known.  number: of the calls of its layer, those that were not
     recorded among them.
+    inputs: with gates as the function takes them, until they are `activated`.
+    weights, activate: as in `FunctionCall`.
     """
 
     place: Place
@@ -32,6 +34,8 @@ class RecordedCall:
     out: Tensor
     final_states: Tensor | None
     slots: Tensor | None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    activate: Activate = unchanged
 
     @property
     def outputs(self) -> dict[str, Tensor]:
@@ -41,7 +45,7 @@ class RecordedCall:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return self.inputs.tensors | self.outputs
+        return {**self.inputs.tensors, **self.outputs, **self.weights}
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +56,11 @@ class RecordedCall:
         """ "layer model.layers.3, rank 0"."""
         layer = f"layer {self.layer}" if self.layer else "a layer that is not known"
         return f"{layer}, rank {rank()}"
+
+    @property
+    def of_layer(self) -> tuple[str, str]:
+        """Its operator and layer: calls of two operators are not those of one layer."""
+        return self.place.operator, self.layer
 
     @property
     def _binding(self) -> CallBinding:
@@ -67,7 +76,13 @@ class RecordedCall:
             out=tensors["out"],
             final_states=tensors.get("final_states"),
             slots=tensors.get("slots"),
+            weights={name: tensors[name] for name in self.weights},
         )
+
+    def activated(self) -> RecordedCall:
+        """With gates after their activations."""
+        inputs = self.activate(self.inputs, self.weights)
+        return replace(self, inputs=inputs, weights={}, activate=unchanged)
 
     def packed(self) -> RecordedCall:
         """A batch as a pack; without the sequences that have no slot, and without tokens behind the
@@ -123,7 +138,8 @@ class RecordedCall:
                 where = f"the final state of sequence {self._row(row)}, head {head}"
         if not where:
             return ""
-        before = [key for key, tensor in self.inputs.tensors.items() if not tensor.isfinite().all()]
+        tensors = self.activated().inputs.tensors
+        before = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
         inputs = f"it came with {words(before)}" if before else "its inputs are finite"
         return f"{self.name}: {where} is NaN or infinite; {inputs}"
 

@@ -15,11 +15,12 @@ import os
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +34,8 @@ from ssdprof.record.place import FunctionCall, Place
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
 
-if TYPE_CHECKING:
-    from ssdprof.record.wrapping import Site
-
+P = ParamSpec("P")
+T = TypeVar("T")
 _WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, which stay in the GPU's memory
 _FLUSH_S = 60.0  # for what is in the queue when the process ends
 _FRAMES = 16  # of callers, among whom a layer is looked for
@@ -48,15 +48,25 @@ _IN_GRAPHS = "inside CUDA graphs"
 _GRAPHS = {"vllm": "--enforce-eager", "sglang": "--disable-cuda-graph"}
 
 
-def call(site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the function of a place, and record the call unless there is a reason not to."""
+def call(
+    place: Place,
+    function: Callable[P, T],
+    arguments: Callable[P, dict[str, object]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """Call the function of a place, and record the call unless there is a reason not to.
+
+    arguments: of a call, by name, with defaults.
+    """
     recorder = Recorder.of_process()
-    begun = recorder.before(site, args, kwargs) if recorder else None
+    begun = recorder.before(place, partial(arguments, *args, **kwargs)) if recorder else None
     if recorder is None or begun is None:
-        return site.function(*args, **kwargs)
+        return function(*args, **kwargs)
     with recorder.inside():
-        returned = site.function(*args, **kwargs)
-    recorder.after(site.place, begun, returned)
+        returned = function(*args, **kwargs)
+    recorder.after(place, begun, returned)
     return returned
 
 
@@ -69,7 +79,7 @@ class Recorder:
         self.settings = RecordSettings.of(os.environ)
         self._local = threading.local()
         self._layers: dict[int, int] = {}  # by the identity of the module: layers without names
-        self._counts: Counter[str] = Counter()  # of the calls of each layer
+        self._counts: Counter[tuple[str, str]] = Counter()  # of calls: operator and layer
         self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
         self._queue, self._keeper = _Queue(), Keeper(self.settings)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -107,24 +117,25 @@ class Recorder:
         finally:
             self._local.is_inside = False
 
-    def before(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
-        """The call, before its function overwrites anything; None if it is not recorded."""
+    def before(self, place: Place, named: Callable[[], dict[str, object]]) -> _Begun | None:
+        """The call, before its function overwrites anything; None if it is not recorded.  named:
+        gives its arguments by name.
+        """
         if self._queue.closed or getattr(self._local, "is_inside", False):
             return None
-        place = site.place
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu and torch.cuda.is_current_stream_capturing():
             self._note_graph(place.module)
             return None
         try:
-            arguments = site.arguments(args, kwargs)
+            arguments = named()
             if not _is_plain(arguments):
                 return None
             with torch.no_grad():
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                inputs = operators.get(place.operator).inputs(**bound.activate(bound.inputs))
+                inputs = operators.get(place.operator).inputs(**bound.inputs)
                 if inputs.device.type != "cuda":
                     inputs = replace(inputs, **_copies(inputs.tensors))
                 return bound, inputs, str(bound.layer or self._layer())
@@ -132,7 +143,7 @@ class Recorder:
             self._cannot(place, error)
             return None
 
-    def after(self, place: Place, begun: _Begun, returned: Any) -> None:
+    def after(self, place: Place, begun: _Begun, returned: object) -> None:
         """Queue the call with what it returned, or drop it."""
         bound, inputs, layer = begun
         try:
@@ -142,7 +153,7 @@ class Recorder:
                 if final_states is not None:
                     _check_shape("final_states", final_states, inputs.final_shape)
                 # after a call that was not recorded, and between replays of graphs, there is a gap
-                number = self._counts[layer] + self.lost.total()
+                number = self._counts[place.operator, layer] + self.lost.total()
                 call = RecordedCall(
                     place=place,
                     layer=layer,
@@ -151,17 +162,21 @@ class Recorder:
                     out=out,
                     final_states=final_states,
                     slots=bound.slots,
+                    weights=bound.weights,
+                    activate=bound.activate,
                 )
                 done = None
                 if inputs.device.type == "cuda":
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record(torch.cuda.current_stream(inputs.device))
                 else:
-                    call = call.with_tensors(call.tensors | _copies(call.outputs))
+                    call = call.with_tensors(
+                        call.tensors | _copies({**call.outputs, **call.weights})
+                    )
         except Exception as error:
             self._cannot(place, error)
             return
-        self._counts[layer] += 2 if _IN_GRAPHS in self.lost else 1
+        self._counts[place.operator, layer] += 2 if _IN_GRAPHS in self.lost else 1
         if not self._queue.put(call, done, self.settings.max_delay_s) and not self._queue.closed:
             self.lost["because the queue was full"] += 1
 
@@ -284,7 +299,7 @@ class _Queue:
 os.register_at_fork(after_in_child=Recorder.forget)
 
 
-def _is_plain(arguments: Mapping[str, Any]) -> bool:
+def _is_plain(arguments: Mapping[str, object]) -> bool:
     """Whether the arguments' tensors hold numbers, and no gradient is wanted of them."""
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ssdprof.record.place import FunctionCall
-from ssdprof.record.states import CallStates
+from ssdprof.record.signature import Arguments
+from ssdprof.record.states import CallStates, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +16,7 @@ _ROWS = ("dt", "B", "C", "z")  # of each token, besides x
 _OTHERS = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_softplus", "dt_limit")
 
 
-def bind(step: bool, given: Mapping[str, Any]) -> FunctionCall:
+def bind(step: bool, given: Arguments) -> FunctionCall:
     """A call in terms of the operator's inputs.  given: the arguments by our names.
 
     ValueError for those that the inputs cannot express.
@@ -23,7 +24,7 @@ def bind(step: bool, given: Mapping[str, Any]) -> FunctionCall:
     return _step(given) if step else _prompt(given)
 
 
-def _prompt(given: Mapping[str, Any]) -> FunctionCall:
+def _prompt(given: Arguments) -> FunctionCall:
     """x (b, l, h, p), of vLLM (l, h, p)."""
     x, cu_seqlens = given["x"], given.get("cu_seqlens")
     if cu_seqlens is None and given.get("seq_idx") is not None:
@@ -32,11 +33,11 @@ def _prompt(given: Mapping[str, Any]) -> FunctionCall:
     def rows(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or x.ndim == 4 else tensor[None]
 
-    inputs: dict[str, Any] = {name: rows(given.get(name)) for name in ("x", *_ROWS)}
+    inputs: dict[str, object] = {name: rows(given.get(name)) for name in ("x", *_ROWS)}
     inputs |= {name: given[name] for name in _OTHERS} | {"cu_seqlens": cu_seqlens}
 
-    def result(returned: Any) -> tuple[Tensor, Tensor | None]:
-        several = list(returned) if isinstance(returned, tuple | list) else [returned]
+    def result(returned: object) -> tuple[Tensor, Tensor | None]:
+        several = tensors_of(returned)
         out = several.pop(0) if given.get("out") is None else given["out"]
         out = out.reshape(x.shape if x.ndim == 4 else (1, *x.shape))
         return out.to(x.dtype), _final_states(given, several)
@@ -44,7 +45,7 @@ def _prompt(given: Mapping[str, Any]) -> FunctionCall:
     return FunctionCall(inputs=inputs, result=result, slots=given.get("slots"))
 
 
-def _final_states(given: Mapping[str, Any], returned: list[Any]) -> Tensor | None:
+def _final_states(given: Arguments, returned: Sequence[Tensor]) -> Tensor | None:
     """(sequences, ...).  returned: what a function returned besides its output."""
     states: Tensor | None = None
     if given.get("pool") is not None:
@@ -56,7 +57,7 @@ def _final_states(given: Mapping[str, Any], returned: list[Any]) -> Tensor | Non
     return states
 
 
-def _step(given: Mapping[str, Any]) -> FunctionCall:
+def _step(given: Arguments) -> FunctionCall:
     """A few tokens of each sequence, on a pool, or on a state for each: x (b, h, p), (b, t, h, p),
     or (tokens, h, p) with cu_seqlens; dt, A, D and dt_bias expanded over channels, without which it
     may be a call of Mamba-1.
@@ -77,10 +78,10 @@ def _step(given: Mapping[str, Any]) -> FunctionCall:
     states = CallStates(
         values.shape[0], values.shape[1], cu_seqlens, {**given, **moved, "step": True}
     )
-    inputs: dict[str, Any] = {
-        name: None if given[name] is None else rows(given[name]) for name in _ROWS
+    inputs: dict[str, object] = {
+        name: None if given[name] is None else rows(given[name]) for name in ("B", "C", "z")
     }
-    inputs |= {"x": values, "dt": _of_heads("dt", inputs["dt"], 3)}
+    inputs |= {"x": values, "dt": _of_heads("dt", rows(given["dt"]), 3)}
     inputs |= {name: _of_heads(name, given[name], 1) for name in ("A", "D", "dt_bias")}
     inputs |= {
         "dt_softplus": bool(given["dt_softplus"]),
@@ -89,8 +90,8 @@ def _step(given: Mapping[str, Any]) -> FunctionCall:
         "state_every": int(states.every),
     }
 
-    def result(returned: Any) -> tuple[Tensor, Tensor | None]:
-        out = returned if given.get("out") is None else given["out"]
+    def result(returned: object) -> tuple[Tensor, Tensor | None]:
+        out = tensors_of(returned)[0] if given.get("out") is None else given["out"]
         return states.live(out.reshape(values.shape).to(x.dtype)), states.final(None)
 
     return FunctionCall(inputs=inputs, result=result, slots=states.slots)

@@ -25,13 +25,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+# of a call of another library's function, by name: of any type until `bind` has looked at them
+Arguments: TypeAlias = Mapping[str, Any]
+
 # "reads", "may", "owner": our name -> the parameter, the parameter of some versions, the attribute
 # of `self`; "fixed": our name -> what is no argument
-Signature: TypeAlias = dict[str, dict[str, Any]]
+Signature: TypeAlias = dict[str, dict[str, str]]
 _NAMES = ("reads", "may", "owner")
 
 
-def signatures(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Signature]:
+def signatures(table: Mapping[str, Arguments]) -> dict[str, Signature]:
     """All signatures of `places.toml`, in whose order each is like earlier ones."""
     known: dict[str, Signature] = {}
     for name, entry in table.items():
@@ -53,7 +56,7 @@ def _pairs(words: str) -> Iterator[tuple[str, str]]:
         yield ours, parameter or ours
 
 
-def arguments_of(signature: Signature, by_parameter: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(signature: Signature, by_parameter: Arguments) -> Arguments:
     """The arguments of a call by our names.  ValueError if `self` lacks an attribute."""
     named = {**signature["may"], **signature["reads"]}.items()
     given = {ours: by_parameter[name] for ours, name in named if name in by_parameter}

@@ -5,12 +5,12 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import torch
+from ssdprof.record.signature import Arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class CallStates:
     batch: int
     length: int
     cu_seqlens: Tensor | None
-    given: Mapping[str, Any]
+    given: Arguments
 
     @property
     def sequences(self) -> int:
@@ -96,7 +96,7 @@ class CallStates:
         returns states.
         """
         given = self.given
-        pool: Any = given.get("state") if given.get("target") is None else given["target"]
+        pool: Tensor = given["state"] if given.get("target") is None else given["target"]
         if self.every:
             return self._turned(self._after_tokens(pool))
         if not given.get("kept", True) or given.get("frozen", False) is not False:
@@ -151,6 +151,13 @@ class CallStates:
 
     def _turned(self, states: Tensor) -> Tensor:
         return states.mT if self.given.get("v_first") else states
+
+
+def tensors_of(returned: object) -> list[Tensor]:
+    """What a function returned, one by one."""
+    if isinstance(returned, tuple | list):
+        return list(returned)
+    return [returned] if isinstance(returned, torch.Tensor) else []
 
 
 def _where(kept: Tensor, tensor: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -21,24 +20,8 @@ from ssdprof.record.place import Place
 from ssdprof.record.places import PLACES
 from ssdprof.record.settings import RecordSettings
 
-
-@dataclass(frozen=True)
-class Site:
-    """A place in this process.  function: the library's.  signature: of it."""
-
-    place: Place
-    function: Callable[..., Any]
-    signature: inspect.Signature
-
-    def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """By name, with defaults; those of **kwargs are among them."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        for name, parameter in self.signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments |= arguments.pop(name)
-        return arguments
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def wrap_places(module: ModuleType) -> None:
@@ -60,7 +43,7 @@ def _wrap(module: ModuleType, place: Place) -> str:
     """Wrap a place, also under the other names that its library has for it.  What has changed
     there, if it cannot be wrapped.
     """
-    owner: Any = module
+    owner: object = module
     *names, name = place.function.split(".")
     for part in names:
         owner = getattr(owner, part, None)
@@ -73,7 +56,7 @@ def _wrap(module: ModuleType, place: Place) -> str:
     signature = inspect.signature(function)
     if missing := [word for word in place.parameters if word not in signature.parameters]:
         return f"has no parameter {', '.join(missing)}"
-    wrapper = _recording(Site(place, function, signature))
+    wrapper = _recording(place, function, signature)
     setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
     for other, alias in _aliases(function, module.__name__.partition(".")[0]):
         setattr(other, alias, wrapper)
@@ -89,20 +72,36 @@ def _aliases(function: object, library: str) -> Iterator[tuple[ModuleType, str]]
                     yield module, alias
 
 
-def _recording(site: Site) -> Callable[..., Any]:
+def _recording(
+    place: Place, function: Callable[P, T], signature: inspect.Signature
+) -> Callable[P, T]:
     """The function, recorded: of the same name, signature, docstring and attributes.
 
     A compiler that traces the program, for which `is_compiling` is a constant, sees the library's
     function alone.
     """
-    function = site.function
+    arguments: Callable[P, dict[str, object]] = functools.partial(_arguments, signature)
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return recorder.call(site, args, kwargs)
+        return recorder.call(place, function, arguments, *args, **kwargs)
 
     # of a function that wraps another one, programs may want that one
     vars(wrapper).update(vars(function))
     return wrapper
+
+
+def _arguments(
+    signature: inspect.Signature, /, *args: object, **kwargs: object
+) -> dict[str, object]:
+    """Those of a call, by name, with defaults; those of **kwargs are among them."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments: dict[str, object] = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= bound.arguments[name]
+            del arguments[name]
+    return arguments

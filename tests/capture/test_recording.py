@@ -9,7 +9,8 @@ uses the last and the first.
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import MANIFEST, open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.kernels import SSDInputs
+from ssdprof.kernels import GDNInputs, SSDInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.reference import ssd_recurrence
@@ -58,6 +59,17 @@ def repack(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
     tensors = torch.load(file, weights_only=True)
     change(tensors)
     torch.save(tensors, file)
+
+
+def ssd_call(length: int) -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.randn(1, length, 4, 8),
+        "dt": torch.rand(1, length, 4),
+        "A": -torch.rand(4),
+        "B": torch.randn(1, length, 1, 16),
+        "C": torch.randn(1, length, 1, 16),
+        "D": torch.rand(4),
+    }
 
 
 def close(layer: CapturedLayer) -> bool:
@@ -315,19 +327,58 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
     assert (len(recorded.ref.layers), len(recorded.passes)) == (2, 6)
     assert all(map(close, recorded.layers()))
     assert [layer.inputs.sequences for layer in recorded.layers("1")] == [1, 3, 1] * 2
-    ssd = {
-        "x": torch.randn(1, 7, 4, 8),
-        "dt": torch.rand(1, 7, 4),
-        "A": -torch.rand(4),
-        "B": torch.randn(1, 7, 1, 16),
-        "C": torch.randn(1, 7, 1, 16),
-        "D": torch.rand(4),
-    }
+    ssd = ssd_call(7)
     folder = record(tmp_path / "s", "ssd", [ssd], chunk_size=64, dt_softplus=True)
     first, _ = open_recording(folder, "safetensors").layers()
     expected = SSDInputs(**ssd, chunk_size=64, dt_softplus=True)
     assert torch.equal(ssd_recurrence(first.inputs)[0], ssd_recurrence(expected)[0])
     assert first.served is None
+
+
+def test_layers_without_names_are_counted_for_each_operator(tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    for number, operator in enumerate(("gdn", "ssd", "gdn") * 2):
+        length = 9 + number // 3
+        call = {"operator": operator, "source": "mine"}
+        tensors = gdn_call(length) if operator == "gdn" else ssd_call(length)
+        file = folder / f"1_{number:06d}.safetensors"
+        save_file(tensors, file, {"call": json.dumps(call)})
+    recorded = open_recording(folder, "safetensors")
+    layers = [(layer.index, layer.operator) for layer in recorded.ref.layers]
+    assert layers == [(0, "gdn"), (1, "gdn"), (2, "ssd")]
+    for layer in recorded.layers():
+        assert layer.inputs.operator == layer.layer.operator
+
+
+def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Drafted tokens of sequences, and the state after each."""
+    bounds = [0, *accumulate(lengths)]
+    call = gdn_call(bounds[-1], bounds, torch.randn(len(lengths), 2, 16, 8))
+    states = []
+    for row, (start, end) in enumerate(pairwise(bounds)):
+        for stop in range(start + 1, end + 1):
+            tokens = {name: call[name][:, start:stop] for name in ("q", "k", "v", "g", "beta")}
+            initial = call["initial_state"][row : row + 1]
+            states.append(gdn_recurrence(GDNInputs(**tokens, initial_state=initial))[1].float())
+    return call | {"final_states": torch.cat(states)}
+
+
+def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path: Path) -> None:
+    """Kernels that return final states alone are refused for others only, in a sentence."""
+    calls = [verification((3, 3, 3)), verification((1, 2))]
+    record(tmp_path / "r", "gdn", calls, (1,), state_every=1)
+    passing("capture", "--from", "safetensors", "r", "--out", "captures")
+    chosen = ("--impl", "fused,recurrent", "--dtypes", "exact")
+    answer = ending(1, "run", "captures", *chosen, "--out", "run")
+    _, report = reports.load("run")
+    sizes = {(case.batch, case.seqlen) for case in report.cases}
+    assert sizes == {(3, 3), (1, 3)}
+    refused = [case for case in report.cases if case.result != "passed"]
+    assert {(case.batch, case.status) for case in refused} == {(1, "refused")}
+    names = {case.implementation for case in report.cases}
+    assert names == {"unfused", "fused", "recurrent", "served"}
+    assert "sequences have different numbers" in answer.shown
 
 
 @pytest.mark.parametrize(

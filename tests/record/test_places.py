@@ -304,7 +304,7 @@ def test_a_call_is_read_as_inputs_and_output(
     if call is None:
         return
     returned = scene.call(given)
-    inputs = operators.get(operator).inputs(**call.activate(dict(call.inputs)))
+    inputs = call.activate(operators.get(operator).inputs(**call.inputs), call.weights)
     for name, tensor in truth.tensors.items():
         read = getattr(inputs, name)
         if name in scene.rows:

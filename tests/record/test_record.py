@@ -23,8 +23,8 @@ from torch.nn.functional import normalize
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
-from ssdprof.kernels import GDNInputs
-from ssdprof.record import hook, keeper, notes, recorder
+from ssdprof.kernels import GDNInputs, KDAInputs
+from ssdprof.record import delta_rule, hook, keeper, notes, recorder
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
 from ssdprof.record.settings import GIGABYTE, RecordSettings
@@ -245,14 +245,30 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     assert re.match("[345] calls because the queue was full: not recorded", dropped)
 
 
-def test_recording_ends_after_as_many_calls_as_are_allowed(
-    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("stops", [True, False])
+def test_gates_are_activated_for_calls_that_are_stored(
+    chunked: Callable[..., Function],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stops: bool,
 ) -> None:
-    function = chunked(max_calls=2)
+    """In the recorder's thread; of the others after as many calls as are allowed, or without a
+    fault, they stay raw.
+    """
+    activate, threads = delta_rule._activated, []
+
+    def activated(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return activate(*arguments, **options)
+
+    monkeypatch.setattr(delta_rule, "_activated", activated)
+    function = chunked(max_calls=2) if stops else chunked(when="nonfinite")
     for _ in range(4):
-        function(**arguments(), output_final_state=True)
-    assert stored() == 2
-    assert "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
+        function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
+    assert stored() == len(threads) == 2 * stops
+    assert {*threads} <= {"ssdprof-record"}
+    ended = "ssdprof: Recording has ended: as many calls" in capfd.readouterr().err
+    assert ended is stops
 
 
 def test_a_transposed_state_is_outside_the_budget(
@@ -275,6 +291,30 @@ def test_a_function_that_has_changed_is_named(
     assert function.__code__.co_filename == str(library)
     line = capfd.readouterr().err
     assert "chunk_gated_delta_rule of flash-linear-attention 0.6.0 has no parameter cu_" in line
+
+
+def test_calls_without_a_layer_are_those_of_their_operator(
+    chunked: Callable[..., Function],
+) -> None:
+    """Of each, the first that is not finite is stored."""
+    chunked(when="nonfinite")
+    process = recorder.Recorder.of_process()
+    assert process
+    given = arguments()
+    for kind in (GDNInputs, KDAInputs):
+        place = next(place for place in PLACES if place.operator == kind.operator)
+        g = given["g"] if kind is GDNInputs else given["g"][..., None].expand(-1, -1, -1, 16)
+        call = RecordedCall(
+            place=place,
+            layer="",
+            number=0,
+            inputs=kind(**given | {"g": g}),
+            out=given["v"] * torch.nan,
+            final_states=None,
+            slots=None,
+        )
+        process._keeper.keep(call.packed(), torch.device("cpu"), is_finite=False)
+    assert stored() == 2
 
 
 def test_rows_of_padding_are_not_stored() -> None:
