@@ -180,7 +180,7 @@ def case(
 
     fields: of the case, or of its `LayerCall`.
     """
-    usual: dict[str, Any] = {
+    usual = {
         "implementation": implementation,
         "precision": precision,
         "status": "ran",
@@ -257,7 +257,7 @@ def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
 
 def launches(name: str, *, gpu: bool = True) -> tuple[Launch, ...]:
     """Two kernels of `unfused`, one of `fused`; the interpreter has no registers."""
-    known: dict[str, Any] = {"registers": 168, "spills": 0, "shared_bytes": 98_304} if gpu else {}
+    known = {"registers": 168, "spills": 0, "shared_bytes": 98_304} if gpu else {}
     kernels = ("_state_kernel", "_output_kernel") if name == "unfused" else (f"_{name}_kernel",)
     return tuple(
         Launch(kernel=kernel, config={"chunk": 64, "num_warps": 4}, **known) for kernel in kernels
@@ -274,7 +274,7 @@ def calls(
     """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.
     Errors are larger in later layers, and with relaxed intermediates.
     """
-    cases: list[Case] = []
+    cases = []
     base_us = 1000.0 + 10 * index
     for name in ("unfused", "fused"):
         for precision in precisions:
@@ -333,7 +333,7 @@ def report(
 
 def two_layers(**fields: Any) -> Report:
     """A run of two layers at two precisions."""
-    usual: dict[str, Any] = {"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)}
+    usual = {"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)}
     return report(**usual | fields)
 
 
@@ -347,7 +347,7 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     (`ProcessLine`).
     """
     of_process = taken(fields, ProcessLine, but="notes")
-    process: dict[str, Any] = {
+    process = {
         "process": "p",
         "complete": True,
         "clocks": clocks(),
@@ -416,13 +416,13 @@ def cell(
     """A bench's cases on the same inputs.  times: device time of each implementation."""
     cases = []
     for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
-        library: dict[str, Any] = {"kind": "library", "version": "0.4"} if name == "fla" else {}
-        numbers: dict[str, Any] = {
+        library = {"kind": "library", "version": "0.4"} if name == "fla" else {}
+        numbers = {
             "samples": timed(us, us + CALL_US, turn=name != "fused"),
             "bytes_moved": 10**7,
             "flops": 10**9,
         }
-        place: dict[str, Any] = {
+        place = {
             "task": generated(f"1 x {seqlen:,}", dims=dims(seqlen)),
             "seqlen": seqlen,
             "inputs": "bf16, contiguous",
@@ -528,7 +528,7 @@ def of_answers(
         segment_length=1100,
         bands=(band(), band(0, 275), band(275, 1100)),
     )
-    usual: dict[str, Any] = {"task": task, "seqlen": 1100, "baseline": "", "variant": ""}
+    usual = {"task": task, "seqlen": 1100, "baseline": "", "variant": ""}
     return case(implementation, precision, **(usual | fields))
 
 

@@ -189,7 +189,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     which takes longer than the exact output; once for the same numbers.
     """
     plain = kernels.get(operator, name)
-    known: dict[tuple[Any, ...], Any] = {}
+    known = {}
 
     def run(inputs: Any, precision: Precision) -> Any:
         RAN.append((name, cost))

@@ -41,6 +41,7 @@ import typer.testing
 from checkpoint.conftest import save_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from typer.testing import CliRunner
 
 from ssdprof.checkpoint.load import fetch, load_model
@@ -50,7 +51,7 @@ from ssdprof.errors import SsdprofError
 from ssdprof.store.reports import dump
 
 HANGS_S = 240.0  # also where a busy machine takes ten times as long
-VALUES: tuple[Any, ...] = (
+VALUES = (
     None, True, False, 0, 1, -1, 3, 255, 10**6, 2**31, 2**64, 10**40, -(10**30), 0.5, -0.5, 5e-324,
     1e300, math.nan, math.inf, "", "0", "1e-3", "x", "swish_7", "\x00", "\ud800",
     "x\x1b[2J\nverdict=1", "=1+1", "::error::x", "nan", "a" * 5000, "../..", [], [[]], [None],
@@ -332,7 +333,7 @@ def of_folder(draw: random.Random, file: Path) -> str:
     return ""
 
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Tensor]
 
 
 def differences(folder: Path, expected: Weights) -> str:
@@ -367,7 +368,7 @@ def of_keys(draw: random.Random, file: Path) -> str:
         return "" if any(key in error.message for key in named) else f"no key: {error.message}"
 
 
-OUTSIDE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+OUTSIDE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "g": (torch.exp, torch.neg, torch.zeros_like, lambda g: g + 2),
     "beta": (lambda beta: beta * 5, torch.neg, torch.ones_like, lambda beta: beta * 1e30),
     "k": (lambda k: k * 1e3, lambda k: k * 1e18, torch.ones_like, torch.zeros_like),

@@ -59,12 +59,7 @@ def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
 
 
 def test_another_run_in_the_same_folder() -> None:
-    header: Any = {
-        "kind": "bench",
-        "target": "demo",
-        "environment": collect(),
-        "baseline": "unfused",
-    }
+    header = {"kind": "bench", "target": "demo", "environment": collect(), "baseline": "unfused"}
     with reports.opened(Path("shared"), Watcher(), **header):
         assert "Another run is writing into shared" in refused(2, "run demo --out shared --seq 16")
     assert reports.load("shared")[1].complete

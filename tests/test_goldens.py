@@ -146,7 +146,7 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what needs a GPU by functions that return stored reports."""
-    of: dict[str, Any] = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
+    of = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
     broken = cases.failed(cases.case("ring 5", **of), "failed")
     faster = cases.case("ring 2", **of, samples=cases.timed(90.9, 100.0))
     committed = cases.case(
@@ -318,7 +318,7 @@ def lists() -> dict[str, str]:
 
 def compare(texts: dict[str, str]) -> None:
     """Fails with a diff of each golden that differs."""
-    lines: list[str] = []
+    lines = []
     for name, text in texts.items():
         golden = GOLDENS / name
         there = golden.read_text() if golden.is_file() else ""

@@ -13,6 +13,7 @@ from command_line import DEMOS, ending, passing
 from fakes import RAN, noting, pretend_gpu
 from generated_inputs import generated
 from measure.test_probes import probed
+from torch import Tensor
 
 from ssdprof import kernels, operators
 from ssdprof.kernels import registry
@@ -31,11 +32,11 @@ pytestmark = [
 NAMES = {"single steps", "accepted tokens"}
 # square states: exchanged axes have their shape
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
-Output = tuple[torch.Tensor, torch.Tensor]
+Output = tuple[Tensor, Tensor]
 Planted = Callable[[Any, Callable[[Any], Output]], Output]  # (inputs, a right kernel)
 
 
-def states(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
+def states(change: Callable[[Tensor], Tensor]) -> Planted:
     """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
 
     def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
@@ -46,19 +47,19 @@ def states(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     return kernel
 
 
-def reads(change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
+def reads(change: Callable[[Tensor], Tensor]) -> Planted:
     """A kernel that reads other initial states."""
     return lambda inputs, right: right(inputs.after(change(inputs.initial)))
 
 
-def slots(change: Callable[[Any], torch.Tensor]) -> Planted:
+def slots(change: Callable[[Any], Tensor]) -> Planted:
     """A kernel that reads other slots of a pool."""
     return lambda inputs, right: right(
         inputs.after(getattr(inputs, inputs.LINEAR[1])[change(inputs)])
     )
 
 
-def never_written(kept: torch.Tensor) -> torch.Tensor:
+def never_written(kept: Tensor) -> Tensor:
     return torch.cat([kept[:, :-1], kept[:, -2:-1]], 1)
 
 

@@ -395,7 +395,7 @@ def doctor_of_a_slice(
 ) -> dict[str, doctor.Check]:
     """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)
-    gpu: Any = SimpleNamespace(
+    gpu = SimpleNamespace(
         name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8"
     )
     monkeypatch.setattr(doctor, "gpu", lambda: gpu)

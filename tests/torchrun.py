@@ -36,7 +36,7 @@ def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]
     program: arguments of Python and torchrun before the command.  Processes that still run at the
     end are terminated.
     """
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
     def start(command: str, *, ranks: bool = True) -> subprocess.Popen[str]:
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2") if ranks else ()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ssdprof.core.base import LONGEST_SEQLEN, DType
 from ssdprof.errors import BadInputError
@@ -236,7 +236,7 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
 
-def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, ...]:
+def parse_shapes(known: InputGenerator, words: str | None) -> tuple[Shape, ...]:
     """ "mamba2-2.7b,80x64x128x1" -> shapes, each once; "all" is every model, None the first.
     Raises BadInputError.
     """
@@ -246,7 +246,7 @@ def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, 
     return tuple(dict.fromkeys(_shape(known, name) for name in names))
 
 
-def _shape(known: InputGenerator[Any], name: str) -> Shape:
+def _shape(known: InputGenerator, name: str) -> Shape:
     shape = known.shapes.get(name) or known.parse(name)
     if shape is None:
         raise BadInputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, get_args
+from typing import ParamSpec, TypeVar, get_args
 
 from torch import nn
 
@@ -21,6 +21,8 @@ from ssdprof.measure.trace import GpuWork, marked
 from ssdprof.operators.decode_states import stepped_states
 from ssdprof.operators.implementations import required, resolve
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 # out, and final states in fp32, or None if the call does not need them
@@ -87,10 +89,10 @@ def by_layer(
 # --- parts of the model
 
 
-def marking(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def marking(part: str, function: Callable[P, T]) -> Callable[P, T]:
     """`function`, whose launches are marked as those of a part."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         with marked(part):
             return function(*args, **kwargs)
 
@@ -169,13 +171,13 @@ def _mlps(model: nn.Module, others: set[nn.Module]) -> list[nn.Module]:
 
 
 def _mark(module: nn.Module, part: PartName, restore: ExitStack) -> None:
-    opened: list[AbstractContextManager[Any]] = []
+    opened: list[AbstractContextManager[object]] = []
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         opened.append(marked(part))
         opened[-1].__enter__()
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         opened.pop().__exit__(None, None, None)
 
     restore.callback(module.register_forward_pre_hook(enter).remove)

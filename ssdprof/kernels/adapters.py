@@ -208,14 +208,17 @@ class Tunings:
         is not zero.
         """
 
-        def zero(arguments: dict[str, Any], reset_only: bool = False) -> None:  # noqa: ARG001
+        def zero(
+            arguments: dict[str, torch.Tensor],
+            reset_only: bool = False,  # noqa: ARG001
+        ) -> None:
             arguments[argument].zero_()
 
         for tuner in self._tuners:
             tuner.pre_hook = zero
 
 
-def _tuner(thing: Any) -> Autotuner | None:
+def _tuner(thing: object) -> Autotuner | None:
     """The autotuner around a kernel, possibly inside other wrappers; None if there is none."""
     while thing is not None and not isinstance(thing, Autotuner | type | ModuleType):
         thing = getattr(thing, "fn", None)

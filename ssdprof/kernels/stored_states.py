@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import triton
@@ -36,15 +36,6 @@ NAN = tl.constexpr(float("nan"))
 ROUNDS_TO_ONE = tl.constexpr(1.5 * 2**23)
 LEAST_SCALE = tl.constexpr(2.0**-100)
 LEAST_NORMAL_FP16 = tl.constexpr(2.0**-14)
-
-
-class SteppedStates(NamedTuple):
-    """out: the values' shape, fp32.  states: (marks, sequences, heads, K, V) fp32, of SSD (..., P,
-    N): what the pool holds after each of these steps.
-    """
-
-    out: Tensor
-    states: Tensor
 
 
 @dataclass(frozen=True)
@@ -210,15 +201,16 @@ def stepped(
     step: int,
     marks: Sequence[int],
     seed: int = 0,
-) -> SteppedStates:
+) -> tuple[Tensor, Tensor]:
     """A call token by token, with the state rounded to the format as a pool holds it: the initial
-    one, and then after every `step` tokens and at the end of each sequence.
+    one, and then after every `step` tokens and at the end of each sequence.  out, and the pool's
+    states after each of the steps `marks`: see `registry.Implementation`.
 
     run: a call in place whose launch rounds so.  marks: numbers of steps, 0 for the initial state.
     """
     call, kept = on_pool(inputs, step, marks)
     out, pool = run(call, Stepping(state_format, step, seed))
-    return SteppedStates(out, pool[kept])
+    return out, pool[kept]
 
 
 def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:

@@ -345,7 +345,7 @@ def check_output(output: Output, inputs: Inputs) -> None:
             )
 
 
-def block_length(oracle: OracleSpec[Any], inputs: Inputs, device: torch.device) -> int:
+def block_length(oracle: OracleSpec, inputs: Inputs, device: torch.device) -> int:
     """Positions per block: whole chunks, at most `_LONGEST_BLOCK`, within the working memory."""
     chunk = oracle.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)

@@ -182,7 +182,9 @@ def timed_first_call(
     """
     compiled: dict[str, float] = {}
 
-    def note(*, src: Any, times: triton.knobs.CompileTimes, cache_hit: bool, **_: Any) -> None:
+    def note(
+        *, src: ASTSource, times: triton.knobs.CompileTimes, cache_hit: bool, **_: object
+    ) -> None:
         """Called by Triton for every kernel, in any thread."""
         if not cache_hit:
             compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
@@ -352,9 +354,9 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def counted_launches() -> Iterator[list[Any]]:
+def counted_launches() -> Iterator[list[object]]:
     """The list has one entry for every launch of a Triton kernel in the block."""
-    seen: list[Any] = []
+    seen: list[object] = []
     with _at_launch(seen.append):
         yield seen
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -383,7 +382,7 @@ class Room:
 
     def alone(
         self, parts: Sequence[TokenTensors], initial: Sequence[Tensor], *, every: bool = False
-    ) -> Any:
+    ) -> Inputs:
         """Sequences without a pool, packed.  every: with the state after each token."""
         packed = {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
         packed[self._states] = torch.stack(list(initial))

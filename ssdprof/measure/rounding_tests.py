@@ -9,7 +9,6 @@ row (one position of a head, or one row of a state), so that rows of any size co
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ class RoundingTests:
         self,
         high: Tensor,
         floor: Tensor,
-        kernels: Mapping[Any, Tensor],
+        kernels: Mapping[int, Tensor],
         rounded: Mapping[str, Iterable[Tensor]],
         start: int,
         origin: int,

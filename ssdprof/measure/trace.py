@@ -33,7 +33,7 @@ Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times i
 GpuWork = tuple[str | None, str, float]
 
 
-def marked(part: str) -> AbstractContextManager[Any]:
+def marked(part: str) -> AbstractContextManager[object]:
     """Marks the launches in the block as those of `part`."""
     return torch.autograd.profiler.record_function(PREFIX + part)
 
@@ -75,7 +75,7 @@ def _interpreted() -> Iterator[None]:
     """Mark every kernel that Triton's interpreter runs in the block."""
     run = GridExecutor.__call__
 
-    def marked_run(self: Any, *args: Any, **options: Any) -> None:
+    def marked_run(self: GridExecutor, *args: object, **options: object) -> None:
         with marked(self.fn.__name__):
             run(self, *args, **options)
 

@@ -11,17 +11,15 @@ from ssdprof import kernels, operators
 from ssdprof.errors import BadInputError, nearest
 from ssdprof.kernels.state_formats import StateFormat
 from ssdprof.operators.implementations import load
-from ssdprof.operators.late import deferred, lazy, precision, torch
+from ssdprof.operators.late import lazy, precision, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels import oracle
     from ssdprof.kernels.inputs import Inputs
-    from ssdprof.kernels.stored_states import SteppedStates
 else:
     oracle = lazy("ssdprof.kernels.oracle")
-    SteppedStates = deferred("stored_states:SteppedStates")
 
 IMPLEMENTATION = "recurrent"  # computes states step by step
 _FORMATS = {
@@ -86,13 +84,16 @@ def _range_of(text: str, scale: str) -> float:
 
 def stepped_states(
     inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int], seed: int = 0
-) -> SteppedStates:
+) -> tuple[Tensor, Tensor]:
     """The operator token by token, with its states kept in a format between steps of `step` tokens.
 
     The initial states are rounded first.  A step computes in fp32 from what the pool holds; its
-    outputs come before the rounding.  marks: numbers of steps after which the pool is returned, 0
-    for the rounded initial states; a sequence that ended earlier has its last state.  seed: of the
-    random numbers of stochastic formats, 0 to 2**31 - 1.
+    outputs come before the rounding.  Returns out, of the values' shape, and states (marks,
+    sequences, heads, K, V), of SSD (..., P, N), both in fp32.
+
+    marks: numbers of steps after which the pool is returned, 0 for the rounded initial states; a
+    sequence that ended earlier has its last state.  seed: of the random numbers of stochastic
+    formats, 0 to 2**31 - 1.
 
     Raises UnsupportedError for inputs that the kernel does not take, BadInputError for a user's
     function that does not return states, and ValueError for a step, mark or seed out of range.
@@ -108,7 +109,7 @@ def stepped_states(
 
 def _by_function(
     inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int]
-) -> SteppedStates:
+) -> tuple[Tensor, Tensor]:
     """`stepped_states` with a launch and a call of the user's function for each step; packed
     sequences one after the other.
     """
@@ -130,7 +131,7 @@ def _by_function(
             state = _rounded(state_format, state)
             # those of later marks are overwritten by a later step, if there is one
             states[[mark >= number for mark in marks], span.sequence] = state
-    return SteppedStates(out, states)
+    return out, states
 
 
 def _rounded(state_format: StateFormat, states: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def resolve(operator: Operator, word: str) -> Implementation:
     return replace(_resolved(operator, word), word=word)
 
 
-def _resolved(operator: Operator[Any], word: str) -> Implementation:
+def _resolved(operator: Operator, word: str) -> Implementation:
     """`resolve`, without the word."""
     name, _, checkout = word.partition("=")
     libraries = operator.libraries
@@ -344,7 +344,7 @@ def _run_function(
 
 def _call_function(
     name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
-) -> Any:
+) -> object:
     """On the GPU of the inputs, where Triton launches.  An exit becomes a RuntimeError."""
     index = inputs.device.index
     more = {"precision": precision} if "precision" in _parameters(function) else {}
@@ -372,7 +372,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
         return {}
 
 
-def _type(thing: Any) -> str:
+def _type(thing: object) -> str:
     size = f" of {len(thing)}" if isinstance(thing, tuple | list) else ""
     return f"{type(thing).__name__}{size}"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tiny_models
 import torch
+from torch import Tensor
 
 from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.layers import CapturedLayer, capture_layers
@@ -20,7 +21,7 @@ FP32_ROUNDING = 5e-5  # of the largest value: a few hundred roundings through th
 
 def capture(
     name: str,
-    ids: torch.Tensor,
+    ids: Tensor,
     serving: Serving = Serving(),  # noqa: B008
     segment_length: int | None = None,
     *,
@@ -33,7 +34,7 @@ def capture(
 
     model: with its head; None: the shared one.  layers, segment_length: None: all.
     """
-    captured: list[CapturedLayer] = []
+    captured = []
     model = tiny_models.shared(name) if model is None else model
     prompt = PromptRun(
         model.base_model,
@@ -55,7 +56,7 @@ def oracle(inputs: Any) -> Any:
     return recurrence(inputs, torch.float64)
 
 
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Largest deviation, relative to the largest value."""
     deviation = (actual.double() - expected.double()).abs().max()
     return float(deviation / expected.double().abs().max())

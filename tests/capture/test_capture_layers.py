@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from capture import exact
 from capture.exact import FP32_ROUNDING, difference
+from torch import Tensor
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CapturedLayer, PromptBuffer, token_major
@@ -28,7 +29,7 @@ LENGTH = 90
 
 
 def capture(
-    name: str, *, ids: torch.Tensor | None = None, segment_length: int = LENGTH, **options: Any
+    name: str, *, ids: Tensor | None = None, segment_length: int = LENGTH, **options: Any
 ) -> tuple[list[CapturedLayer], int]:
     prompt = tiny_models.prompt(LENGTH) if ids is None else ids
     return exact.capture(name, prompt, segment_length=segment_length, **options)
@@ -63,7 +64,7 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
 def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
     model = tiny_models.build(name, torch.bfloat16).base_model
-    passed: list[Any] = []
+    passed = []
 
     def copy(call: OperatorCall) -> Result:
         passed.append(call.inputs)
@@ -105,7 +106,7 @@ def test_only_wanted_layers_in_the_models_order() -> None:
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
 def test_one_layer_at_a_time(segment_length: int) -> None:
     """When a layer arrives, the memory of the one before it is free."""
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive = []
 
     def on_layer(captured: CapturedLayer) -> None:
         gc.collect()
@@ -189,7 +190,7 @@ def test_a_million_tokens_take_more_than_2_to_the_31_elements(
     generator = torch.Generator().manual_seed(0)
 
     def piece() -> SSDInputs:
-        def normal(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(1, length, *shape, generator=generator).bfloat16()
 
         return SSDInputs(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
 from ssdprof.capture.forward import prefill
@@ -15,7 +15,7 @@ from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 
-def logits(model: Any, segment: int = 40) -> torch.Tensor:
+def logits(model: Any, segment: int = 40) -> Tensor:
     return prefill(model, tiny_models.prompt(40), segment)
 
 
@@ -63,7 +63,7 @@ class Sigmoid(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(128))
 
-    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
         return nn.functional.rms_norm(hidden_states, (128,)) * torch.sigmoid(gate)
 
 

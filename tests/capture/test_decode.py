@@ -7,6 +7,7 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, capture, difference, oracle
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.capture.forward import cache_name
@@ -21,11 +22,11 @@ LENGTH = 40
 STEPS = 2
 
 
-def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Greedy generation of a causal language model: tokens (b, steps), and the last step's
     logits.
     """
-    cache: dict[str, Any] = {}
+    cache = {}
     tokens = []
     new = ids
     with torch.no_grad():
@@ -105,7 +106,7 @@ def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(LENGTH)
     tokens, _ = greedy(model, ids, 4)
-    fed: list[torch.Tensor] = []
+    fed = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda _, args: fed.append(args[0].clone())
     )
@@ -128,12 +129,10 @@ def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.Monk
 
     forward = type(site.module).forward
 
-    def bypassing(
-        self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def bypassing(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if hidden_states.shape[1] == 1:
             return hidden_states
-        result: torch.Tensor = forward(self, hidden_states, *args, **kwargs)
+        result: Tensor = forward(self, hidden_states, *args, **kwargs)
         return result
 
     # sites are found by the bytecode of what is wrapped

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from torch import Tensor
 
 from ssdprof.capture import forward
 from ssdprof.capture.forward import (
@@ -41,7 +42,7 @@ def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]
     assert split_prompt(seqlen, segment_length) == segments
 
 
-def run(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
+def run(model: Any, ids: Tensor, segment_length: int) -> Tensor:
     with intercept(find_mixers(model), lambda call: call.replacement()):
         return prefill(model, ids, segment_length)
 
@@ -92,7 +93,7 @@ def test_a_model_with_attention_makes_its_own_cache() -> None:
 LENGTH = 70
 
 
-def hidden(model: Any, segment_length: int) -> torch.Tensor:
+def hidden(model: Any, segment_length: int) -> Tensor:
     prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, "tiny")
     return hidden_states(
         prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original()
@@ -119,7 +120,7 @@ def test_scaled_logits_are_scaled() -> None:
     scaled.config.logits_scaling = 6.0
     states = hidden(scaled, LENGTH)
     plain = tiny_models.shared("granitemoehybrid")
-    shapes = list[Any]()
+    shapes = []
     scaled.register_forward_pre_hook(
         lambda *call: shapes.append(call[2]["input_ids"].shape), with_kwargs=True
     )
@@ -130,7 +131,7 @@ def test_scaled_logits_are_scaled() -> None:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("segment_length", [40, 32])
 def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) -> None:
-    model: Any = tiny_models.shared(name)
+    model = tiny_models.shared(name)
     ids = tiny_models.prompt(40)
     tokens = greedy(model, ids, 4, segment_length)
     text = torch.cat([ids, torch.tensor([tokens])], dim=1)

@@ -118,7 +118,7 @@ def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: set[tuple[str, str]] = set()
+    ran = set()
     get = kernels.get
 
     def observed(operator: str, implementation: str) -> Any:

@@ -5,7 +5,6 @@ itself.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -13,6 +12,7 @@ import torch
 from capture.exact import capture
 from capture.recordings import gdn_call, record
 from command_line import passing
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
@@ -23,7 +23,7 @@ from ssdprof.core.target import Serving
 SLOTS = (5, 2)  # of the two sequences, in every call
 
 
-Plant = Callable[[list[torch.Tensor]], torch.Tensor]  # states after each call -> the next one's
+Plant = Callable[[list[Tensor]], Tensor]  # states after each call -> the next one's
 
 
 def recorded(
@@ -33,7 +33,7 @@ def recorded(
     Without outputs, each holds the server's whole pool of states, if it has slots.
     """
     pool = slots and not keeps("out")
-    left: list[torch.Tensor] = []
+    left = []
     calls = []
     for number in range(4):
         begin = (left[-1] if number != 2 else plant(left)) if left else None
@@ -52,7 +52,7 @@ def recorded(
     return record(folder, "gdn", calls, processes=(7,))
 
 
-def one_head(left: list[torch.Tensor]) -> torch.Tensor:
+def one_head(left: list[Tensor]) -> Tensor:
     states = left[1].clone()
     states[1, 1] = left[0][1, 1]
     return states
@@ -143,7 +143,7 @@ def test_a_models_own_calls_pass_their_states_on(name: str, serving: Serving) ->
     assert not faults_of(captured)
     *_, last = (number for number, call in enumerate(captured) if call.layer.index == 0)
     states = operators.get(captured[0].layer.operator).inputs.LINEAR[1]
-    inputs: Any = captured[last].inputs
+    inputs = captured[last].inputs
     exchanged = replace(inputs, **{states: getattr(inputs, states).flip(0)})
     captured[last] = replace(captured[last], inputs=exchanged)
     (fault,) = faults_of(captured)

@@ -293,7 +293,7 @@ NEMOTRON = {
     "time_step_limit": None,
 }
 BAMBA_6 = {**BAMBA, "num_hidden_layers": 6, "attn_layer_indices": [1, 3, 4]}
-ZAMBA2: dict[str, Any] = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
+ZAMBA2 = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
 QWEN3_5_FP8 = {
     "model_type": "qwen3_5",
     "dtype": "bfloat16",

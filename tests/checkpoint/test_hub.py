@@ -75,7 +75,7 @@ def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, copied: S
     assert {info.name: info.size_bytes for info in planned} == {
         info.name: (folder / info.name).stat().st_size for info in planned
     }
-    lines: list[str] = []
+    lines = []
     fetch_tokenizer(located)
     local = fetch(located, deepest_layer=0, progress=lines.append)
     assert len(lines) == 1
@@ -210,7 +210,7 @@ def test_a_connection_that_drops_between_requests(
 def test_a_connection_that_keeps_dropping_ends(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[float] = []
+    pauses = []
     monkeypatch.setattr("time.sleep", pauses.append)
     repo = hub_module.HubRepo("org/tiny")
     tiny_hub.drops = 1000

@@ -20,6 +20,7 @@ import transformers as tf
 from checkpoint.folders import edit_json
 from command_line import Answer, ending
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ssdprof.checkpoint.load import fetch, infer_devices, load_model
 from ssdprof.checkpoint.model import open_model
@@ -29,7 +30,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Tensor]
 GDN = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 SSD = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2")
 
@@ -55,7 +56,7 @@ def renamed(before: str, after: str) -> Callable[[Weights], Weights]:
     return lambda weights: {key.replace(before, after, 1): w for key, w in weights.items()}
 
 
-def without(part: str, **more: torch.Tensor) -> Callable[[Weights], Weights]:
+def without(part: str, **more: Tensor) -> Callable[[Weights], Weights]:
     """The weights whose names do not contain `part`, and more."""
     return lambda weights: {key: w for key, w in weights.items() if part not in key} | more
 
@@ -95,7 +96,7 @@ def check_predictions_refused(folder: Path, words: str, code: int = 2) -> None:
 
 def with_exact_gates(
     name: str, dtype: torch.dtype = torch.float32
-) -> tuple[Path, dict[tuple[str, str], torch.Tensor]]:
+) -> tuple[Path, dict[tuple[str, str], Tensor]]:
     """A checkpoint whose gates alone are stored in fp32; by layer and name.  transformers renames
     some of them.
     """
@@ -548,11 +549,11 @@ def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int) -> None:
     model = tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**shape)).to(torch.bfloat16)
     folder = Path("fp8")
     model.save_pretrained(folder)
-    decoded: Weights = {}
+    decoded = {}
     kept = []
 
     def encoded(weights: Weights) -> Weights:
-        stored: Weights = {}
+        stored = {}
         for key, weight in weights.items():
             if "layers." not in key or weight.ndim != 2 or "in_proj_a" in key or "in_proj_b" in key:
                 stored[key] = weight
@@ -591,7 +592,7 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
     folder = checkpoint("qwen3_5_text")
-    decoded = dict[str, torch.Tensor]()
+    decoded = {}
 
     def encoded(weights: Weights) -> Weights:
         stored = dict(weights)

@@ -16,6 +16,7 @@ import tiny_models
 import torch
 from checkpoint.folders import edit_json, original_state, write_original
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from ssdprof.checkpoint.config import PICKLE
@@ -37,9 +38,9 @@ def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
     return load_model(local, device="cpu")
 
 
-def layer_outputs(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+def layer_outputs(model: Any, ids: Tensor) -> list[Tensor]:
     """The output of every decoder layer of a model with or without a head."""
-    outputs: list[torch.Tensor] = []
+    outputs = []
     layers = model.get_submodule("layers") if hasattr(model, "layers") else model.base_model.layers
     hooks = [
         layer.register_forward_hook(
@@ -58,7 +59,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     edit_json(folder / "config.json", **changes)
 
 
-def check_layers(model: Any, whole: Any, ids: torch.Tensor) -> None:
+def check_layers(model: Any, whole: Any, ids: Tensor) -> None:
     """The layers of a cut model compute what the first ones of the whole model do."""
     for actual, expected in zip(layer_outputs(model, ids), layer_outputs(whole, ids), strict=False):
         assert torch.equal(actual, expected)
@@ -435,7 +436,7 @@ def larger_storage(file: Path) -> None:
             target.writestr(name, content.replace(*sizes) if name.endswith("data.pkl") else content)
 
 
-def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
+def changed(change: Callable[[Tensor], Any]) -> Callable[[Path], object]:
     return lambda file: torch.save(
         original_state() | {A_LOG: change(original_state()[A_LOG])}, file
     )
@@ -447,11 +448,11 @@ def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
         *(
             (changed(change), "holds 'backbone.layers.0.mixer.A_log', which is no table of floats")
             for change in (
-                torch.Tensor.bool,
-                torch.Tensor.long,
+                Tensor.bool,
+                Tensor.long,
                 lambda tensor: tensor.to(torch.complex64),
                 lambda tensor: tensor.to("meta"),
-                torch.Tensor.to_sparse,
+                Tensor.to_sparse,
                 lambda tensor: [tensor],
             )
         ),

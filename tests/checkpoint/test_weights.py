@@ -160,7 +160,7 @@ def test_which_weights_three_layers_need() -> None:
         "mtp.layers.0.mlp.weight",
     )
     towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
-    source: Any = None
+    source = None
     weights = Weights(source, None, SINGLE, depth=3)
     assert all(map(weights.needs, needed))
     assert not any(map(weights.needs, (*others, *towers)))

@@ -34,7 +34,7 @@ class Played(NamedTuple):
 
 
 def yaml_of(file: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / file).read_text())
+    loaded = yaml.safe_load((ROOT / file).read_text())
     return loaded
 
 
@@ -80,7 +80,7 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
         "PATH": path,
         "PYTHONPATH": str(ROOT),
     }
-    outputs: dict[str, dict[str, str]] = {}
+    outputs = {}
     failed = False
     log = ""
     for step in action["runs"]["steps"]:

@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -79,7 +78,7 @@ def is_measured(words: str, cases: set[str]) -> bool:
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
 def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
-    cases: dict[Any, set[str]] = {}
+    cases = {}
     for *place, case in measured(operator):
         cases.setdefault(tuple(place), set()).add(case)
     for bar in tomllib.loads((ROOT / "benchmarks" / f"bars-{operator}.toml").read_text())["bar"]:

@@ -257,7 +257,7 @@ def test_precisions_follow_the_dtype_of_the_inputs() -> None:
 
 
 def over(norm: str = "max") -> Any:
-    fields: Any = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
+    fields = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
     use = BudgetUse(**fields)
     return accuracy(budget=(use,))
 

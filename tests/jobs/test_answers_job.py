@@ -89,8 +89,8 @@ def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_lo
 
 def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
     """The inputs that an operator gets."""
-    seen: list[SSDInputs] = []
-    mixer: Any = SimpleNamespace(operator="ssd")
+    seen = []
+    mixer = SimpleNamespace(operator="ssd")
     call = OperatorCall(
         mixer=mixer,
         operator=operators.get("ssd"),

@@ -63,7 +63,7 @@ def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
 
 def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
     operator = fields.pop("operator", SSD)
-    request: dict[str, Any] = {
+    request = {
         "operator": operator.name,
         "measured": of,
         "compared": tuple(resolve(operator, name) for name in names),
@@ -115,7 +115,7 @@ def test_short_checks_are_shared_and_named(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
-    compared: list[Any] = []
+    compared = []
     whole = job.Comparer.compare
 
     def counting(self: Any, entries: Any, label: str, verdicts: Any = None) -> Any:
@@ -145,7 +145,7 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
         benched(*cells(36, 40), out=Path("result"))
     report = load("result")[1]
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
-    again: list[int] = []
+    again = []
 
     def noted(bench: Any, cell: Cell, *rest: Any) -> Any:
         again.append(cell.tokens.seqlen)
@@ -193,7 +193,7 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(
 def test_further_processes_only_add_samples_and_say_nothing(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verified = list[str]()
+    verified = []
     whole = compare.Comparer._accuracies
 
     def noted(self: Any, outputs: Any, label: str) -> Any:
@@ -213,7 +213,7 @@ def test_further_processes_only_add_samples_and_say_nothing(
             bench(BenchOptions(**request, out=folder, sampler=number), SSD, Watcher())
         assert len(verified) == 2
 
-    request: dict[str, Any] = {
+    request = {
         "operator": "ssd",
         "measured": cells(36, 40),
         "compared": tuple(resolve(SSD, one) for one in NAMES),
@@ -250,7 +250,7 @@ def test_further_processes_only_add_samples_and_say_nothing(
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the oracle alone lacks memory, and if an output was compared before."""
     whole = compare.compare_with_oracle
-    passes = list[None]()
+    passes = []
 
     def full(*given: Any, **rest: Any) -> Any:
         passes.append(None)
@@ -299,7 +299,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
     report = benched(*cells(40), first_call_s=100)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
     assert report.cases[1].why == "its first call was stopped after 100 s"
-    alone: dict[str, Any] = dict.fromkeys(("baseline", "match_with"), "fused")
+    alone = dict.fromkeys(("baseline", "match_with"), "fused")
     (cell,) = benched(*cells(36), names=("fused",), **alone, budget=150).left_out
     assert (
         cell.reason == "the budget of 150 s was spent in the first call of fused exact, fp32 states"

@@ -41,7 +41,7 @@ def cheats(entry: Entry, run: Callable[[], SSDOutput]) -> None:
 
 def cached(entry: Entry, *, copied: bool) -> Callable[[], SSDOutput]:
     """Computes once, and later returns what it has stored."""
-    stored: list[SSDOutput] = []
+    stored = []
 
     def run() -> SSDOutput:
         RAN.append(("cheat", 1.0))
@@ -53,7 +53,7 @@ def cached(entry: Entry, *, copied: bool) -> Callable[[], SSDOutput]:
 
 def stale(entry: Entry) -> Callable[[], SSDOutput]:
     """Hopes that new memory still holds the answer of an earlier call."""
-    calls: list[None] = []
+    calls = []
 
     def run() -> SSDOutput:
         RAN.append(("cheat", 1.0))
@@ -98,8 +98,8 @@ def test_what_a_thread_computes_after_the_call_is_no_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The threads write after the output has been read once, and before it is read again."""
-    threads: list[threading.Thread] = []
-    calls: list[None] = []
+    threads = []
+    calls = []
     was_read = threading.Event()
 
     def read(*tensors: torch.Tensor) -> tuple[int, ...]:

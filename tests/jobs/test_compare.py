@@ -13,7 +13,6 @@ import torch
 from fakes import RAN, FakeTimer, compared, entries, inputs, noisy
 
 from ssdprof.core.base import precisions_for
-from ssdprof.core.case import Case
 from ssdprof.core.target import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
@@ -38,7 +37,7 @@ def raising(error: BaseException) -> Spoil:
 
 
 def after_the_first(change: Spoil) -> Spoil:
-    seen: list[None] = []
+    seen = []
 
     def spoil(output: SSDOutput) -> SSDOutput:
         seen.append(None)
@@ -103,7 +102,7 @@ def test_laws_are_told_whether_the_interpreter_ran_the_call() -> None:
         get("ssd", "unfused").run(inputs(), Precision())
         return output
 
-    told: dict[str, bool] = {}
+    told = {}
 
     def note(name: str, was_interpreted: bool) -> tuple[()]:
         told[name] = was_interpreted
@@ -130,7 +129,7 @@ def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.Monk
 
 
 def test_a_call_that_changes_its_inputs_has_no_output_and_no_time() -> None:
-    looks: list[None] = []
+    looks = []
 
     def changed_when_timed() -> str:
         looks.append(None)
@@ -155,7 +154,7 @@ def test_a_call_that_changes_its_inputs_has_no_output_and_no_time() -> None:
 
 def groups(*, timed: bool = False) -> list[Entry]:
     """Two implementations at four precisions, each with its baseline."""
-    made: list[Entry] = []
+    made = []
     for states in ("fp32", "bf16"):
         exact = Precision.named(f"exact, {states} states")
         (base,) = entries("base", 200.0, precision=exact, turns=states)
@@ -177,7 +176,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
     monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
     roomy = compared(groups())
-    passes: list[int] = []
+    passes = []
     whole = module.compare_with_oracle
 
     def counted(inputs: Any, candidates: Any, **rest: Any) -> Any:
@@ -186,7 +185,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
 
     monkeypatch.setattr(module, "compare_with_oracle", counted)
     monkeypatch.setattr(Call, "outputs_that_fit", capacity)
-    seen: list[Case] = []
+    seen = []
     tight = compared(groups(), seen=seen)
     assert max(passes) <= capacity
     assert len(seen) == len(tight) == 10
@@ -271,7 +270,7 @@ def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_no
 def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> (
     None
 ):
-    calls: list[int] = []
+    calls = []
 
     def untuned(output: SSDOutput) -> SSDOutput:
         calls.append(1)
@@ -309,7 +308,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
         if name == "racy":
             output.out[0, 9, 1].zero_()
 
-    calls: list[int] = []  # the first one, then two recordings of three calls each
+    calls = []  # the first one, then two recordings of three calls each
 
     def last(output: SSDOutput) -> SSDOutput:
         calls.append(1)
@@ -349,7 +348,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
     monkeypatch: pytest.MonkeyPatch, precision: Precision, factor: float, largest: float
 ) -> None:
-    scales: list[float] = []
+    scales = []
     changeable = module._changeable
 
     @contextmanager
@@ -433,7 +432,7 @@ def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
 
 
 def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> None:
-    seen: list[Case] = []
+    seen = []
     with pytest.raises(KeyboardInterrupt):
         compared(
             entries("a", turns=1), entries("b", turns=2), timer=FakeTimer(stop_at=8), seen=seen

@@ -16,6 +16,7 @@ import torch.nn.attention.bias
 import transformers as tf
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ssdprof.capture.forward import PromptRun
 from ssdprof.capture.intercept import OperatorCall, Result
@@ -310,7 +311,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         forward_calls=4,
     )
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
-    copied: list[int] = []
+    copied = []
 
     def copy_bytes_per_s(_: object, most: int) -> float:
         copied.append(most)
@@ -339,7 +340,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = list[bool]()
+    hidden = []
     fetch = placement.fetch
 
     def noted(*given: Any, **rest: Any) -> Any:
@@ -369,7 +370,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
 
     Streamed weights are part of the predicted peak, together with the weights that stay in memory.
     """
-    found: list[list[dict[str, torch.Tensor]]] = []
+    found = []
     for share in (2.0, 0.6):
         target = asked(granite)
         memory(monkeypatch, [], int(share * target.weight_bytes) + beside(granite))
@@ -469,7 +470,7 @@ def layers_of(model: Any, name: str) -> Any:
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
 
 
-def lower_right(queries: int, keys: int) -> torch.Tensor:
+def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
@@ -535,7 +536,7 @@ def test_operator_calls_of_one_form_are_tried_once(
 ) -> None:
     """The predicted peak is the same as if every call were tried."""
     shapes, wanted = shapes_of(name)
-    tried: list[int] = []  # not the calls, because a call holds its tensors
+    tried = []  # not the calls, because a call holds its tensors
     stand_in = OperatorCall.replacement
 
     def counting(call: OperatorCall) -> Result:
@@ -592,8 +593,8 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
         "The memory that is needed besides the weights is not known, because of an error: "
         "not on meta."
     )
-    said: list[str] = []
-    watcher: Any = SimpleNamespace(say=said.append, step=Watcher().step)
+    said = []
+    watcher = SimpleNamespace(say=said.append, step=Watcher().step)
     assert load(target, watcher).segment_lengths == (96,)
     assert planned.notes[-1] == said[-1] == words
 
@@ -704,12 +705,12 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
     """The cache of every layer is on the layer's GPU."""
-    found: list[list[dict[str, torch.Tensor]]] = []
+    found = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
         target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
         more = placement.Chooser(target).least_beside()
-        kept: list[dict[str, torch.Tensor]] = []
+        kept = []
         with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
             loaded = load(target, Watcher())
             loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
@@ -721,7 +722,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def on_host(inputs: Any) -> dict[str, torch.Tensor]:
+def on_host(inputs: Any) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
 
 
@@ -736,7 +737,7 @@ def on_host(inputs: Any) -> dict[str, torch.Tensor]:
 )
 def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, is_refused: bool) -> None:
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
-    target: Any = SimpleNamespace(
+    target = SimpleNamespace(
         located=SimpleNamespace(files=lambda *_, **__: found),
         deepest_layer=None,
         head=False,

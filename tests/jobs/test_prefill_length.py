@@ -178,7 +178,7 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_w
     """Later segments have initial states, and may compile or tune kernels that the first call did
     not need.
     """
-    ran: list[int] = []
+    ran = []
 
     def profile(run: Callable[[], object]) -> Trace:
         ran.append(RAN[-3 * LAYERS :].count(("unfused", 100.0)))
@@ -217,7 +217,7 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
 def test_while_a_users_kernel_runs_the_parent_knows_its_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = list[str]()
+    told = []
     known = set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
@@ -296,7 +296,7 @@ def test_a_model_that_bypasses_its_operator_is_refused() -> None:
 
 
 def test_every_step_is_told_with_its_seconds() -> None:
-    steps: list[tuple[str, float]] = []
+    steps = []
     ticking = Ticking()
     clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now)
     one, _ = length(contender("unfused"), contender("fused"), profile=ticking.profile)

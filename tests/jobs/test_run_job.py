@@ -143,7 +143,7 @@ def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
 def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timers: list[Any] = []
+    timers = []
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(replay, "INTERPRETED", True)
     for name in ("measure_ceilings", "forget_peak"):
@@ -151,9 +151,7 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(
     monkeypatch.setattr(replay, "read_clocks", lambda: None)
     monkeypatch.setattr(replay, "Comparer", lambda **own: timers.append(own["timer"]))
     report = SimpleNamespace(prompts=(), ceilings=None)
-    writer: Any = SimpleNamespace(
-        report=report, process="one", folder=Path(), update=lambda **_: None
-    )
+    writer = SimpleNamespace(report=report, process="one", folder=Path(), update=lambda **_: None)
     replay.Replay(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher())
     assert timers == [None]
 
@@ -164,7 +162,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
     stop_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = replay.Comparer
-    began = list[str]()
+    began = []
 
     class Noted(plain):  # type: ignore[misc, valid-type]
         def compare(self, entries: Any, label: str, *rest: Any) -> Any:
@@ -176,7 +174,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
         monkeypatch.setattr(
             replay, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK}))
         )
-        place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
+        place = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
         target.run(RunOptions(**place))
         request = RunOptions(**place, intermediates="exact", states=("fp32",))
         return job.run(request, find_to_replay(request), None, Watcher())[1]
@@ -209,7 +207,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     )
     resolved = replay.resolve_implementations(asked, ("ssd",))
     of = prompt(50, serving=Serving(chunk=40, decode=1))
-    found: Any = SimpleNamespace(layers=LAYERS[:1])
+    found = SimpleNamespace(layers=LAYERS[:1])
     requested = [", ".join(one) for one in job._requested(found, [of], resolved, "bf16", asked)]
     assert requested == [
         *(

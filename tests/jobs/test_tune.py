@@ -431,7 +431,7 @@ def used() -> list[str]:
     """The message of a command, and the configurations that the kernels then use, as "segment
     N".
     """
-    said: list[str] = []
+    said = []
     store.use_saved(said.append)
     return [
         *said,

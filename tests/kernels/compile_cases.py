@@ -12,6 +12,7 @@ import triton
 from compile_target import on_meta
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
 from targets import GDN_ON_HOPPER
+from torch import Tensor
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
@@ -193,14 +194,14 @@ PLAIN_TOKEN = TOKEN.but(dtype=FP32, initial_states=False, gate=False, skip="(h, 
 
 
 def convolution(
-    x: torch.Tensor,
+    x: Tensor,
     *,
     bias: bool = True,
     state: bool = False,
     channels: int = 256,
     dtype: torch.dtype = BF16,
 ) -> None:
-    def meta(*shape: int) -> torch.Tensor:
+    def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     one = meta(channels) if bias else None
@@ -208,19 +209,19 @@ def convolution(
     causal_conv1d(x, meta(channels, 4), one, initial_state=initial, wants_final_state=state)
 
 
-def norm(x: torch.Tensor, gate: torch.Tensor, group_size: int, *, norm_first: bool = False) -> None:
+def norm(x: Tensor, gate: Tensor, group_size: int, *, norm_first: bool = False) -> None:
     weight = torch.empty(x.shape[2], dtype=BF16, device="meta")
     gated_rms_norm(x, gate, weight, eps=1e-5, group_size=group_size, norm_first=norm_first)
 
 
-def view(width: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+def view(width: int, dtype: torch.dtype = BF16) -> Tensor:
     """Columns of a projection."""
     return torch.empty_strided(
         (1, 1024, width), (1024 * 10576, 10576, 1), dtype=dtype, device="meta"
     )
 
 
-def plain(*shape: int) -> torch.Tensor:
+def plain(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=BF16, device="meta")
 
 

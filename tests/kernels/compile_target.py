@@ -176,8 +176,8 @@ def _lost_addresses(code: str) -> int:
     (benchmarks/log/ssd.md#row-57).  Spilled addresses are not followed.
     """
     instructions = re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([^\s;]+)\s*([^;]*);", code)
-    written: dict[str, int] = {}  # register -> the last instruction so far that writes it
-    sources: list[list[int]] = []  # instruction -> the instructions that wrote its operands
+    written = {}  # register -> the last instruction so far that writes it
+    sources = []  # instruction -> the instructions that wrote its operands
     lost = 0
 
     def from_shared_memory(at: int) -> bool:
@@ -240,7 +240,7 @@ def _compile_all(
     launches: dict[str, Callable[[], object]], capability: int
 ) -> dict[str, list[Compiled]]:
     triton.runtime.driver.set_active(_AbsentGpu(capability))
-    kernels: list[Compiled] = []
+    kernels = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

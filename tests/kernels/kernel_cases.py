@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.kda.inputs import KDAInputs
@@ -58,7 +59,7 @@ class Case:
         return len(self.lengths) or self.batch
 
     @property
-    def bounds(self) -> torch.Tensor | None:
+    def bounds(self) -> Tensor | None:
         return bounds(self.lengths, self.device) if self.lengths else None
 
 
@@ -82,7 +83,7 @@ class SSDCase(Case):
         tokens = self.tokens
         h, p, g, n = self.heads, self.headdim, self.groups, self.dstate
 
-        def normal(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
         # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output,
@@ -128,7 +129,7 @@ class GDNCase(Case):
         keys = self.key_heads
         heads = self.key_heads * self.values_per_key
 
-        def normal(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=self.device)
 
         key = normal(keys, self.key_dim)
@@ -184,7 +185,7 @@ class KDACase(GDNCase):
         return KDAInputs(**vars(plain) | dict(g=g) | overrides)
 
 
-def bounds(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+def bounds(lengths: tuple[int, ...], device: str = "cpu") -> Tensor:
     """cu_seqlens."""
     return torch.tensor([0, *accumulate(lengths)], device=device, dtype=torch.int32)
 
@@ -192,8 +193,8 @@ def bounds(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
 # --- the same operation on both operators' inputs
 
 
-def tensors_of(inputs: Any) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+def tensors_of(inputs: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
 
 
 def tokens_of(inputs: Any) -> tuple[str, ...]:
@@ -201,7 +202,7 @@ def tokens_of(inputs: Any) -> tuple[str, ...]:
     return tuple(name for name in TOKENS[type(inputs)] if getattr(inputs, name) is not None)
 
 
-def with_state(inputs: Any, state: torch.Tensor | None) -> Any:
+def with_state(inputs: Any, state: Tensor | None) -> Any:
     return replace(inputs, **{inputs.LINEAR[1]: state})
 
 
@@ -245,7 +246,7 @@ def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
 def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
     """With `value` at this place of these tensors, or of all tensors of tokens."""
 
-    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+    def spoil(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
         tensor[place] = value
         return tensor
@@ -253,7 +254,7 @@ def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
     return changed(inputs, spoil, *names)
 
 
-def with_steps(inputs: SSDInputs, step: float | torch.Tensor, A: float | None = None) -> SSDInputs:
+def with_steps(inputs: SSDInputs, step: float | Tensor, A: float | None = None) -> SSDInputs:
     """These steps, a number in fp32, without softplus and bias."""
     dt = torch.full_like(inputs.dt, step, dtype=FP32) if isinstance(step, float) else step
     A_of_heads = inputs.A if A is None else torch.full_like(inputs.A, A)
@@ -269,7 +270,7 @@ def assert_bitwise(output: Any, expected: Any) -> None:
         assert torch.equal(a, b), name
 
 
-def head_errors(output: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def head_errors(output: Any, exact: Any) -> tuple[Tensor, Tensor]:
     """RMS error of each head's output and final states, relative to its RMS."""
     of_tensors = []
     for a, b, head in zip(output, exact, (2, 1), strict=True):

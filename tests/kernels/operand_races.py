@@ -107,8 +107,8 @@ FUNCTION = re.compile(r"^\s*(?:Function : (\S+)|\.text\.(\S+?):)\s*$")
 
 def functions(text: str) -> Iterator[list[Instruction]]:
     """The linked instructions of every function in a disassembly."""
-    code: list[Instruction] = []
-    labels: dict[str, int] = {}
+    code = []
+    labels = {}
     for line in text.splitlines():
         if FUNCTION.match(line):
             yield _linked(code, labels)

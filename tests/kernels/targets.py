@@ -184,7 +184,7 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
         refused = gdn_hopper.unsupported_otherwise if sliced else gdn_hopper.unsupported
         assert not inputs.q.is_cuda or refused(inputs) == ""
         taken = config or GDNHopperConfig.choose(inputs, H200, batch_invariant=False)
-        launch: Any = (sliced_launch if sliced else gdn_hopper_launch)(
+        launch = (sliced_launch if sliced else gdn_hopper_launch)(
             inputs, taken, state_v_first=state_v_first
         )
         return launch(inputs)

@@ -130,7 +130,7 @@ def hopper(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
     """The Hopper kernel's configuration, for inputs that it may refuse."""
     if operator == "ssd" and not program_count(inputs):
         return "half a pair of heads"
-    config: Any = SSDHopperConfig if operator == "ssd" else GDNHopperConfig
+    config = SSDHopperConfig if operator == "ssd" else GDNHopperConfig
     return asdict(
         config.choose(inputs, draw.choice((78, 132)), batch_invariant=draw.random() < 0.3)
     )
@@ -168,7 +168,7 @@ def test_the_choices_are_the_frozen_ones(operator: str, name: str) -> None:
 
 # --- SSD's tables
 
-TABLE_CALLS: list[dict[str, Any]] = [
+TABLE_CALLS = [
     dict(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     for major, wide, headdim, dstate, gate in product(
         (8, 9, 10, 12, 13),
@@ -225,5 +225,5 @@ def test_configurations_are_looked_up_by_the_name_of_the_gpu(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}")
     )
-    tensors: Any = [torch.zeros(1), SimpleNamespace(is_cuda=True, device=1)]
+    tensors = [torch.zeros(1), SimpleNamespace(is_cuda=True, device=1)]
     assert [device.gpu_name(tensor) for tensor in tensors] == ["cpu", "GPU 1"]

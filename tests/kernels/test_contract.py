@@ -33,6 +33,7 @@ from kernel_cases import (
     with_steps,
 )
 from targets import SSD_CHOSEN, SSD_EVERY, TARGETS, Target, slow, targets
+from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.kernels import UnsupportedError, get
@@ -64,9 +65,9 @@ def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype) ->
     names = WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
     if kernel.only_hopper and dtype == torch.float64:
-        inputs = changed(inputs, torch.Tensor.float, *(name for name in names if name in TOKENS))
+        inputs = changed(inputs, Tensor.float, *(name for name in names if name in TOKENS))
         names = tuple(name for name in names if name not in TOKENS)
-        assert_bitwise(kernel(changed(inputs, torch.Tensor.double, *names)), kernel(inputs))
+        assert_bitwise(kernel(changed(inputs, Tensor.double, *names)), kernel(inputs))
     wide = changed(inputs, lambda tensor: tensor.to(dtype), *names)
     kernel.assert_right(kernel(wide), wide)
 
@@ -119,11 +120,11 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target) -> None:
         kernel.case(lengths=lengths, initial_states=True),
     ):
         inputs = case.inputs()
-        second: Any = (
+        second = (
             (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
         )
-        before: Any = (slice(None), slice(second[1].start)) if case.lengths else 0
-        after: Any = (slice(None), slice(second[1].stop, None)) if case.lengths else 2
+        before = (slice(None), slice(second[1].start)) if case.lengths else 0
+        after = (slice(None), slice(second[1].stop, None)) if case.lengths else 2
         state = inputs.initial.clone()
         state[0], state[2] = torch.nan, torch.inf
         bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
@@ -475,7 +476,7 @@ def test_vectors_that_are_zero_or_almost_are_normalised(kernel: Target) -> None:
 # --- memory
 
 
-def scattered(tensor: torch.Tensor) -> torch.Tensor:
+def scattered(tensor: Tensor) -> Tensor:
     """Every second element of a larger tensor of NaN, with the dimensions in reverse order in
     memory.
     """
@@ -493,23 +494,23 @@ def scattered(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def positions_innermost(tensor: torch.Tensor) -> torch.Tensor:
+def positions_innermost(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, -1).contiguous().transpose(1, -1)
 
 
-def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+def heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def one_head(tensor: torch.Tensor) -> torch.Tensor:
+def one_head(tensor: Tensor) -> Tensor:
     return tensor[:, :, :1].expand_as(tensor)
 
 
-def one_row(tensor: torch.Tensor) -> torch.Tensor:
+def one_row(tensor: Tensor) -> Tensor:
     return tensor[:1].expand_as(tensor)
 
 
-def beside_others(tensor: torch.Tensor) -> torch.Tensor:
+def beside_others(tensor: Tensor) -> Tensor:
     """Columns of a projection in a buffer for longer sequences: NaN lies between them and between
     sequences.
     """
@@ -520,7 +521,7 @@ def beside_others(tensor: torch.Tensor) -> torch.Tensor:
     return wide[:, 8 : 8 + rows, ..., 8 : 8 + columns].copy_(tensor)
 
 
-LAYOUTS: list[Any] = [scattered, beside_others]
+LAYOUTS = [scattered, beside_others]
 LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
 
 
@@ -535,9 +536,9 @@ LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
     slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
 )
-def test_any_layout(kernel: Target, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
-    ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
+    ssd = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
     sizes = (
         ssd
         if kernel.operator == "ssd"

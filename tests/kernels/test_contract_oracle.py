@@ -154,7 +154,7 @@ GDN_EMULATED: list[tuple[dict[str, Any], GDNHopperConfig]] = [
     ),
     (dict(seqlen=330, gate=0.0, dtype=FP16, l2norm=True), GDN_PARTS),
 ]
-SLICED: list[dict[str, Any]] = [
+SLICED = [
     OLMO, OLMO | dict(l2norm=True, largest_beta=2.0), OLMO | dict(batch=2, initial_states=True),
     OLMO | dict(lengths=(3, 0, 64, 70), initial_states=True), dict(key_dim=72, value_dim=120),
     dict(values_per_key=1, value_dim=256, initial_states=True),
@@ -230,7 +230,7 @@ GDN_SLICED = [
 
 def right() -> list[Any]:
     """(kernel, case, precision) for the first law."""
-    found: list[Any] = []
+    found = []
     case: Any
     sizes: Any
 

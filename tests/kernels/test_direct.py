@@ -180,7 +180,7 @@ def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
     assert launch(1, tensors())
 
 
-UNUSUAL: list[dict[str, Any]] = [
+UNUSUAL = [
     dict(num_ctas=2),
     dict(launch_cooperative_grid=True),
     dict(launch_pdl=True),

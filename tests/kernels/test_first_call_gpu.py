@@ -58,7 +58,7 @@ def compiled(label: str, folder: Path, most: float) -> dict[str, float]:
     case, implementation, precision = CASES[label]
     run = partial(kernels.get("ssd", implementation).run, case.inputs(), precision)
     _nothing[(1,)]()
-    seconds: dict[str, float] = {}
+    seconds = {}
     for number in range(TRIES):
         for module in [
             module for name, module in sys.modules.items() if name.startswith("ssdprof.kernels")

@@ -21,6 +21,7 @@ from kernel_cases import (
     assert_bitwise,
 )
 from targets import slow
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels import (
@@ -59,7 +60,7 @@ GDN = {
     ),
 }
 KDA = {name: KDACase(**vars(case)) for name, case in GDN.items()}
-CASES: dict[str, dict[str, Any]] = {"ssd": SSD, "gdn": GDN, "kda": KDA}
+CASES = {"ssd": SSD, "gdn": GDN, "kda": KDA}
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
         {"state_v_first": True} if v_first else {}
     )
 
-    def layer(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(tensor: Tensor) -> tuple[Tensor, Tensor]:
         output = function.run(tensor, *rest, **options)
         return 2 * output.out, output.final_states
 
@@ -197,7 +198,7 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
 
 def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that the call launches."""
-    kernels: list[str] = []
+    kernels = []
     run = InterpretedFunction.run
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -295,7 +295,7 @@ def test_copies_for_slices_are_planned() -> None:
     """The padded states; several slices of V copy the gates and beta, and initial states are padded
     too.
     """
-    sizes: list[dict[str, Any]] = [dict(value_dim=96), {}, dict(initial_states=True)]
+    sizes = [dict(value_dim=96), {}, dict(initial_states=True)]
     calls = (
         FusedCall(inputs=SMALL.but(**OLMO | one).inputs(), precision=Precision()) for one in sizes
     )
@@ -332,7 +332,7 @@ def test_what_slices_take(
 
 # --- as exact as unfused, on a GPU
 
-HARD: dict[str, dict[str, Any]] = {
+HARD = {
     "lab": {},
     "slow": dict(gate=1e-4),
     "ungated": dict(gate=0.0),

@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of every launch.  The launches do nothing."""
-    made: list[tuple[Any, ...]] = []
+    made = []
 
     def launcher(*_prepared: Any) -> Callable[..., None]:
         return lambda _programs, *arguments: made.append(arguments)

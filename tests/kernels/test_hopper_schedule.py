@@ -176,7 +176,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(
 
 def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server gets prompts of all lengths, and must not simulate for each, nor ever again."""
-    simulated: list[int] = []
+    simulated = []
     plain = TIMES[1]
 
     def noted(cut: Cut, nchunks: int, *of: int) -> float:

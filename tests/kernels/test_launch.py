@@ -206,7 +206,7 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
 
 def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "MOST_KEPT", 3)
-    launches: dict[Any, int] = {}
+    launches = {}
     assert [kept(launches, key, lambda: 5) for key in range(8)] == [5] * 8
     assert 0 < len(launches) <= 3
 
@@ -217,7 +217,7 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_call_is_prepared_once_and_again_after_forgetting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chosen: list[SSDPortableConfig] = []
+    chosen = []
     choose = SSDPortableConfig.choose
 
     def noted(*arguments: Any) -> SSDPortableConfig:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, FP16, FP32
+from torch import Tensor
 
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
@@ -15,7 +16,7 @@ EPS = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-21}  # of one rounding; fp32 sums ro
 DTYPES = pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP32])
 
 
-def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -23,13 +24,8 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tenso
 
 
 def convolved(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    *,
-    silu: bool,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial: Tensor | None, *, silu: bool
+) -> Tensor:
     """(b, l, d) in fp64, position by position."""
     batch, length, channels = x.shape
     width = weight.shape[1]
@@ -43,7 +39,7 @@ def convolved(
     return out * torch.sigmoid(out) if silu else out
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(out: Tensor, expected: Tensor) -> None:
     assert (out.double() - expected).abs().max() <= EPS[out.dtype] * expected.abs().max()
 
 
@@ -78,7 +74,7 @@ def test_other_widths_and_views(width: int, silu: bool) -> None:
     assert torch.equal(causal_conv1d(channel_major(x), weight, silu=silu)[0], out)
 
 
-def channel_major(x: torch.Tensor) -> torch.Tensor:
+def channel_major(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -114,9 +110,7 @@ def test_what_the_convolution_does_not_take_is_refused() -> None:
 # --- the norm
 
 
-def normed(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **settings: Any
-) -> torch.Tensor:
+def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings: Any) -> Tensor:
     """The formula in fp64, in x's shape."""
     x = x.double()
     gate = gate.double()
@@ -154,7 +148,7 @@ def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) 
     weight = normal(64, seed=2)
     gate = wide[:, :, 30:94]
 
-    def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def run(x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, weight, eps=1e-6, group_size=64, norm_first=norm_first)
 
     plain = run(x, gate.contiguous())

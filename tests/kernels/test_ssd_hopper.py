@@ -59,9 +59,9 @@ def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resid
 
 # more packed sequences than are looked at side by side
 MANY = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
-STATEFUL: dict[str, Any] = dict(seqlen=520, initial_states=True)
+STATEFUL = dict(seqlen=520, initial_states=True)
 # sizes, the cut, the factor of the decays, and slots of the ring that tuning may find
-FIRST_PASSES: list[Any] = [
+FIRST_PASSES = [
     # over any number of chunks; with N = 256 two at once
     *(
         (dict(dstate=n, seqlen=64 * k + 50), recompute(k), 0.01, 0)

@@ -18,6 +18,7 @@ from kernel_cases import (
     with_state,
     with_steps,
 )
+from torch import Tensor
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import Precision, get
@@ -36,26 +37,32 @@ SIXTEEN = {"bf16": BF16, "fp16": FP16}
 ROW_AXIS = {"gdn": -2, "kda": -2, "ssd": -1}
 
 
-def rounds_nothing(states: torch.Tensor) -> torch.Tensor:
+def rounds_nothing(states: Tensor) -> Tensor:
     return states
 
 
-def int16(states: torch.Tensor) -> torch.Tensor:
+def int16(states: Tensor) -> Tensor:
     """One scale for each row of a state (P, N)."""
     unit = states.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32767
     return (states / unit).round() * unit
 
 
+def pool_states(inputs: Any, name: str, *steps: Any) -> torch.Tensor:
+    """What the pool holds after the marked steps.  steps: of `stepped_states`."""
+    _, states = stepped_states(inputs, parse_state_format(name), *steps)
+    return states
+
+
 # --- plain torch
 
 
-def hashed(bits: torch.Tensor) -> torch.Tensor:
+def hashed(bits: Tensor) -> Tensor:
     bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return bits ^ bits >> 16
 
 
-def random_bits(shape: torch.Size, seed: int, sequence: int, step: int) -> torch.Tensor:
+def random_bits(shape: torch.Size, seed: int, sequence: int, step: int) -> Tensor:
     bits = torch.tensor(seed)
     heads = torch.arange(shape[0])[:, None, None]
     elements = torch.arange(shape[1] * shape[2]).view(shape[1:])
@@ -64,7 +71,7 @@ def random_bits(shape: torch.Size, seed: int, sequence: int, step: int) -> torch
     return hashed(bits)
 
 
-def rounded(states: torch.Tensor, name: str, axis: int, random: torch.Tensor) -> torch.Tensor:
+def rounded(states: Tensor, name: str, axis: int, random: Tensor) -> Tensor:
     """(heads, K, V) in a format."""
     number, _, rounding = name.partition(":")[0].partition("-")
     if rounding == "stochastic":
@@ -103,13 +110,13 @@ def test_a_state_as_it_is_first_stored(operator: str, name: str) -> None:
     inputs = CASES[operator].but(**PACK).inputs()
     states = inputs.initial * 2.0 ** torch.randint(-24, 8, inputs.initial.shape)
     states[0, :, 3], states[1, :, :, 3] = 0, 0
-    stored = stepped_states(with_state(inputs, states), parse_state_format(name), 1, [0], 5).states
+    stored = pool_states(with_state(inputs, states), name, 1, [0], 5)
     for i, state in enumerate(states):
         random = random_bits(state.shape, 5, i, 0)
         assert torch.equal(stored[0, i], rounded(state, name, ROW_AXIS[operator], random)), i
 
 
-def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[Tensor, Tensor]:
     """Out, and the states after every step, of one sequence."""
     reference = get(inputs.operator, "reference").run
     axis = ROW_AXIS[inputs.operator]
@@ -137,13 +144,12 @@ def test_a_plain_loop(operator: str, changes: dict[str, Any], step: int, name: s
     inputs = CASES[operator].but(dtype=FP32, **changes).inputs()
     marks = range(10)
     out, states = stepped_states(inputs, parse_state_format(name), step, marks, 5)
-    exact = stepped_states(inputs, parse_state_format("fp32"), step, marks)
+    exact_out, exact = stepped_states(inputs, parse_state_format("fp32"), step, marks)
     alone = sequences(inputs) if changes else {i: rows(inputs, [i]) for i in range(2)}
     loops = {i: loop(one, name, step, i) for i, one in alone.items()}
     expected = torch.cat([plain for plain, _ in loops.values()], 1 if changes else 0)
-    pairs = [(out, expected, exact.out)] + [
-        (states[: len(plain), i], plain, exact.states[: len(plain), i])
-        for i, (_, plain) in loops.items()
+    pairs = [(out, expected, exact_out)] + [
+        (states[: len(plain), i], plain, exact[: len(plain), i]) for i, (_, plain) in loops.items()
     ]
     for ours, plain, unrounded in pairs:
         assert (ours - plain).norm() <= 0.25 * (plain - unrounded).norm()
@@ -188,13 +194,11 @@ def test_stochastic_rounding_keeps_the_mean(name: str) -> None:
     """Below half a unit, where rounding to nearest adds nothing."""
     inputs = sums(0.1, 1.0, 40, state=256.0)
     exact = 260.0
-    assert (stepped_states(inputs, parse_state_format(name), 1, [40]).states == 256).all()
-    stochastic = parse_state_format(f"{name}-stochastic")
-    ends = torch.stack(
-        [stepped_states(inputs, stochastic, 1, [40], seed).states for seed in (1, 2)]
-    )
+    assert (pool_states(inputs, name, 1, [40]) == 256).all()
+    stochastic = f"{name}-stochastic"
+    ends = torch.stack([pool_states(inputs, stochastic, 1, [40], seed) for seed in (1, 2)])
     assert not torch.equal(ends[0], ends[1])
-    assert torch.equal(ends[0], stepped_states(inputs, stochastic, 1, [40], 1).states)
+    assert torch.equal(ends[0], pool_states(inputs, stochastic, 1, [40], 1))
     assert abs(ends.mean() - exact) <= 3 * ends.std() / ends.numel() ** 0.5
 
 
@@ -204,7 +208,7 @@ def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range() -> None
     """
     inputs = random_sums(0.999, 60)
     exact, carried, sixteen, plain = (
-        stepped_states(inputs, parse_state_format(name), 1, range(10, 60)).states
+        pool_states(inputs, name, 1, range(10, 60))
         for name in ("fp32", "int8-carried", "test_stored_states:int16", "int8")
     )
     error = (carried - exact).norm()
@@ -222,18 +226,18 @@ def test_other_sequences_and_slices_change_nothing(
 ) -> None:
     inputs = CASES[operator].inputs()
     state_format = parse_state_format(name)
-    both = stepped_states(inputs, state_format, 2, (0, 3, 5), 5)
+    out, states = stepped_states(inputs, state_format, 2, (0, 3, 5), 5)
     alone = stepped_states(rows(inputs, [0]), state_format, 2, (0, 3, 5), 5)
-    assert torch.equal(both.out[:1], alone.out)
-    assert torch.equal(both.states[:, :1], alone.states)
+    assert torch.equal(out[:1], alone[0])
+    assert torch.equal(states[:, :1], alone[1])
     module = f"ssdprof.kernels.{operator.replace('kda', 'gdn')}.recurrent"
     launches: dict[Any, Any] = {}
     monkeypatch.setattr(f"{module}._launches", launches)
     if not name.endswith(":head"):
         slices = dict(block_v=4, block_t=2, block_p=4, num_warps=1)
         monkeypatch.setattr(f"{module}.blocks_of", lambda *_, **__: slices)
-    sliced = stepped_states(inputs, state_format, 2, (0, 3, 5), 5)
-    torch.testing.assert_close(sliced.states, both.states, rtol=0, atol=0)
+    sliced = pool_states(inputs, name, 2, (0, 3, 5), 5)
+    torch.testing.assert_close(sliced, states, rtol=0, atol=0)
 
 
 # --- what a format cannot hold, and what is no format
@@ -251,7 +255,7 @@ def test_nan_and_infinity_stay_visible(name: str, spoilt: int, value: float) -> 
     """In all that shares their scale."""
     inputs = CASES["ssd"].but(initial_states=True).inputs()
     inputs.initial[0, 1, 2, 3] = value
-    states = stepped_states(inputs, parse_state_format(name), 1, [0]).states[0]
+    states = pool_states(inputs, name, 1, [0])[0]
     assert (~states[0, 1].isfinite()).sum() == spoilt
     assert states[0, 0].isfinite().all()
     assert states[1].isfinite().all()
@@ -262,7 +266,7 @@ def test_too_large_for_fp16_is_infinite_and_too_small_for_a_scale_is_zero() -> N
     inputs = CASES["ssd"].but(initial_states=True).inputs()
     for name, factor, expected in (("fp16-stochastic", 1e9, torch.inf), ("int8", 1e-33, 0.0)):
         states = with_state(inputs, factor * inputs.initial.sign())
-        stored = stepped_states(states, parse_state_format(name), 1, [0]).states
+        stored = pool_states(states, name, 1, [0])
         assert (stored.abs() == expected).all()
 
 

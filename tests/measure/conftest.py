@@ -26,7 +26,7 @@ def random_inputs(
         return torch.randn(*shape, generator=generator)
 
     step = torch.exp(torch.empty(heads).uniform_(-6.9, -2.3, generator=generator))
-    tokens: dict[str, Any] = dict(
+    tokens = dict(
         x=normal(batch, seqlen, heads, headdim),
         dt=normal(batch, seqlen, heads),
         B=normal(batch, seqlen, groups, dstate),

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ssdprof.measure import answers
 from ssdprof.measure.answers import (
@@ -22,7 +23,7 @@ COUNT = 60
 VOCABULARY = 17
 
 
-def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw(scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of a reference and of a candidate near it, and the prompt's tokens."""
     generator = torch.Generator().manual_seed(0)
     reference = 2 * torch.randn(COUNT, VOCABULARY, generator=generator)
@@ -30,9 +31,7 @@ def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return reference, other, torch.randint(VOCABULARY, (COUNT,), generator=generator)
 
 
-def compared(
-    reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7
-) -> Divergence:
+def compared(reference: Tensor, other: Tensor, tokens: Tensor, rows: int = 7) -> Divergence:
     """Compares in blocks of `rows` positions, as for a prompt's logits."""
     cuts = [slice(start, start + rows) for start in range(0, len(reference), rows)]
     return joined([compare_logits(reference[cut], other[cut], tokens[1:][cut]) for cut in cuts])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, EXACT, PRECISIONS, RELAXED_FP32
 from measure.conftest import random_inputs
+from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof.core.accuracy import Accuracy
@@ -24,28 +25,28 @@ precisions = pytest.mark.parametrize(
 )
 
 
-def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: torch.Tensor) -> None:
+def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: Tensor) -> None:
     out[0, 57, 2, 3] += out[:, :, 2].abs().max() / 20
 
 
-def two_heads_swapped(_inputs: SSDInputs, out: torch.Tensor) -> None:
+def two_heads_swapped(_inputs: SSDInputs, out: Tensor) -> None:
     out[:, :, [0, 1]] = out[:, :, [1, 0]]
 
 
-def a_chunk_shifted_by_one(inputs: SSDInputs, out: torch.Tensor) -> None:
+def a_chunk_shifted_by_one(inputs: SSDInputs, out: Tensor) -> None:
     q = inputs.chunk_size
     out[:, q : 2 * q, 3] = out[:, q - 1 : 2 * q - 1, 3].clone()
 
 
-def last_partial_chunk_missing(inputs: SSDInputs, out: torch.Tensor) -> None:
+def last_partial_chunk_missing(inputs: SSDInputs, out: Tensor) -> None:
     out[:, out.shape[1] // inputs.chunk_size * inputs.chunk_size :] = 0
 
 
-def skip_dropped(inputs: SSDInputs, out: torch.Tensor) -> None:
+def skip_dropped(inputs: SSDInputs, out: Tensor) -> None:
     out.copy_(ssd_chunked(replace(inputs, D=None)).out)
 
 
-def state_not_carried(inputs: SSDInputs, out: torch.Tensor) -> None:
+def state_not_carried(inputs: SSDInputs, out: Tensor) -> None:
     q = inputs.chunk_size
     names = ("x", "dt", "B", "C")
     second = replace(inputs, **{name: getattr(inputs, name)[:, q : 2 * q] for name in names})
@@ -95,7 +96,7 @@ def test_the_rounded_exact_answer_passes(dtype: torch.dtype, precision: Precisio
 @precisions
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_output_fails(
-    dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, torch.Tensor], None]
+    dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, Tensor], None]
 ) -> None:
     inputs = random_inputs(dtype=dtype)
     output = right_answer(inputs)
@@ -209,7 +210,7 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size
     )
-    steps: list[int] = []
+    steps = []
     candidate = Candidate(output=output, precision=EXACT)
     pieces = compare(inputs, {"ours": candidate}, on_progress=steps.append)["ours"]
     assert steps == [32, 32, 32, 32, 22] * 2, "progress adds up to all positions"

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.measure import accuracy
@@ -13,7 +14,7 @@ SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
 
 
 def deviation_of(
-    ours: torch.Tensor, other: torch.Tensor, block: int = 2, scale: torch.Tensor | None = None
+    ours: Tensor, other: Tensor, block: int = 2, scale: Tensor | None = None
 ) -> Deviation:
     running = RunningDeviation("other", SHAPE, SHAPE[2], torch.ones(()) if scale is None else scale)
     for row in range(SHAPE[0]):

@@ -8,6 +8,7 @@ import torch
 from generated_inputs import generated
 from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
+from torch import Tensor
 from verdict import assert_passes
 
 from ssdprof import operators
@@ -37,10 +38,10 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     q = inputs.chunk_size
     dtype = precision.intermediate_dtype(inputs.x.dtype)
 
-    def relaxed(tensor: torch.Tensor) -> torch.Tensor:
+    def relaxed(tensor: Tensor) -> Tensor:
         return tensor.to(dtype).float()
 
-    def operand(tensor: torch.Tensor) -> torch.Tensor:
+    def operand(tensor: Tensor) -> Tensor:
         return tensor.to(inputs.x.dtype).float()
 
     dt = torch.nn.functional.softplus(inputs.dt[0].float() + inputs.dt_bias)
@@ -63,7 +64,7 @@ def other_evaluation(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     return SSDOutput(out[None].to(inputs.x.dtype), states[None])
 
 
-def tree_cumsum(steps: torch.Tensor) -> torch.Tensor:
+def tree_cumsum(steps: Tensor) -> Tensor:
     distance = 1
     while distance < len(steps):
         steps = steps + torch.cat([steps.new_zeros(distance), steps[:-distance]])

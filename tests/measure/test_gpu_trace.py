@@ -29,7 +29,7 @@ def kernel(
 
 
 def parts(trace: Trace) -> dict[str | None, float]:
-    found: dict[str | None, float] = {}
+    found = {}
     for one in work(trace):
         found[one[0]] = found.get(one[0], 0.0) + one[2]
     return found

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -38,7 +39,7 @@ def gdn() -> GDNInputs:
     )
 
 
-def beside(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+def beside(tensor: Tensor, elements: int) -> Tensor:
     """The element at an offset of `elements` from the tensor's first element."""
     return torch.as_strided(tensor, (1,), (1,), tensor.storage_offset() + elements)
 
@@ -81,7 +82,7 @@ def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -
 
 
 def test_what_torch_allocates_is_guarded() -> None:
-    makers: list[Callable[[], torch.Tensor]] = [
+    makers: list[Callable[[], Tensor]] = [
         lambda: torch.empty(3, 5),
         lambda: torch.zeros(3, 5, dtype=torch.bfloat16),
         lambda: torch.empty_like(torch.ones(3, 5)),

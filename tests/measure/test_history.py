@@ -12,6 +12,7 @@ import torch
 from generated_inputs import generated
 from measure.conftest import random_inputs
 from measure.test_probes import Here, law, probed
+from torch import Tensor
 
 from ssdprof import kernels, operators
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -25,17 +26,17 @@ from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.kda_inputs import histories as kda_histories
 
 pytestmark = pytest.mark.usefixtures("small_guards")
-Forgotten = Callable[[Any, Span], torch.Tensor]  # (inputs, window) -> of each head, (h)
+Forgotten = Callable[[Any, Span], Tensor]  # (inputs, window) -> of each head, (h)
 LIMIT = -14.0  # about 2^-20
 
 
-def by_the_largest_channel(inputs: Any, window: Span) -> torch.Tensor:
+def by_the_largest_channel(inputs: Any, window: Span) -> Tensor:
     """Whether the largest channel's sum of gates is below `LIMIT`: no bound for keys that mix."""
     sums = inputs.g[window.batch, window.start : window.stop].float().sum(0)
     return (sums.amax(-1) if sums.ndim == 2 else sums) < LIMIT
 
 
-def by_the_sum(inputs: Any, window: Span) -> torch.Tensor:
+def by_the_sum(inputs: Any, window: Span) -> Tensor:
     """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
     gate = operators.get(inputs.operator).oracle.gate(inputs, window)
     return gate.exponents[..., -1].sum(0) < LIMIT
@@ -161,7 +162,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(
 
 
 def test_turning_keys_have_the_shape_of_every_new_call() -> None:
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
 
     def noted(inputs: Any) -> Any:
         shapes.append(tuple(inputs.v.shape))
@@ -191,7 +192,7 @@ def test_turning_keys_have_the_shape_of_every_new_call() -> None:
 def fast(name: str, **changes: Any) -> Any:
     """Inputs whose heads forget e^-14 within 100 tokens or so."""
     if name == "ssd":
-        decaying: dict[str, Any] = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
+        decaying = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
         return random_inputs(seqlen=400, heads=2, headdim=16, groups=1, **decaying | changes)
     given = generated("gdn", "1/2x16x16", 400)
     return replace(given, g=torch.full_like(given.g, -0.2), **changes)

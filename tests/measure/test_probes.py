@@ -262,7 +262,7 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule() -> Non
         out, states = oracle_output(inputs)
         return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
 
-    kept: dict[str, tuple[Any, Any]] = {}
+    kept = {}
     own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
 
     def keep(law: str, *call: Any) -> None:

@@ -108,7 +108,7 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
 def test_the_other_process_finds_the_memory_that_torch_only_caches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: list[str] = []
+    done = []
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
@@ -124,7 +124,7 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(
 def test_each_precision_and_form_of_inputs_has_one_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[str, str]] = []
+    made = []
 
     def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
         made.append((one.name, str(precision)))

@@ -95,7 +95,7 @@ def test_no_recording_is_alive_when_the_next_place_is_looked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise memory would have to hold both the old and the new one."""
-    recorded: list[weakref.ref[Any]] = []
+    recorded = []
     record = FakeTimer.record
     relocate = FakeTimer.reallocate
 

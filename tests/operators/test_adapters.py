@@ -87,9 +87,7 @@ WIDE = dict(key_dim=128, value_dim=128, initial_states=True)
 
 
 def of_gdn(length: int = 6, *, packed: bool = False, **sizes: Any) -> GDNInputs:
-    tokens: dict[str, Any] = (
-        dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
-    )
+    tokens = dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
     return GDNCase(**WIDE | dict(values_per_key=2, dtype=FP16) | tokens | sizes).inputs()
 
 
@@ -731,7 +729,7 @@ def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(
     load: Load, checkout: Path
 ) -> None:
     kernel_file(checkout).write_text(TUNED)
-    call: Any = load("published").run.args[1].args[0]  # type: ignore[attr-defined]
+    call = load("published").run.args[1].args[0]  # type: ignore[attr-defined]
     kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
     flags = torch.ones(4)
     kernel.pre_hook({"sync_atomic": flags})

@@ -13,6 +13,7 @@ from capture.recordings import record
 from command_line import Answer
 from generated_inputs import generated
 from kernel_cases import changed
+from torch import Tensor
 
 from ssdprof import operators
 from ssdprof.core.target import Serving
@@ -59,7 +60,7 @@ def test_what_a_model_passes_raises_no_doubt(name: str) -> None:
         assert not [text for one in captured for text in doubts(one.inputs)]
 
 
-WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
+WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     *(
         (operator, name, change, words)
         for operator in ("gdn", "kda")
@@ -87,7 +88,7 @@ WRONG: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor], str]] = [
 
 @pytest.mark.parametrize(("operator", "name", "change", "words"), WRONG)
 def test_what_no_model_passes_is_named(
-    operator: str, name: str, change: Callable[[torch.Tensor], torch.Tensor], words: str
+    operator: str, name: str, change: Callable[[Tensor], Tensor], words: str
 ) -> None:
     (doubt,) = doubts(changed(drawn(operator), change, name))
     assert doubt.startswith(words)

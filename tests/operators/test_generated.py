@@ -49,7 +49,7 @@ def generated(
     )
 
 
-SMALL: dict[str, Any] = dict(sizes=(2, 4, 16, 24, 2))
+SMALL = dict(sizes=(2, 4, 16, 24, 2))
 
 
 def test_ssd_inputs_are_distributed_as_a_layer_is_initialised() -> None:

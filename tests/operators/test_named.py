@@ -150,7 +150,7 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
     """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
     placed model.
     """
-    current: list[int] = []
+    current = []
 
     @contextmanager
     def on(index: int) -> Iterator[None]:
@@ -245,7 +245,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Implementations by name that replace the bundled ones: an exception is raised, another value
     is the output.
     """
-    found: dict[str, Any] = {}
+    found = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:
         def run(_inputs: Any, _precision: Any) -> Any:

@@ -29,9 +29,7 @@ Make = Callable[..., Any]
 def make_gdn(
     seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any
 ) -> Any:
-    sizes: dict[str, Any] = dict(
-        key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate
-    )
+    sizes = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate)
     return GDNCase(seqlen=seqlen, batch=batch, **sizes).inputs(**fields)
 
 
@@ -76,7 +74,7 @@ def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
 
 def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
     """RMS ratio of out and of final_states against the oracle."""
-    chunked: Any = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
+    chunked = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
     exact = chunked(inputs)
     out, states = (
         float((ours.double() - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
@@ -105,7 +103,7 @@ def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch) -> Non
     "variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"]
 )
 def test_in_fp32_it_is_gdn(variant: str) -> None:
-    changes: dict[str, Any] = {
+    changes = {
         "plain": {},
         "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
         "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False},

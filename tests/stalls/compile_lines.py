@@ -69,8 +69,8 @@ def main() -> None:
     profiled.install()
     rename = profiled.name_call_sites
     run = JITFunction.run
-    made: list[str] = []
-    found: dict[str, Any] = {}
+    made = []
+    found = {}
 
     def remember(ptx: str) -> str:
         made.append(ptx)

@@ -243,7 +243,7 @@ def test_every_wait_of_the_hopper_kernels_has_a_stage() -> None:
     """In those of GDN at the call that names the ring, because `load_tile` is called for several
     rings.
     """
-    stages = dict[str, set[str]]()
+    stages = {}
     for operator, call in (
         ("ssd", r"mbarrier\.wait\("),
         ("gdn", r"rings\.\w+\.wait_(full|empty)\("),

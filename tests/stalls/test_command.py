@@ -56,7 +56,7 @@ def captured(tmp_path: Path) -> Path:
 
 
 def pretended(name: str, *kernels: str) -> Launched:
-    facts: dict[str, Any] = {"registers": 96, "spills": 0, "shared_bytes": 1024, "warps_pct": 31.0}
+    facts = {"registers": 96, "spills": 0, "shared_bytes": 1024, "warps_pct": 31.0}
     launches = tuple(Launch(kernel=one, config={}, **facts) for one in kernels)
     return Launched(
         implementation=name,
@@ -70,7 +70,7 @@ def pretended(name: str, *kernels: str) -> Launched:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it received."""
-    jobs: list[tuple[str, int]] = []
+    jobs = []
 
     def launch(job: ncu.Job, **_: object) -> Launched:
         jobs.append((job.implementation, job.layer))

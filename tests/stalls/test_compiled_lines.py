@@ -86,7 +86,7 @@ def _compiled(fields: dict[str, list[tuple[str, str, int]]]) -> Compiled:
     ptx = str(fields["ptx"]).splitlines()
     files = [found[1] for line in ptx if (found := re.match(r'\s*\.file\s+\d+ "([^"]+)"', line))]
     sources = SourceFiles({file: Path(file).read_text() for file in files})
-    paths: dict[str, list[str]] = {}
+    paths = {}
     for file in files:
         paths.setdefault(Path(file).name, []).append(file)
     return Compiled(

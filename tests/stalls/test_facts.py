@@ -16,7 +16,7 @@ from ssdprof.stalls.read import Point
 
 def launched(*kernels: str, launch_count: int = 1) -> tuple[Launched]:
     launches = tuple(Launch(kernel=name, config={}) for name in kernels)
-    fields: dict[str, Any] = {"implementation": "fused", "variant": "v", "precision": EXACT_FP32}
+    fields = {"implementation": "fused", "variant": "v", "precision": EXACT_FP32}
     return (Launched(**fields, launch_count=launch_count, launches=launches),)
 
 

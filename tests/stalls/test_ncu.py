@@ -274,7 +274,7 @@ def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path) -> Non
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The calls, in order."""
-    seen: list[str] = []
+    seen = []
     monkeypatch.setattr(profiled, "resolve", lambda *_: counting(seen))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"push {name}"))

@@ -432,7 +432,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
 
 
 def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
-    said: list[str] = []
+    said = []
     watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
     with (

@@ -638,8 +638,13 @@ def portable_launch(
     scores = scores_launcher(inputs, config.chunk, shape) if len(shape) > 1 else None
 
     def tensors(
-        inputs: SSDInputs, out: Any, final: Any, gates: Any, sync: Any = None, states: Any = None
-    ) -> tuple[Any, ...]:
+        inputs: SSDInputs,
+        out: torch.Tensor,
+        final: torch.Tensor,
+        gates: torch.Tensor,
+        sync: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
         """The kernel's tensors in its order.  Launches the kernel of C B^T, if there is one, into
         the end of its buffer.
         """

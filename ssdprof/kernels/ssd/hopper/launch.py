@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ssdprof.kernels.hopper.ring import CHUNK
@@ -118,8 +116,12 @@ def hopper_launch(
         segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
 
     def tensors(
-        inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None
-    ) -> tuple[Any, ...]:
+        inputs: SSDInputs,
+        out: torch.Tensor,
+        final: torch.Tensor,
+        sync: torch.Tensor | None = None,
+        states: torch.Tensor | None = None,
+    ) -> tuple[object, ...]:
         """The kernel's descriptors and tensors in its order."""
         descriptors = x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out)
         gates = inputs.dt, inputs.A, inputs.dt_bias
