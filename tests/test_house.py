@@ -5,16 +5,7 @@ from pathlib import Path
 import house
 
 # Numbers that are above their limit.  They may only be lowered; at the limit, the line is removed.
-CEILINGS = {
-    "package tokens": 352_000,
-    "test tokens": 334_000,
-    "classes": 248,
-    "files in the package": 243,
-    "late imports": 22,
-    "docs words": 25_400,
-    "homonyms (classes and aliases)": 9,
-    "Any in the package": 400,
-}
+CEILINGS = {"package tokens": 350_055, "test tokens": 329_674, "classes": 237}
 
 
 def test_the_house_does_not_grow() -> None:
