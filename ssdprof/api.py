@@ -273,7 +273,8 @@ def compare(
     GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
     the interpreter takes.
     """
-    operator, device = operators.get(inputs.operator), limits.device()
+    operator = operators.get(inputs.operator)
+    device = limits.device()
     if inputs.device.type != device.type:
         raise BadInputError(
             f"The tensors are on {inputs.device}, and kernels run on {device}.", "Move the tensors."

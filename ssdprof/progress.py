@@ -46,7 +46,8 @@ class LineWatcher(Watcher):
     """
 
     def __init__(self, levels: int = 1) -> None:
-        self._levels, self._depth = levels, 0
+        self._levels = levels
+        self._depth = 0
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr)
@@ -54,7 +55,9 @@ class LineWatcher(Watcher):
     @contextmanager
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
         self._depth += 1
-        depth, done, last_s = self._depth, 0, time.monotonic()
+        depth = self._depth
+        done = 0
+        last_s = time.monotonic()
 
         def advance(amount: int) -> None:
             nonlocal done, last_s

@@ -130,7 +130,8 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No
     attention mask is passed: an all-ones mask costs a synchronisation and has no effect.
     """
-    accepted, name = inspect.signature(model.forward).parameters, cache_name(model)
+    accepted = inspect.signature(model.forward).parameters
+    name = cache_name(model)
     fixed: dict[str, Any] = {"use_cache": cached} | (
         {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
     )
@@ -140,13 +141,15 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     @torch.no_grad()
     def feed(ids: Tensor) -> Tensor:
         nonlocal cache
-        stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
+        stop = seen[0] + ids.shape[1]
+        arguments = {**fixed, name: cache}
         if "position_ids" in accepted:
             arguments["position_ids"] = torch.arange(seen[0], stop, device=ids.device).expand(
                 ids.shape[0], -1
             )
         output = model(ids, **arguments)
-        cache, seen[0] = output.get(name), stop
+        cache = output.get(name)
+        seen[0] = stop
         last: Tensor = output[0]
         return last
 

@@ -101,7 +101,8 @@ def intercept(
         for mixer in mixers:
             restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
         for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
-            namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
+            namespace = mixer.namespace
+            step = operators.get(mixer.operator).binding.step
             handled = partial(call_handler, mixer.function, namespace[mixer.function])
             restore.enter_context(replaced(namespace, mixer.function, handled))
             if step in namespace:
@@ -144,7 +145,8 @@ def bind(
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the
     argument.
     """
-    operator, caller = operators.get(mixer.operator), type(mixer.module).__name__
+    operator = operators.get(mixer.operator)
+    caller = type(mixer.module).__name__
     binding = operator.binding
     binder = binding.bind_step if step else binding.bind
     if binder is None:

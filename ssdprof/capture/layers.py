@@ -188,7 +188,8 @@ def _groups(
             )
         if used + size > budget:
             yield group
-            group, used = {}, 0
+            group = {}
+            used = 0
         group[index] = wanted[index]
         used += size
     yield group
@@ -287,7 +288,8 @@ class PromptBuffer:
         return whole
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        views, offset = {}, 0
+        views = {}
+        offset = 0
         for name, (heads, width) in self._head_shapes.items():
             columns = buffer[:, :, offset : offset + heads * width]
             views[name] = columns.view(*buffer.shape[:2], heads, width)

@@ -171,7 +171,8 @@ class _Handler:
 
     def _computed(self, call: OperatorCall) -> Result:
         """Computes each form of call once, because a long one takes seconds even without values."""
-        live, form = self._live, call.inputs.form
+        live = self._live
+        form = call.inputs.form
         if form in self._intermediates:
             live.peak = max(live.peak, live.now + self._intermediates[form])
             return _outputs(call)

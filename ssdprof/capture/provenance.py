@@ -53,7 +53,9 @@ class Provenance:
 
     def faults(self, captured: CapturedLayer) -> list[str]:
         """A sentence, if this call, the next one of its layer, has a row with a wrong state."""
-        inputs, call, known = captured.inputs, _name(captured.call), captured.slots
+        inputs = captured.inputs
+        call = _name(captured.call)
+        known = captured.slots
         if inputs.state_indices is not None:  # the states of a whole pool
             known = tuple(inputs.state_indices.tolist())
             inputs = inputs.after(inputs.initial)

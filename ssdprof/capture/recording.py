@@ -163,7 +163,8 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     """
     calls, others, source = _READERS[kind](folder)
     if all(call.layer for call in calls):
-        passes, incomplete = _named_passes(calls), Counter[str]()
+        passes = _named_passes(calls)
+        incomplete = Counter[str]()
     else:
         passes, incomplete = _counted_passes(calls)
     out = [
@@ -210,7 +211,8 @@ def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
     passes: list[dict[LayerRef, _Call]] = []
     before: tuple[str, tuple[int, int]] | None = None
     for call in calls:
-        layer, same = layers[call.layer], (call.process, call.shape)
+        layer = layers[call.layer]
+        same = (call.process, call.shape)
         if same != before or layer in passes[-1]:
             passes.append({})
         passes[-1][layer] = call
@@ -371,7 +373,8 @@ def _flashinfer_call(file: Path, known: _Known) -> tuple[tuple[int, int], str, _
     """
     text = regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
     metadata = parse_json(text)
-    function, process = metadata["function_name"], int(metadata["process_id"])
+    function = metadata["function_name"]
+    process = int(metadata["process_id"])
     order = process, int(metadata["call_sequence"])
     version = str(metadata.get("versions", {}).get("flashinfer", "of unknown version"))
     if function not in known:
@@ -437,10 +440,12 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     described: dict[str, Any] = {}
     if not all(texts) or not files:
         described = _reading(folder / MANIFEST, _description)
-    calls, sources = [], dict.fromkeys([str(described["source"])] if described else [])
+    calls = []
+    sources = dict.fromkeys([str(described["source"])] if described else [])
     for file, text in zip(files, texts, strict=True):
         call = _reading(file, partial(_described, text=text)) if text else described
-        operator, arguments = call["operator"], dict(call.get("arguments", {}))
+        operator = call["operator"]
+        arguments = dict(call.get("arguments", {}))
         sources[call["source"]] = None
         calls.append(
             _Call(
@@ -593,7 +598,8 @@ def _load_workload(
         if source["type"] == "scalar":
             values[name] = source["value"]
             continue
-        shape, dtype = tuple(sizes[axis] for axis in form["shape"]), getattr(torch, form["dtype"])
+        shape = tuple(sizes[axis] for axis in form["shape"])
+        dtype = getattr(torch, form["dtype"])
         if source["type"] == "random":
             _check_room(file, 8 * math.prod(shape))
             tensor = _drawn(f"{workload['uuid']} {name}", shape, dtype)

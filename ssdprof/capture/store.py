@@ -284,7 +284,8 @@ def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Ten
             f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.",
             AGAIN,
         )
-    path, records = folder / capture.file, capture.tensors | capture.served
+    path = folder / capture.file
+    records = capture.tensors | capture.served
     if not os.path.isfile(path):
         raise BadInputError(f"{path} is missing.", AGAIN)
     try:

@@ -199,7 +199,8 @@ def _first_ids(
     pieces.
     """
     content = ""
-    seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1
+    seqlen = sum(lengths)
+    least = max(lengths) + len(lengths) - 1
     wanted = CHARACTERS_PER_TOKEN * seqlen
     while True:
         content += stream.read(wanted - len(content))

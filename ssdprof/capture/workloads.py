@@ -72,7 +72,8 @@ def write_folder(captures: Path, folder: Path) -> list[str]:
     left_out: Counter[str] = Counter()
     rounded: defaultdict[str, float] = defaultdict(float)
     for stored in manifest.layers:
-        operator, inputs = operators.get(stored.layer.operator), read(stored).inputs
+        operator = operators.get(stored.layer.operator)
+        inputs = read(stored).inputs
         try:
             definition, values = _defined(operator, inputs)
             sizes: dict[str, int] = {}

@@ -131,8 +131,10 @@ def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
     """
     if len(steps) < 3:
         return None
-    x, y = np.log(steps) - np.mean(np.log(steps)), np.log(values)
-    slope, freedom = float(x @ y / (x @ x)), len(steps) - 2
+    x = np.log(steps) - np.mean(np.log(steps))
+    y = np.log(values)
+    slope = float(x @ y / (x @ x))
+    freedom = len(steps) - 2
     residuals = y - np.mean(y) - slope * x
     width = _T[freedom - 1] * math.sqrt(residuals @ residuals / freedom / (x @ x))
     return Estimate(slope, slope - width, slope + width)

@@ -122,7 +122,8 @@ def _decoded(
 
 def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator[Output]:
     """The output up to each mark from the one before, and the states there, in fp64."""
-    given, states = operator.binding.positional(inputs), inputs.initial
+    given = operator.binding.positional(inputs)
+    states = inputs.initial
     block = block_length(operator.oracle, inputs, inputs.device)
     for start, stop in pairwise((0, *marks)):
         part = {name: tensor[:, start:stop] for name, tensor in given.items()}

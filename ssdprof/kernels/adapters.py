@@ -138,7 +138,8 @@ def import_kernels(name: str) -> Any:
         if spec is None or spec.submodule_search_locations is None:
             raise ModuleNotFoundError(f"No module named {package!r}")
         sys.modules[package] = bare = ModuleType(package)
-        bare.__spec__, bare.__path__ = spec, list(spec.submodule_search_locations)
+        bare.__spec__ = spec
+        bare.__path__ = list(spec.submodule_search_locations)
     return import_module(name)
 
 

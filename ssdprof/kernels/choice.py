@@ -231,7 +231,8 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
     @operator.register_fake
     def shapes(*values: Any) -> tuple[Tensor, Tensor]:
         """Results with the shapes, strides and dtypes of those of `operator`."""
-        inputs, state_v_first = inputs_of(values), values[-1]
+        inputs = inputs_of(values)
+        state_v_first = values[-1]
         *rest, rows, columns = inputs.final_shape
         memory = (*rest, columns, rows) if state_v_first else inputs.final_shape
         final_states = inputs.values.new_empty(memory, dtype=torch.float32)

@@ -91,11 +91,9 @@ def skip_idle_work() -> None:
             if tl.core.is_builtin(member):
                 interpreter._patch_attr(pkg, name, member, *rest)
 
-    init_tensor, init_block, np_dtype = (
-        tl.core.tensor.__init__,
-        tl.core.block_type.__init__,
-        interpreter._get_np_dtype,
-    )
+    init_tensor = tl.core.tensor.__init__
+    init_block = tl.core.block_type.__init__
+    np_dtype = interpreter._get_np_dtype
     tensors: dict[Hashable, dict[str, object]] = {}
     blocks: dict[Hashable, dict[str, object]] = {}
     np_dtypes: dict[str, npt.DTypeLike] = {}

@@ -115,7 +115,8 @@ class Inputs:
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """same_dtype: as FIRST"""
-        tensor, dtype = getattr(self, name), self._first.dtype
+        tensor = getattr(self, name)
+        dtype = self._first.dtype
         if tensor is None:
             return
         if tuple(tensor.shape) != shape:

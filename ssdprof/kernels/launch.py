@@ -80,7 +80,8 @@ class Launcher:
         """
         if self._direct is not None and self._direct(programs, tensors):
             return
-        grid, first = (programs, 1, 1), self._descriptors
+        grid = (programs, 1, 1)
+        first = self._descriptors
         grouped = tensors if first is None else (*tensors[:first], tensors[first:])
         if self._compiled is not None:
             self._compiled[grid](*grouped, *self._constants)
@@ -224,8 +225,10 @@ class DirectLaunch:
         scratch_bytes = metadata.global_scratch_size + metadata.profile_scratch_size
         if metadata.num_ctas != 1 or special or scratch_bytes:
             raise ValueError("options that this package does not use")
-        self._driver, self._function = driver, compiled.function
-        self._threads, self._shared_bytes = _WARP * metadata.num_warps, metadata.shared
+        self._driver = driver
+        self._function = compiled.function
+        self._threads = _WARP * metadata.num_warps
+        self._shared_bytes = metadata.shared
         self._lock = Lock()
         self._pointers: list[tuple[int, ctypes.c_uint64]] = []
         self._descriptors: list[tuple[int, int, dict[str, Any]]] = []
@@ -280,7 +283,8 @@ class DirectLaunch:
         """The address of the descriptor's encoded form, a CUtensorMap, of which one is kept for
         each address of a tensor.  meta: Triton's choice of box and swizzle.
         """
-        base, rank = descriptor.base, len(descriptor.shape)
+        base = descriptor.base
+        rank = len(descriptor.shape)
         key = index, base.data_ptr()
         if key in self._maps:
             return self._maps[key][0]

@@ -206,7 +206,8 @@ def gated_rms_norm(
     # about 4,096 channels per program, 32 per thread; a larger group has its own program, with more
     # threads
     block = triton.next_power_of_2(group_size)
-    block_rows, num_warps = max(1, 4096 // block), min(16, max(4, block // 1024))
+    block_rows = max(1, 4096 // block)
+    num_warps = min(16, max(4, block // 1024))
     width = x.shape[-1]
     if x.dtype not in TL_DTYPE or gate.dtype not in TL_DTYPE:
         raise UnsupportedError(

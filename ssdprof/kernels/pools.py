@@ -81,12 +81,14 @@ def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.T
     """(sequences, longest): the position of each token among those of all sequences, 0 for what
     does not exist, and whether it exists.
     """
-    steps, length = torch.arange(longest, device=inputs.device), inputs.length
+    steps = torch.arange(longest, device=inputs.device)
+    length = inputs.length
     if inputs.cu_seqlens is None:
         starts = torch.arange(inputs.sequences, device=inputs.device) * length
         stops = starts + length
     else:
-        starts, stops = inputs.cu_seqlens[:-1].long(), inputs.cu_seqlens[1:].long()
+        starts = inputs.cu_seqlens[:-1].long()
+        stops = inputs.cu_seqlens[1:].long()
     positions = starts[:, None] + steps
     exist = positions < stops[:, None]
     return torch.where(exist, positions, 0), exist
@@ -106,11 +108,13 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
     states, device, count = inputs.initial, inputs.device, inputs.sequences
     slots = torch.arange(count, dtype=torch.int32, device=device)
     if apart and inputs.state_indices is not None:
-        states, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices
+        states = getattr(inputs, inputs.LINEAR[1])
+        slots = inputs.state_indices
     if states is None:
         states = torch.zeros(inputs.states_shape, device=device)
     states, first = states.float(), len(states)
-    room, written = 0, None
+    room = 0
+    written = None
     if inputs.state_every:
         room = inputs.final_shape[0]
         positions, exist = token_positions(inputs, inputs.length)
@@ -171,7 +175,8 @@ def pool_kernel(
 
         def call() -> Output:
             pool = first if apart else fresh()
-            out, states = run(pool), pool[kept]
+            out = run(pool)
+            states = pool[kept]
             return Output(out, states.mT if turned else states)
 
         return call, (values, first[: len(stored)] if apart else stored)
@@ -180,7 +185,8 @@ def pool_kernel(
         if reason := unsupported(inputs, precision):
             raise UnsupportedError(f"{name}: {reason}")
         pool: torch.Tensor = getattr(inputs, inputs.LINEAR[1])
-        stored, slots = pool.mT if turned else pool, Slots.of(inputs)
+        stored = pool.mT if turned else pool
+        slots = Slots.of(inputs)
         if turned and (stored.stride(-1) != 1 or stored.stride(-2) != stored.shape[-1]):
             raise UnsupportedError(f"{name}: slots of a pool are contiguous, V before K")
         slots.refuse_new(name)
@@ -198,7 +204,8 @@ def pool_kernel(
 
 def with_slot_before(pool: torch.Tensor, name: str) -> torch.Tensor:
     """The pool from one slot before its first, which libraries take for padding."""
-    step, offset = pool.stride(0), pool.storage_offset()
+    step = pool.stride(0)
+    offset = pool.storage_offset()
     if offset < step:
         why = "slot 0 is padding, so that the pool is a view of one with a slot more in front"
         raise UnsupportedError(f"{name}: {why}")

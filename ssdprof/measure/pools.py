@@ -452,7 +452,8 @@ class Chain:
         """Sequence i ends, and another one takes its slots."""
         self.ended.append(self.histories[i])
         zeros = torch.zeros_like(self.pool.states[0])
-        self.histories[i], self.current[i] = PoolHistory(zeros, zeros), None
+        self.histories[i] = PoolHistory(zeros, zeros)
+        self.current[i] = None
 
     def call(self, some: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]) -> None:
         """tokens: of each of these sequences; if all have as many, the state after each is kept,

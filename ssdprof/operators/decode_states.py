@@ -114,12 +114,14 @@ def _by_function(
     sequences one after the other.
     """
     positional = operators.get(inputs.operator).binding.positional(inputs)
-    run, exact = kernels.get(inputs.operator, IMPLEMENTATION).run, precision.Precision()
+    run = kernels.get(inputs.operator, IMPLEMENTATION).run
+    exact = precision.Precision()
     initial = oracle.initial_states(inputs, torch.float32)
     out = torch.empty(inputs.values.shape, device=inputs.device)
     states = torch.empty(len(marks), *inputs.states_shape, device=inputs.device)
     for span in oracle.spans_of(inputs):
-        row, pieces = slice(span.batch, span.batch + 1), span.cut(step) if span.length else ()
+        row = slice(span.batch, span.batch + 1)
+        pieces = span.cut(step) if span.length else ()
         state = _rounded(state_format, initial[span.sequence][None])
         states[:, span.sequence] = state
         for number, piece in enumerate(pieces, 1):

@@ -75,7 +75,8 @@ def recorded(
     packed.
     """
     g, beta, slots = (given.get(name) for name in ("g", "beta", "state_indices"))
-    heads, states = given["v"].shape[:2], given.get("initial_state")
+    heads = given["v"].shape[:2]
+    states = given.get("initial_state")
     decay = given["v"].new_ones(heads, dtype=torch.float32) if g is None else g
     if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
         raise ValueError("g is not a decay between 0 and 1")

@@ -65,7 +65,8 @@ def write(inputs: GDNInputs) -> Values:
 
     Softplus and sigmoid are inverted in fp64; no g is above 0.
     """
-    beta, g = inputs.beta.double(), inputs.g.double().clamp(max=0)
+    beta = inputs.beta.double()
+    g = inputs.g.double().clamp(max=0)
     if not bool(((beta >= 0) & (beta <= 1)).all()):
         raise ValueError("beta is not between 0 and 1")
     if inputs.q.shape[3] != inputs.v.shape[3]:
@@ -113,7 +114,8 @@ def gated_delta_rule(
     """Token by token, in fp64.  q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), states
     (n, HV, V, K).  Without cu_seqlens a token of each sequence: (n, 1, ...).
     """
-    heads, state = v.shape[-2], state.double()
+    heads = v.shape[-2]
+    state = state.double()
     g = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double())
     out = torch.empty_like(v)
     bounds = range(len(v) + 1) if cu_seqlens is None else cu_seqlens.tolist()

@@ -35,7 +35,8 @@ WAYS = {
 
 def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     """g = -A softplus(a + dt_bias) with a ~ N(0, 1), unless `WAYS` says otherwise."""
-    heads, (rows, length, _) = cell.shape.sizes["value_heads"], generate.positions(cell)
+    heads = cell.shape.sizes["value_heads"]
+    rows, length, _ = generate.positions(cell)
     dt_bias = generate.gate_bias(heads, generator)
     A = generate.uniform(heads, SLOWEST, FASTEST, generator)
     raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)
@@ -110,14 +111,16 @@ def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeI
     """K = V, initial states, and `VALUES` or `LAYOUTS`; then without the last; then the sizes of
     `like`; then without initial states.
     """
-    key_dim, special = like.q.shape[3], VALUES if lengths == generate.EDGES[0] else LAYOUTS
+    key_dim = like.q.shape[3]
+    special = VALUES if lengths == generate.EDGES[0] else LAYOUTS
 
     def generated(value_dim: int) -> GDNInputs:
         shape = GENERATOR.shape("edges", 2, 6, key_dim, value_dim)
         inputs = draw(generate.edge_cell(shape, like.v, lengths), like.device)
         return generate.as_edge(inputs, like, lengths)
 
-    equal, alike = partial(generated, key_dim), partial(generated, like.v.shape[3])
+    equal = partial(generated, key_dim)
+    alike = partial(generated, like.v.shape[3])
     traits = (*special, *generate.traits_of(lengths))
     return generate.edge_forms((equal, equal, alike), (TINY_KEYS,), traits)
 

@@ -70,7 +70,8 @@ def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> T
     decay = gate.decays.tril()  # (c, h, i, j)
     product = rounding.two_tf32 if low.operand_dtype == torch.float32 else tf32
     inverse = operand(inverse_of(((k @ k.mT) * decay * beta).tril(-1), product))
-    beta, since_start = intermediate(beta), intermediate(exp(g))[..., None]
+    beta = intermediate(beta)
+    since_start = intermediate(exp(g))[..., None]
     u = operand(inverse @ operand(beta * v))
     w = operand(inverse @ operand(intermediate(beta * since_start) * k))
 
@@ -131,7 +132,8 @@ def inverse_of(system: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         bottom = inverse[..., 1::2, :, :]
         between = _blocks_below(system, half, 1)
         corner = -product(bottom) @ product(product(between) @ product(top))
-        upper, lower = torch.cat([top, torch.zeros_like(top)], -1), torch.cat([corner, bottom], -1)
+        upper = torch.cat([top, torch.zeros_like(top)], -1)
+        lower = torch.cat([corner, bottom], -1)
         inverse = torch.cat([upper, lower], -2)
         half *= 2
     return inverse.squeeze(-3)

@@ -38,7 +38,8 @@ def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
     """g = -A softplus(a + dt_bias), a ~ N(0, 1), A of a head and dt_bias of a channel, unless
     `WAYS` says otherwise.
     """
-    sizes, (rows, length, _) = cell.shape.sizes, generate.positions(cell)
+    sizes = cell.shape.sizes
+    rows, length, _ = generate.positions(cell)
     heads, key_dim = sizes["value_heads"], sizes["key_dim"]
     dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
     A = generate.uniform(heads, gdn_inputs.SLOWEST, gdn_inputs.FASTEST, generator)[:, None]
@@ -125,7 +126,9 @@ def _long_histories(
     """`turning_keys` of `LONG` tokens: with several heads as a pack with initial states, then as a
     row with them; at last as a row without.
     """
-    key_dim, value_dim, device = like.q.shape[3], like.v.shape[3], like.v.device
+    key_dim = like.q.shape[3]
+    value_dim = like.v.shape[3]
+    device = like.v.device
     shape = gdn_inputs.GENERATOR.shape("turning keys", heads, heads, key_dim, value_dim)
     row = draw(generate.edge_cell(shape, like.v, (sum(LONG),)), device)
     row = replace(row, use_qk_l2norm=like.use_qk_l2norm, g=row.g.to(like.g.dtype))
@@ -157,7 +160,8 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
 
     M_(-1) is 0, or the initial state x M_(-1)^T.
     """
-    device, key_heads = like.v.device, like.q.shape[2]
+    device = like.v.device
+    key_heads = like.q.shape[2]
     generator = torch.Generator(device).manual_seed(generate.SEED)
     normal = partial(torch.randn, device=device, generator=generator)
     inputs = replace(
@@ -184,7 +188,8 @@ def _turn(
 
     The halves of the channels, signs and initial states are random.
     """
-    per_key, device = inputs.values_per_key, inputs.v.device
+    per_key = inputs.values_per_key
+    device = inputs.v.device
     heads = (key_heads[:, None] * per_key + torch.arange(per_key, device=device)).flatten()
     sizes = (len(key_heads), inputs.q.shape[3])
     half = normal(*sizes).argsort(-1) < sizes[1] // 2
@@ -227,11 +232,14 @@ def _two_windows(
     parts = []
     for before, after in ((x, y), (y, x)):
         k = torch.nn.functional.normalize(normal(window, *x.shape), dim=-1)
-        g, beta = torch.zeros_like(k), torch.zeros_like(k[..., 0])
+        g = torch.zeros_like(k)
+        beta = torch.zeros_like(k[..., 0])
         k[0], beta[0] = before, WRITTEN
         for m in range(1, turning + 1):
-            angle, token = m * math.pi / 2 / (turning + 1), 5 + distance * (m - 1)
-            k[token], beta[token] = math.cos(angle) * after - math.sin(angle) * before, 1
+            angle = m * math.pi / 2 / (turning + 1)
+            token = 5 + distance * (m - 1)
+            k[token] = math.cos(angle) * after - math.sin(angle) * before
+            beta[token] = 1
         g[1:5], g[-4:] = BOUND * (after != 0), BOUND * (before != 0)
         parts.append((after.expand_as(k), k, g, beta))
     return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))

@@ -223,7 +223,8 @@ class OracleSpec(Generic[I]):
 
     def dims(self, inputs: I) -> Dims:
         """The sizes of a call."""
-        first, sizes = next(iter(inputs.tensors.values())), self.sizes(inputs)
+        first = next(iter(inputs.tensors.values()))
+        sizes = self.sizes(inputs)
         return Dims(
             operator=inputs.operator,
             batch=first.shape[0],
@@ -242,7 +243,8 @@ class OracleSpec(Generic[I]):
         if "state_indices" in tensors:  # of a pool, a slot for each sequence is read
             tensors[inputs.LINEAR[1]] = tensors[inputs.LINEAR[1]][: inputs.sequences]
         read = sum(tensor.nbytes for tensor in tensors.values())
-        moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
+        moved = read + sum(form.nbytes for form in self.forms(inputs))
+        dims = self.dims(inputs)
         return dims, {
             "bytes_moved": moved,
             "flops": self.flops(dims.sizes, dims.batch * dims.seqlen),

@@ -121,7 +121,9 @@ class Rounded:
         chunks: Callable[[Any, Rounded, Span, Gate], Tensor],
     ) -> None:
         """Relaxed intermediates are also the operands of products."""
-        self._device, self._state_dtype, self._chunks = inputs.device, precision.state_dtype, chunks
+        self._device = inputs.device
+        self._state_dtype = precision.state_dtype
+        self._chunks = chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
         self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
@@ -136,7 +138,8 @@ class Rounded:
         cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its
         units towards zero.
         """
-        self._generator, self._cuts = torch.Generator(self._device).manual_seed(seed), cuts
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._cuts = cuts
         return self
 
     def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[Tensor, Tensor]:

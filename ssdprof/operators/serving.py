@@ -45,7 +45,8 @@ def gathered(
     the implementation keeps them.
     """
     assert inputs.state_indices is not None
-    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices.long()
+    pool = getattr(inputs, inputs.LINEAR[1])
+    slots = inputs.state_indices.long()
     if inputs.accepted is not None:
         slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
     known = (slots >= 0)[:, None, None, None]

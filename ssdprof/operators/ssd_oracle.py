@@ -27,7 +27,8 @@ def bytes_per_position(inputs: SSDInputs) -> int:
     hold about ten fp64 rows of (h, p + 64 + p n / 64), as `ssd_blocks` explains.
     """
     h, p = inputs.x.shape[2:]
-    n, q = inputs.B.shape[3], inputs.power_of_two_chunk
+    n = inputs.B.shape[3]
+    q = inputs.power_of_two_chunk
     return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
 
 
@@ -64,15 +65,20 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     gets closer to the oracle.  fp32 sums are made in the order that a kernel may make them and that
     loses most, one addend after the other.
     """
-    q, (h, p), (g, n) = gate.exponents.shape[2], inputs.x.shape[2:], inputs.B.shape[2:]
-    r, intermediate = h // g, low.intermediate
+    q = gate.exponents.shape[2]
+    h, p = inputs.x.shape[2:]
+    g, n = inputs.B.shape[2:]
+    r = h // g
+    intermediate = low.intermediate
     part = (span.batch, slice(span.start, span.stop))
 
     def operand(tensor: Tensor) -> Tensor:
         """(b, l, h, ...) -> (c, h, q, ...)."""
         return low.operand(rounding.split_chunks(tensor[part].float(), q).transpose(1, 2))
 
-    x, B, C = operand(inputs.x).reshape(-1, g, r, q, p), operand(inputs.B), operand(inputs.C)
+    x = operand(inputs.x).reshape(-1, g, r, q, p)
+    B = operand(inputs.B)
+    C = operand(inputs.C)
     assert gate.dt is not None
     a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
     out = _within_chunks(low, gate.decays.reshape(*a.shape, q), C @ B.mT, dt, x)
@@ -104,10 +110,12 @@ def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tens
 
     decays (c, g, r, q, s), CB (c, g, q, s), dt (c, g, r, s), x (c, g, r, s, p).
     """
-    q, intermediate = x.shape[3], low.intermediate
+    q = x.shape[3]
+    intermediate = low.intermediate
     causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
     CB = torch.where(causal, CB, 0.0)[:, :, None]
-    count, outs = min(q, ROWS[x.device.type]), []
+    count = min(q, ROWS[x.device.type])
+    outs = []
     for stop in range(count, q + 1, count):
         part = (..., slice(stop - count, stop), slice(stop))
         decayed = intermediate(intermediate(CB[part]) * intermediate(decays[part]))

@@ -93,7 +93,8 @@ class Tuning:
         """The beginning of each sequence, on which a candidate is verified first, with the same
         compiled kernels: whole chunks if theirs are.
         """
-        binding, length = operators.get(self.operator).binding, inputs.length
+        binding = operators.get(self.operator).binding
+        length = inputs.length
         short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
         tensors = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
         return replace(

@@ -64,7 +64,8 @@ def _wrap(module: ModuleType) -> None:
 
 def install() -> None:
     """Begin to wait, in a process of a program that is recorded, unless this process does."""
-    settings, this = os.environ.get(VARIABLE), sys.modules[__name__]
+    settings = os.environ.get(VARIABLE)
+    this = sys.modules[__name__]
     if not settings or this in sys.meta_path:
         return
     modules = set(json.loads(settings)["modules"])

@@ -107,7 +107,8 @@ class Keeper:
             "layer": call.layer,
             "number": call.number,
         }
-        folder, process = Path(self._settings.folder), f"rank{rank()}-{os.getpid()}"
+        folder = Path(self._settings.folder)
+        process = f"rank{rank()}-{os.getpid()}"
         file = folder / f"{process}_{self._stored:06d}.safetensors"
         temporary = file.with_suffix(".tmp")
         try:
@@ -128,7 +129,8 @@ class Keeper:
         """What is wrong with a finite call, in a sentence; empty if nothing is, as far as it was
         tested.  gap: whether calls of the layer may be missing before it.
         """
-        index, number = list(self._last).index(call.of_layer), call.number + 1
+        index = list(self._last).index(call.of_layer)
+        number = call.number + 1
         captured = CapturedLayer(
             layer=LayerRef(index=index, name=call.layer or "-", operator=call.place.operator),
             inputs=call.inputs,

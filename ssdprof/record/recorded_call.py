@@ -88,7 +88,9 @@ class RecordedCall:
         """A batch as a pack; without the sequences that have no slot, and without tokens behind the
         last sequence.  Reads values: for calls in main memory.
         """
-        inputs, positional, out = self.inputs, self._binding.positional(self.inputs), self.out
+        inputs = self.inputs
+        positional = self._binding.positional(self.inputs)
+        out = self.out
         bounds = inputs.cu_seqlens
         if bounds is None:
             bounds = torch.arange(inputs.sequences + 1, dtype=torch.int32) * inputs.length
@@ -97,7 +99,8 @@ class RecordedCall:
         rows = torch.arange(inputs.sequences)
         if self.slots is not None:
             rows = rows[self.slots >= 0]
-        lengths, starts = bounds.diff()[rows], bounds[:-1].tolist()
+        lengths = bounds.diff()[rows]
+        starts = bounds[:-1].tolist()
         spans = [
             torch.arange(starts[row], starts[row] + length)
             for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
@@ -129,7 +132,8 @@ class RecordedCall:
         if bool(bad.any()):
             token, head = bad.nonzero()[0].tolist()
             span = next(each for each in spans_of(self.inputs) if token < each.stop)
-            row, position = self._row(span.sequence), token - span.start
+            row = self._row(span.sequence)
+            position = token - span.start
             where = f"out, sequence {row}, position {position}, head {head}"
         elif self.final_states is not None:
             bad = ~self.final_states.flatten(2).isfinite().all(-1)

@@ -197,7 +197,8 @@ class Recorder:
         callers' variables; without one, the number of that module in the order of first calls;
         empty if there is no module.
         """
-        frame, module = sys._getframe(2), None
+        frame = sys._getframe(2)
+        module = None
         for _ in range(_FRAMES):
             for value in (frame.f_locals.get("self"), frame.f_locals.get("layer")):
                 if isinstance(value, torch.nn.Module):

@@ -26,7 +26,8 @@ def bind(step: bool, given: Arguments) -> FunctionCall:
 
 def _prompt(given: Arguments) -> FunctionCall:
     """x (b, l, h, p), of vLLM (l, h, p)."""
-    x, cu_seqlens = given["x"], given.get("cu_seqlens")
+    x = given["x"]
+    cu_seqlens = given.get("cu_seqlens")
     if cu_seqlens is None and given.get("seq_idx") is not None:
         raise ValueError("packed sequences without cu_seqlens are not recorded")
 
@@ -62,7 +63,9 @@ def _step(given: Arguments) -> FunctionCall:
     or (tokens, h, p) with cu_seqlens; dt, A, D and dt_bias expanded over channels, without which it
     may be a call of Mamba-1.
     """
-    x, cu_seqlens, accepted = given["x"], given.get("cu_seqlens"), given.get("accepted")
+    x = given["x"]
+    cu_seqlens = given.get("cu_seqlens")
+    accepted = given.get("accepted")
     if given.get("buffer") is not None and given.get("rows") is None:
         raise ValueError("states in a buffer without rows of its own are not recorded")
 
@@ -71,7 +74,8 @@ def _step(given: Arguments) -> FunctionCall:
             return tensor
         return tensor[:, None] if cu_seqlens is None else tensor[None]
 
-    values, written = rows(x), given.get("written")
+    values = rows(x)
+    written = given.get("written")
     moved = {"written": written if written is None or written.ndim == 1 else written[:, 0]}
     if accepted is not None:
         moved["table"] = given["slots"] if written is None else written

@@ -70,7 +70,8 @@ class CallStates:
         slots = self.given.get("slots")
         if slots is None:
             return None
-        slots, accepted = slots[: self.sequences].long(), self.given.get("accepted")
+        slots = slots[: self.sequences].long()
+        accepted = self.given.get("accepted")
         if slots.ndim == 2:
             column = torch.zeros_like(slots[:, 0])
             if accepted is not None:

@@ -168,7 +168,8 @@ def _power(every: Sequence[HeadStates]) -> Estimate | None:
     """The power of the step with which the state error of the worst head grows; None if there are
     too few steps, or an error is 0 or not finite.
     """
-    marks, later = every[0].task.marks, []
+    marks = every[0].task.marks
+    later = []
     lines = zip(*(of_layer.state_errors for of_layer in every), strict=True)
     for mark, errors in zip(marks, lines, strict=True):
         if mark**2 >= marks[-1]:

@@ -226,7 +226,9 @@ def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
     ]
     stages, starts, waits = _labels(tree, lines, functions)
     if known:
-        stages, starts, waits = known["stages"], known["starts"], {}
+        stages = known["stages"]
+        starts = known["starts"]
+        waits = {}
     line_stages: dict[int, LineStage] = {}
     for node in functions:  # those inside of others come later
         line_stages |= _line_stages(node, lines, stages, starts, waits)

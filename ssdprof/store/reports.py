@@ -83,7 +83,8 @@ class Writer:
 
     def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
         lines, line = _lines(Path(file.name)) if file else ([], None)
-        self.folder, self.earlier = folder, _joined(lines)
+        self.folder = folder
+        self.earlier = _joined(lines)
         line = line or ProcessLine(process=uuid4().hex[:8])
         cases = tuple(self.earlier.values())
         self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
@@ -139,7 +140,8 @@ class Writer:
         line = self.report.first
         if line != self._on_disk:
             self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
-            self._on_disk, self._due_s = line, time.monotonic() + _LATER
+            self._on_disk = line
+            self._due_s = time.monotonic() + _LATER
 
     def leave_out(self, case_key: str, reason: str, implementations: tuple[str, ...] = ()) -> None:
         """What is not measured.  implementations: empty: all of the place."""
@@ -628,7 +630,8 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
     """
     if not file.exists():
         return [], None
-    cases, process = list[Case](), None
+    cases = list[Case]()
+    process = None
     for number, line in enumerate(_text(file).split("\n")[:-1], start=1):
         try:
             match parse_json(line):
@@ -671,7 +674,8 @@ def new_folder(target: str) -> Path:
     one second.
     """
     path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(target)}"
-    number, candidate = 1, path
+    number = 1
+    candidate = path
     while candidate.exists():
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")

@@ -94,7 +94,8 @@ def clear() -> tuple[Path, ...]:
 
 
 def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
-    there, triton = saved.environment, installed_version("triton")
+    there = saved.environment
+    triton = installed_version("triton")
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
     if any(digest != kernels_hash(name) for name, digest in saved.kernels.items()):

@@ -123,7 +123,8 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
     a head and of a number in a.
     """
     g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
-    a, b = g.neg().expm1().log().float(), beta.logit().float()
+    a = g.neg().expm1().log().float()
+    b = beta.logit().float()
     return a, b, torch.zeros_like(b[0]), torch.zeros_like(a[0]).flatten()
 
 
@@ -248,7 +249,8 @@ def load_flash_kda() -> Implementation:
             raise UnsupportedError(
                 f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1"
             )
-        v, bounds = inputs.v.contiguous(), inputs.cu_seqlens
+        v = inputs.v.contiguous()
+        bounds = inputs.cu_seqlens
         states = None if inputs.initial is None else v_first_states(inputs)
         activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
         before = (one.logit().bfloat16().contiguous() for one in activated)
@@ -269,10 +271,8 @@ def load_flash_kda() -> Implementation:
         )
 
         def call() -> GDNOutput:
-            out, final_states = (
-                torch.empty_like(v),
-                torch.empty(inputs.states_shape, device=v.device).mT.contiguous(),
-            )
+            out = torch.empty_like(v)
+            final_states = torch.empty(inputs.states_shape, device=v.device).mT.contiguous()
             run(out=out, final_state=final_states)
             return GDNOutput(out, final_states.mT)
 
@@ -388,7 +388,8 @@ def load_flashinfer() -> Implementation:
         g, beta = packed(inputs, "g", "beta", dtype=torch.float32)
         states = None if inputs.initial is None else v_first_states(inputs)
         more = _checkpoints(inputs)
-        kept, shape = more.get("state_checkpoints"), inputs.v.shape
+        kept = more.get("state_checkpoints")
+        shape = inputs.v.shape
         run = partial(
             function,
             *(q, k, v, g.clamp(max=0).exp(), beta),
@@ -438,12 +439,14 @@ def load_flashinfer_mtp() -> Implementation:
         q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
         a, b, A_log, dt_bias = raw_gates(inputs)
         raw = A_log, a.view(v.shape[:3]), dt_bias, b.view(v.shape[:3])
-        read, final = slots.read.int(), slots.final
+        read = slots.read.int()
+        final = slots.final
         if final is None and slots.buffer is None:
             raise UnsupportedError("flashinfer_mtp: a slot for each sequence's final state")
 
         def run(pool: torch.Tensor) -> torch.Tensor:
-            out, states = torch.empty_like(v), slots.verification(inputs, pool)
+            out = torch.empty_like(v)
+            states = slots.verification(inputs, pool)
             where: dict[str, Any] = {"disable_state_update": final is None}
             if final is None:
                 where["intermediate_states_buffer"] = states["intermediate_states_buffer"]

@@ -271,10 +271,8 @@ def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[s
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
-    narrow, few_states = (
-        block(value_dim, 32),
-        _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2]),
-    )
+    narrow = block(value_dim, 32)
+    few_states = _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2])
     kkt = block(key_dim, 32 if fp32 else 128)
     if fp32:
         w_u = output = options(BLOCK_K=block(key_dim, 32), BLOCK_V=narrow)

@@ -129,7 +129,8 @@ def _recurrent_unsupported(call: FusedCall) -> str:
     Packed, batch-invariant calls never run this kernel, because that choice depends on the length
     of the whole pack.
     """
-    packed, length = call.inputs.cu_seqlens is not None, call.inputs.v.shape[1]
+    packed = call.inputs.cu_seqlens is not None
+    length = call.inputs.v.shape[1]
     if packed and call.batch_invariant:
         return "a pack"
     most = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH

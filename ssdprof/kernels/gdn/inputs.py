@@ -94,7 +94,8 @@ class GDNInputs(Inputs):
         self._check("g", self.gate_shape)
         self._check("beta", (batch, length, value_heads))
         self._check_sequences()
-        state, shape = self.initial_state, tuple(self.states_shape)
+        state = self.initial_state
+        shape = tuple(self.states_shape)
         if state is not None:
             shape = shape if self.state_indices is None else (*state.shape[:1], *shape[1:])
             if tuple(state.shape) != shape:

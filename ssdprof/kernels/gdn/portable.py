@@ -593,10 +593,12 @@ def portable_launch(
     """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
     (sequences, HV, V, K).
     """
-    (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
+    length, heads, value_dim = inputs.v.shape[1:]
+    chunk = config.chunk
     factors = handed_on(inputs, precision, config)
     states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
+    packed = inputs.cu_seqlens is not None
+    sizes = (length, inputs.sequences)
     segments = inputs.sequences
     if config.segment:
         segments = slot_count(*sizes, config.segment * chunk, packed=packed)
@@ -658,12 +660,15 @@ def two_launches(
     """A call of two kernels.  factors: what the first one writes for the second.  states: strides
     of the final states.  names: the inputs that the second one takes before the factors.
     """
-    index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
+    index = inputs.q.get_device()
+    states_shape = inputs.states_shape
+    first, second = launchers
 
     def call(inputs: GDNInputs) -> GDNOutput:
         """Allocate the factors and the outputs, and launch both kernels."""
         with torch.cuda.device(index):  # no effect for -1, the CPU
-            device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
+            device = inputs.q.device
+            cu_seqlens = inputs.cu_seqlens
             between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in factors]
             first(programs[0], inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)

@@ -264,7 +264,8 @@ def recurrent_launch(
     """The launch of a call, for all inputs of one signature.  in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
-    index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=v_first)
+    index = inputs.q.get_device()
+    inner = state_strides(*inputs.states_shape[1:], v_first=v_first)
     programs = (
         inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
     )
@@ -478,7 +479,8 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
     """One token of each sequence, without checks."""
-    config, (batch, heads, key_dim, value_dim) = _step_config(inputs), inputs.states_shape
+    config = _step_config(inputs)
+    batch, heads, key_dim, value_dim = inputs.states_shape
 
     def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
         """One of the three launches, on these tensors."""

@@ -53,10 +53,8 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
-        state, (all_q, all_k, all_v, g, all_beta) = (
-            final_states[span.sequence],
-            _load(inputs, span, dtype),
-        )
+        state = final_states[span.sequence]
+        all_q, all_k, all_v, g, all_beta = _load(inputs, span, dtype)
         for t in range(span.stop - span.start):
             q, k, v, beta = (
                 tensor[:, t, :, None] for tensor in (all_q, all_k, all_v, all_beta[..., None])
@@ -92,13 +90,15 @@ def delta_chunks(
     decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output (T, HV, V) and the state (HV, K, V) after the span, with the decays of `decayed`."""
-    pieces, length = _load(inputs, span, dtype), span.stop - span.start
+    pieces = _load(inputs, span, dtype)
+    length = span.stop - span.start
     count = -(-length // ORACLE_CHUNK)
     pad = count * ORACLE_CHUNK - length  # positions with g = beta = 0: they neither decay nor add
 
     def chunks(tensor: Tensor) -> Tensor:
         """(HV, T, ...) -> (HV, NT, chunk, ...)"""
-        heads, rest = tensor.shape[0], tensor.shape[2:]
+        heads = tensor.shape[0]
+        rest = tensor.shape[2:]
         return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(
             heads, count, ORACLE_CHUNK, *rest
         )

@@ -84,7 +84,9 @@ def load_vllm(operator: str) -> Implementation:
 
     def prepare(inputs: GDNInputs) -> Prepared:
         run = (run_kda if operator == "kda" else run_gdn)(inputs)
-        v, states, options = packed(inputs, "v")[0][None], v_first_states(inputs), _options(inputs)
+        v = packed(inputs, "v")[0][None]
+        states = v_first_states(inputs)
+        options = _options(inputs)
         shape = inputs.v.shape
 
         def call() -> GDNOutput:
@@ -104,13 +106,16 @@ def load_sglang(operator: str) -> Implementation:
     function = getattr(import_kernels(f"{_SGLANG}.{module}"), name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        v, states, shape = packed(inputs, "v")[0][None], v_first_states(inputs), inputs.v.shape
+        v = packed(inputs, "v")[0][None]
+        states = v_first_states(inputs)
+        shape = inputs.v.shape
         slots = torch.arange(len(states), dtype=torch.int32, device=v.device)
         arguments = _tokens(inputs, "q", "k", "g", "beta") | _options(inputs)
         run = partial(function, **arguments, initial_state_indices=slots)
 
         def call() -> GDNOutput:
-            pool, values = states.clone(), v.clone() if operator == "kda" else v
+            pool = states.clone()
+            values = v.clone() if operator == "kda" else v
             returned = run(v=values, initial_state=pool)
             out = returned[0] if isinstance(returned, tuple) else returned
             return GDNOutput(out.view(shape), pool.mT)
@@ -220,7 +225,8 @@ def _vllm_kda(module: Any, step: _Step, pool: torch.Tensor) -> Any:
         return module.fused_recurrent_kda_packed_decode(
             step.mixed, *raw, pool, slots, inputs.scale_or_default
         )[0]
-    bounds, table = bounds_of(inputs).int(), _table(step.slots)
+    bounds = bounds_of(inputs).int()
+    table = _table(step.slots)
     return module.fused_recurrent_kda(*step.views, *raw, pool, bounds, **table)[0]
 
 
@@ -251,7 +257,8 @@ def _sglang(modules: tuple[Any, Any], step: _Step, pool: torch.Tensor) -> Any:
 
 def load_vllm_step(operator: str) -> Implementation:
     """Slot 0 is padding."""
-    module, kda = import_kernels(_VLLM[operator]), operator == "kda"
+    module = import_kernels(_VLLM[operator])
+    kda = operator == "kda"
     call = partial(_vllm_kda if kda else _vllm_gdn, module)
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:

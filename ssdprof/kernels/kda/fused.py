@@ -160,13 +160,18 @@ class KDAPortableConfig:
         32: 0.16).  Slices of 16 take 0.14 ms with 12 heads (of 32: 0.16).
         """
         heads, value_dim = inputs.v.shape[2:]
-        states, sms = (1 if batch_invariant else inputs.sequences) * heads, sm_count(inputs.q)
+        states = (1 if batch_invariant else inputs.sequences) * heads
+        sms = sm_count(inputs.q)
         widest = max(16, triton.next_power_of_2(value_dim))
         if 2 * states > sms:
-            block_v, warps, stages = min(128, widest), 8, 2
+            block_v = min(128, widest)
+            warps = 8
+            stages = 2
         else:
             fits = states * triton.cdiv(value_dim, 16) <= sms
-            block_v, warps, stages = 16 if fits else min(32, widest), 4, 3
+            block_v = 16 if fits else min(32, widest)
+            warps = 4
+            stages = 3
         return cls(
             chunk=CHUNK.value,
             prep_block_k=DIM.value,
@@ -486,8 +491,10 @@ def hopper_prep(
     inputs: KDAInputs, handed: list[tuple[tuple[int, ...], torch.dtype]]
 ) -> Callable[..., None]:
     """The first launch by `prep_kernel.py`.  handed: what it writes."""
-    packed, length = inputs.cu_seqlens is not None, inputs.v.shape[1]
-    heads, slots = inputs.v.shape[2], handed[0][0][0]
+    packed = inputs.cu_seqlens is not None
+    length = inputs.v.shape[1]
+    heads = inputs.v.shape[2]
+    slots = handed[0][0][0]
     tile = (CHUNK.value, HALF.value)
     read = [
         tiles(

@@ -259,12 +259,11 @@ def decayed_scores(
     Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q
     and k
     """
-    operand, (heads, key_dim), size = (
-        operand_dtype(inputs.v.dtype, precision),
-        inputs.g.shape[2:],
-        chunks.size,
-    )
-    L, P = chunks.empty(heads, size, size), chunks.empty(heads, size, size, dtype=operand)
+    operand = operand_dtype(inputs.v.dtype, precision)
+    heads, key_dim = inputs.g.shape[2:]
+    size = chunks.size
+    L = chunks.empty(heads, size, size)
+    P = chunks.empty(heads, size, size, dtype=operand)
     chunks.launch(
         _kda_decayed_scores_kernel,
         chunks.total * heads,
@@ -351,7 +350,10 @@ def recompute_w_u(
     sequence's end are zero
     Grid: (B * NT * HV)
     """
-    k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
+    k = inputs.k
+    v = inputs.v
+    heads, value_dim = inputs.v.shape[2:]
+    key_dim = inputs.k.shape[3]
     operand = operand_dtype(v.dtype, precision)
     w, k_end = (chunks.empty(heads, chunks.size, key_dim, dtype=operand) for _ in range(2))
     u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
@@ -438,7 +440,9 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    q, (heads, value_dim), key_dim = inputs.q, inputs.v.shape[2:], inputs.q.shape[3]
+    q = inputs.q
+    heads, value_dim = inputs.v.shape[2:]
+    key_dim = inputs.q.shape[3]
     operand = operand_dtype(inputs.v.dtype, precision)
     of_stage = stage_options(inputs, precision)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
@@ -474,7 +478,8 @@ def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
-    unit, chunks = bool(inputs.use_qk_l2norm), Chunks.of(inputs)
+    unit = bool(inputs.use_qk_l2norm)
+    chunks = Chunks.of(inputs)
     inputs = normalised(inputs, precision)
     of_state = stage_options(inputs, precision)["chunk_state"]
     G = gate_cumsum(inputs, chunks, precision)

@@ -115,7 +115,8 @@ def load_mamba_ssm() -> Implementation:
         yield other, f"this version passes states on in {inputs.C.dtype} only"
         yield inputs.cu_seqlens is not None, "no initial and final states of each packed sequence"
         yield uneven_chunks(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
-        (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
+        batch, seqlen, nheads, headdim = inputs.x.shape
+        dstate = inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
         x, dt, _, B, C = _needed(inputs)
         yield _spans_far([states, *map(span, (x, dt, B, C))], "tensor")
@@ -239,7 +240,8 @@ def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
     yield summed, "relaxed intermediates and fp16 states go with fp16 inputs"
     yield inputs.cu_seqlens is not None, "no packed sequences"
     yield uneven_chunks(inputs)
-    (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
+    seqlen, nheads, headdim = inputs.x.shape[1:]
+    dstate = inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
     x, dt, _, B, C = _needed(inputs)
     yield _spans_far([states, *(span(tensor[0]) for tensor in (x, dt, B, C))], "sequence")

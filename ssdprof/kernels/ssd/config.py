@@ -52,7 +52,8 @@ def first_fit(
     exact: bool = True,
 ) -> ConfigRow:
     """The first row that fits."""
-    equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
+    equal = dict(wide=wide, exact=exact, gate=gate)
+    largest = dict(headdim=headdim, dstate=dstate)
     return next(
         row
         for row in table
@@ -157,7 +158,9 @@ class SSDPortableConfig:
         """By `PORTABLE`.  A state of 64 x 128 fp32 numbers fills half the registers of 4 warps,
         scores and output the other half.
         """
-        headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
+        headdim = inputs.x.shape[3]
+        dstate = inputs.B.shape[3]
+        gate = inputs.z is not None
         wide = inputs.x.dtype == torch.float32
         _, take, why = first_fit(
             PORTABLE,

@@ -44,7 +44,8 @@ def prepared(
 
     in_place: final states overwrite the initial ones.  out_dtype: x's if None.
     """
-    index, shape = inputs.x.get_device(), inputs.final_shape
+    index = inputs.x.get_device()
+    shape = inputs.final_shape
 
     def call(inputs: SSDInputs) -> Output:
         x, final = inputs.x, inputs.initial_states

@@ -555,7 +555,8 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
-    units, buffers = config.units(inputs), Buffers()
+    units = config.units(inputs)
+    buffers = Buffers()
     if config.handover(inputs):
         buffers["sync"] = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value, torch.int32
         if precision.state_dtype != torch.float32:
@@ -600,7 +601,9 @@ def launch_options(
     inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, out: torch.Tensor
 ) -> dict[str, object]:
     """Compile-time arguments and launch options of the fused kernel."""
-    (seqlen, nheads, headdim), dstate, chunk = inputs.x.shape[1:], inputs.B.shape[3], config.chunk
+    seqlen, nheads, headdim = inputs.x.shape[1:]
+    dstate = inputs.B.shape[3]
+    chunk = config.chunk
     # relaxed fp32 inputs: products of one tf32 number for each operand have smaller errors than
     # 16-bit intermediates
     wide = inputs.x.dtype == torch.float32
@@ -634,7 +637,8 @@ def portable_launch(
     """The launch of a call, for all inputs of one signature.  Inputs in fp32 that are not packed
     get C B^T from a launch before it.
     """
-    new, shape = torch.empty(inputs.x.shape, device="meta"), scores_shape(inputs, config)
+    new = torch.empty(inputs.x.shape, device="meta")
+    shape = scores_shape(inputs, config)
     scores = scores_launcher(inputs, config.chunk, shape) if len(shape) > 1 else None
 
     def tensors(

@@ -85,7 +85,8 @@ def blocks_of(inputs: SSDInputs, *, whole_state: bool = False) -> dict[str, int]
 
 def _settings(inputs: SSDInputs, *, whole_state: bool = False) -> tuple[int, dict[str, object]]:
     """The programs of all three kernels, and their compile-time arguments and launch options."""
-    (heads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
+    heads, headdim = inputs.x.shape[2:]
+    dstate = inputs.B.shape[3]
     blocks = blocks_of(inputs, whole_state=whole_state)
     return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
         HEADS=heads,
@@ -358,7 +359,8 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
     """One token of each sequence, without checks."""
-    x, (programs, options) = inputs.x, _settings(inputs)
+    x = inputs.x
+    programs, options = _settings(inputs)
     with torch.cuda.device(x.get_device()):  # no effect for -1, the CPU
         states = torch.empty(inputs.states_shape, dtype=torch.float32, device=x.device)
         tensors = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, states)

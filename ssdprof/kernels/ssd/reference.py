@@ -97,8 +97,11 @@ def _chunked(
     matrix product per chunk and group, and B and C are not repeated.
     """
     x, dt, A, B, C = _load(inputs, span, dtype)
-    (l, h, p), (g, n) = x.shape, B.shape[1:]
-    r, q, c = h // g, ORACLE_CHUNK, -(-l // ORACLE_CHUNK)
+    l, h, p = x.shape
+    g, n = B.shape[1:]
+    r = h // g
+    q = ORACLE_CHUNK
+    c = -(-l // ORACLE_CHUNK)
     pad = c * q - l  # positions with dt = 0: they neither decay nor add
 
     def chunks(tensor: Tensor) -> Tensor:

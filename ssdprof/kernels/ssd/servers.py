@@ -76,7 +76,8 @@ def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
 
 def _common_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
     """SGLang's: chunks lie side by side whatever sequences they cut, and their parts are listed."""
-    size, bounds = inputs.chunk_size, _bounds(inputs)
+    size = inputs.chunk_size
+    bounds = _bounds(inputs)
     owners = torch.arange(inputs.sequences, device=inputs.device).int()
     listed = {"cu_seqlens": bounds, "seq_idx": owners.repeat_interleave(bounds.diff())[None]}
     if inputs.initial_states is not None:
@@ -100,7 +101,8 @@ def load_prompt(name: str) -> Implementation:
     package, function_name, list_chunks = _PROMPTS[name]
     function = getattr(import_kernels(f"{package}.ssd_combined"), function_name)
     tunings = Tunings(import_kernels(f"{package}.{tuned}") for tuned in _TUNED)
-    chunks_of, vllm = once(list_chunks), name == "vllm"
+    chunks_of = once(list_chunks)
+    vllm = name == "vllm"
 
     def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
         tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
@@ -146,7 +148,8 @@ def _step_arguments(
 ) -> dict[str, Any]:
     """tokens: (b, l, ...) -> the form in which a kernel takes them."""
     heads, width, size = inputs.states_shape[1:]
-    zeros, tensors = torch.zeros(heads, device=inputs.device), inputs.tensors
+    zeros = torch.zeros(heads, device=inputs.device)
+    tensors = inputs.tensors
     arguments: dict[str, Any] = {
         name: tokens(tensors[name]) for name in ("x", "B", "C", "z") if name in tensors
     }

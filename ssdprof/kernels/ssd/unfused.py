@@ -126,7 +126,8 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
 
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
-    blocks, (batch, _, nheads) = unfused_blocks("chunk_cumsum"), inputs.dt.shape
+    blocks = unfused_blocks("chunk_cumsum")
+    batch, _, nheads = inputs.dt.shape
     shape = (batch, nheads, chunks.count, chunks.size)
     dt, dA_cumsum_log2 = (
         torch.empty(shape, device=inputs.device, dtype=torch.float32) for _ in range(2)
@@ -210,11 +211,9 @@ def chunk_state(
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one
           head.
     """
-    (nheads, headdim), dstate, blocks = (
-        inputs.x.shape[2:],
-        inputs.B.shape[3],
-        _blocks("chunk_state", inputs),
-    )
+    nheads, headdim = inputs.x.shape[2:]
+    dstate = inputs.B.shape[3]
+    blocks = _blocks("chunk_state", inputs)
     states = chunks.empty(nheads, headdim, dstate)
     tiles = triton.cdiv(headdim, blocks["block_p"]) * triton.cdiv(dstate, blocks["block_n"])
     chunks.launch(
@@ -288,7 +287,8 @@ def state_passing(
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over
     its chunks.
     """
-    blocks, initial_states = unfused_blocks("state_passing"), inputs.initial_states
+    blocks = unfused_blocks("state_passing")
+    initial_states = inputs.initial_states
     blocks["block"] = 4096 if INTERPRETED else blocks["block"]
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=precision.state_dtype)
@@ -362,7 +362,8 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor
     Out:  CB, fp32 if exact and 16 bit if relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
-    (ngroups, dstate), blocks = inputs.B.shape[2:], _blocks("bmm_chunk", inputs)
+    ngroups, dstate = inputs.B.shape[2:]
+    blocks = _blocks("bmm_chunk", inputs)
     CB = chunks.empty(
         ngroups, chunks.size, chunks.size, dtype=precision.intermediate_dtype(inputs.B.dtype)
     )
@@ -515,7 +516,9 @@ def chunk_scan(
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk
     and head.
     """
-    x, (nheads, headdim), blocks = inputs.x, inputs.x.shape[2:], _blocks("chunk_scan", inputs)
+    x = inputs.x
+    nheads, headdim = inputs.x.shape[2:]
+    blocks = _blocks("chunk_scan", inputs)
     # the interpreter's time is by operations
     blocks["block_s"] = blocks["block_q" if INTERPRETED else "block_s"]
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
@@ -613,8 +616,11 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
 def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
     """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
-    (batch, _, nheads, headdim), (ngroups, dstate) = inputs.x.shape, inputs.B.shape[2:]
-    nchunks, size, dtype = batch * inputs.chunk_count, inputs.power_of_two_chunk, inputs.x.dtype
+    batch, _, nheads, headdim = inputs.x.shape
+    ngroups, dstate = inputs.B.shape[2:]
+    nchunks = batch * inputs.chunk_count
+    size = inputs.power_of_two_chunk
+    dtype = inputs.x.dtype
     # bytes, except `states`: elements
     gate = 2 * 4 * nchunks * nheads * size
     states = nchunks * nheads * headdim * dstate
@@ -635,7 +641,9 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
 
 
 def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
-    headdim, dstate, chunk = inputs.x.shape[3], inputs.B.shape[3], inputs.power_of_two_chunk
+    headdim = inputs.x.shape[3]
+    dstate = inputs.B.shape[3]
+    chunk = inputs.power_of_two_chunk
     gate = inputs.z is not None
     return unfused_blocks(
         stage, inputs.x.dtype, chunk=chunk, headdim=headdim, dstate=dstate, gate=gate

@@ -73,7 +73,8 @@ class GDNHopperConfig:
         the same in any batch.  Packed sequences are then not cut, because the host does not know
         their lengths.
         """
-        nchunks, heads = ceil_div(inputs.v.shape[1], CHUNK.value), inputs.v.shape[2]
+        nchunks = ceil_div(inputs.v.shape[1], CHUNK.value)
+        heads = inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
             return cls(segment=nchunks, reason=PACKED)
         sequences = 1 if batch_invariant else inputs.sequences
@@ -136,9 +137,11 @@ def _with_parts(
 
     parts = min((1 << k for k in range(max(most, 1).bit_length())), key=expected_time)
     segment = parts * ceil_div(config.segment, parts)
-    longest, least = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS), NEVER
+    longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
+    least = NEVER
     if segment <= longest:  # the whole past of the second segment is a short first pass
-        longest, least = SHORT_SEGMENTS_FIRST_PASS, 3 * segment // 4
+        longest = SHORT_SEGMENTS_FIRST_PASS
+        least = 3 * segment // 4
     return replace(
         config,
         segment=segment,

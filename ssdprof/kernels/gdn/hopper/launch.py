@@ -56,7 +56,9 @@ def workspace(
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
     single, chunk, dim = torch.float32, CHUNK.value, DIM.value
-    slots, heads, count = slot_count(inputs), inputs.v.shape[2], config.transition_parts
+    slots = slot_count(inputs)
+    heads = inputs.v.shape[2]
+    count = config.transition_parts
     slow = row_count(inputs, config.segment) if count else 0
     return places(
         {
@@ -113,7 +115,8 @@ def launches(
     padded: final states are written to the workspace with K = V = 128.
     """
     nbytes, part_places = workspace(inputs, config, padded=padded)
-    device, invert = inputs.q.device, _inversion(inputs)
+    device = inputs.q.device
+    invert = _inversion(inputs)
     key_heads, heads = inputs.q.shape[2], inputs.v.shape[2]
     dims = (DIM.value, DIM.value) if padded else inputs.states_shape[2:]
     initial = strides_of(inputs.initial_state) or (0, 0, 0, 0)
@@ -148,7 +151,9 @@ def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
 
 def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:
     """The launch of `_prep_kernel`, which returns descriptors of q, k and the inverses."""
-    packed, heads, slots = inputs.cu_seqlens is not None, inputs.v.shape[2], slot_count(inputs)
+    packed = inputs.cu_seqlens is not None
+    heads = inputs.v.shape[2]
+    slots = slot_count(inputs)
     q_tiles, k_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k))
     row_count = slots * heads * CHUNK.value
     inverse_rows = rows(inputs.q.dtype, row_count, block=(CHUNK.value, CHUNK.value))
@@ -172,8 +177,11 @@ def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any,
 
     def invert(inputs: GDNInputs, parts: Workspace) -> tuple[Any, Any, Any]:
         assert parts["inverse"] is not None
-        q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), inverse_rows(parts["inverse"])
-        gates, written = (inputs.g, inputs.beta), (parts[name] for name in CHUNK_GATES)
+        q = q_tiles(inputs.q)
+        k = k_tiles(inputs.k)
+        inverse = inverse_rows(parts["inverse"])
+        gates = (inputs.g, inputs.beta)
+        written = (parts[name] for name in CHUNK_GATES)
         launcher(slots * heads // at_once, k, q, inverse, *gates, inputs.cu_seqlens, *written)
         return q, k, inverse
 
@@ -186,7 +194,8 @@ def _scan(
     """The launches after the first: those of slow heads, if there are any, and `_hopper_kernel`,
     which writes the output and the final states.
     """
-    packed, (heads, value_dim) = inputs.cu_seqlens is not None, inputs.v.shape[2:]
+    packed = inputs.cu_seqlens is not None
+    heads, value_dim = inputs.v.shape[2:]
     row = heads * value_dim
     v_tiles = _tiles(inputs.v, packed=packed)
     out_tiles = _tiles(inputs.v, (inputs.length * row, row, value_dim), packed=packed)
@@ -197,10 +206,8 @@ def _scan(
         *_sizes(inputs),
         config.segment,
     )
-    scan, enter = (
-        Launcher(_hopper_kernel, scalars, options),
-        _entering(inputs, config, scalars, options),
-    )
+    scan = Launcher(_hopper_kernel, scalars, options)
+    enter = _entering(inputs, config, scalars, options)
     programs = inputs.sequences * heads + row_count(inputs, config.segment)
     if config.persistent_programs:
         programs = min(config.persistent_programs, inputs.sequences * heads)
@@ -209,7 +216,8 @@ def _scan(
         begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part
     ) -> None:
         parts, (q, k, inverse) = begun
-        v, gates = v_tiles(inputs.v), [parts[name] for name in CHUNK_GATES]
+        v = v_tiles(inputs.v)
+        gates = [parts[name] for name in CHUNK_GATES]
         if enter is not None:
             enter(parts, k, v, inverse, inputs, gates)
         descriptors = q, k, v, inverse, out_tiles(out)
@@ -229,8 +237,10 @@ def _entering(
     count = row_count(inputs, config.segment) if config.transition_parts else 0
     if not count:
         return None
-    pairs, tasks = inputs.sequences * inputs.v.shape[2], config.transition_parts * count
-    boundaries, programs = count // pairs, min(config.transition_programs, tasks)
+    pairs = inputs.sequences * inputs.v.shape[2]
+    tasks = config.transition_parts * count
+    boundaries = count // pairs
+    programs = min(config.transition_programs, tasks)
     block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
     parts_options = options | dict(
         ROWS=max(LEAST_ROWS, next_power_of_2(count)),

@@ -26,7 +26,9 @@ def slice_count(inputs: GDNInputs) -> int:
 
 def unsupported(inputs: GDNInputs) -> str:
     """Why these kernels do not support `inputs`, or should not run them; empty if they should."""
-    key_dim, value_dim, count = inputs.q.shape[3], inputs.v.shape[3], slice_count(inputs)
+    key_dim = inputs.q.shape[3]
+    value_dim = inputs.v.shape[3]
+    count = slice_count(inputs)
     if not LEAST < key_dim <= DIM.value or value_dim % count or value_dim // count <= LEAST:
         return f"K {key_dim} with V {value_dim}"
     if count > 1 and inputs.v.stride(2) != value_dim:
@@ -50,7 +52,9 @@ def sliced(inputs: GDNInputs) -> GDNInputs:
 
     Gates and state are on the meta device and have only shapes, strides and dtypes.
     """
-    of_slices, initial, dim = by_slice(inputs), inputs.initial_state, DIM.value
+    of_slices = by_slice(inputs)
+    initial = inputs.initial_state
+    dim = DIM.value
     heads = of_slices.v.shape[2]
     if initial is not None:
         initial = initial.new_empty(inputs.sequences, heads, dim, dim, device="meta")
@@ -86,7 +90,9 @@ def sliced_launch(
 ) -> PreparedLaunch:
     """config: for `by_slice(inputs)`."""
     begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
-    index, shape, pieces = inputs.q.get_device(), inputs.states_shape, _pieces(inputs)
+    index = inputs.q.get_device()
+    shape = inputs.states_shape
+    pieces = _pieces(inputs)
     sequences, heads, count, _, slice_dim = pieces
     padded_shape = heads * count, DIM.value, DIM.value
     states = state_strides(*shape[1:], v_first=state_v_first)
@@ -97,10 +103,8 @@ def sliced_launch(
         sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
         return sequence, count * piece, piece, key, value
 
-    initial_padded, final_padded = (
-        padded_strides(v_first=False),
-        padded_strides(v_first=state_v_first),
-    )
+    initial_padded = padded_strides(v_first=False)
+    final_padded = padded_strides(v_first=state_v_first)
 
     def for_slices(gate: torch.Tensor) -> torch.Tensor:
         """(B, T, HV * slices), contiguous."""

@@ -102,19 +102,23 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
 
 def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[str, int]]) -> Plan:
     """The plan of six stages with these options, also with a decay for each channel."""
-    (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
-    itemsize, size = operand_dtype(inputs.q.dtype, precision).itemsize, inputs.chunk_size
+    batch, length, key_heads, key_dim = inputs.q.shape
+    heads, value_dim = inputs.v.shape[2:]
+    itemsize = operand_dtype(inputs.q.dtype, precision).itemsize
+    size = inputs.chunk_size
     extra = {
         "one for the chunk table": inputs.cu_seqlens is not None,
         "two to normalise q and k": inputs.use_qk_l2norm,
     }
-    chunks, keys, gates = batch * inputs.chunk_count * heads, key_dim, 1
-    squares, unit = (
-        chunks * size * size,
-        2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0,
-    )
+    chunks = batch * inputs.chunk_count * heads
+    keys = key_dim
+    gates = 1
+    squares = chunks * size * size
+    unit = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
     if inputs.g.ndim == 4:  # also k decayed to the chunk's end, gates of channels, scores
-        keys, gates, unit = 2 * key_dim, key_dim, unit + squares
+        keys = 2 * key_dim
+        gates = key_dim
+        unit = unit + squares
     w_u, v_new, states = (
         chunks * n for n in (size * (keys + value_dim), size * value_dim, key_dim * value_dim)
     )

@@ -74,7 +74,8 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     """
     batch, length, heads, key_dim = x.shape
     options = config.qk_l2norm_options(key_dim)
-    y, rows = torch.empty(x.shape, device=x.device, dtype=dtype), batch * length * heads
+    y = torch.empty(x.shape, device=x.device, dtype=dtype)
+    rows = batch * length * heads
     launch(
         _gdn_qk_l2norm_kernel,
         triton.cdiv(rows, options["BLOCK_ROWS"]),
@@ -222,7 +223,8 @@ def scaled_dot_kkt(
     Out:  L (B, NT, HV, C, C) fp32
     Grid: (B * NT * H), with all value heads of a key head
     """
-    (heads, key_dim), operand = inputs.k.shape[2:], operand_dtype(inputs.v.dtype, precision)
+    heads, key_dim = inputs.k.shape[2:]
+    operand = operand_dtype(inputs.v.dtype, precision)
     L = chunks.empty(inputs.v.shape[2], chunks.size, chunks.size)
     chunks.launch(
         _gdn_scaled_dot_kkt_kernel,
@@ -321,7 +323,8 @@ def solve_tril(
     Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
     Grid: (B * NT * HV)
     """
-    heads, operand = inputs.v.shape[2], operand_dtype(inputs.v.dtype, precision)
+    heads = inputs.v.shape[2]
+    operand = operand_dtype(inputs.v.dtype, precision)
     A = torch.empty(L.shape, device=L.device, dtype=operand)
     chunks.launch(
         _gdn_solve_tril_kernel,
@@ -404,7 +407,10 @@ def recompute_w_u(
     sequence's end are zero
     Grid: (B * NT * HV)
     """
-    k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
+    k = inputs.k
+    v = inputs.v
+    heads, value_dim = inputs.v.shape[2:]
+    key_dim = inputs.k.shape[3]
     operand = operand_dtype(v.dtype, precision)
     w = chunks.empty(heads, chunks.size, key_dim, dtype=operand)
     u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
@@ -562,9 +568,12 @@ def chunk_state(
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
     """
-    dtype, (heads, value_dim), key_dim = inputs.v.dtype, inputs.v.shape[2:], inputs.k.shape[3]
+    dtype = inputs.v.dtype
+    heads, value_dim = inputs.v.shape[2:]
+    key_dim = inputs.k.shape[3]
     operand = operand_dtype(dtype, precision)
-    prev_states, v_new = chunks.empty(heads, value_dim, key_dim, dtype=operand), torch.empty_like(u)
+    prev_states = chunks.empty(heads, value_dim, key_dim, dtype=operand)
+    v_new = torch.empty_like(u)
     final_states = torch.empty(inputs.states_shape, device=k.device, dtype=torch.float32)
     read = k, w, u, g_cumsum_log2, inputs.initial_state
     results = prev_states, v_new, final_states
@@ -667,7 +676,10 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    q, k, (heads, value_dim), key_dim = inputs.q, inputs.k, inputs.v.shape[2:], inputs.q.shape[3]
+    q = inputs.q
+    k = inputs.k
+    heads, value_dim = inputs.v.shape[2:]
+    key_dim = inputs.q.shape[3]
     operand = operand_dtype(inputs.v.dtype, precision)
     options = config.unfused_options(inputs, precision)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)

@@ -43,7 +43,8 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
     shares pass on.  Empty if no state is passed on through memory.
     """
     dstate = inputs.B.shape[3]
-    split, shares = n_split(dstate), share_count(inputs, config)
+    split = n_split(dstate)
+    shares = share_count(inputs, config)
     lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
     if not lanes:
         return {}
@@ -77,7 +78,8 @@ def launch_options(
     """Compile-time arguments and launch options.  UNITS: units per program; PAIRS: programs per
     segment
     """
-    (nheads, headdim), dstate = inputs.x.shape[2:], inputs.B.shape[3]
+    nheads, headdim = inputs.x.shape[2:]
+    dstate = inputs.B.shape[3]
     split = n_split(dstate)
     return dict(
         HEADS=nheads,
@@ -104,8 +106,10 @@ def hopper_launch(
     inputs: SSDInputs, precision: Precision, config: SSDHopperConfig
 ) -> PreparedLaunch:
     """Requires that `config.unsupported` is empty."""
-    packed, D = inputs.cu_seqlens is not None, inputs.D
-    (seqlen, nheads, headdim), split = inputs.x.shape[1:], n_split(inputs.B.shape[3])
+    packed = inputs.cu_seqlens is not None
+    D = inputs.D
+    seqlen, nheads, headdim = inputs.x.shape[1:]
+    split = n_split(inputs.B.shape[3])
     row = nheads * headdim
     x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
     # one lane finishes the output of some positions of a chunk
