@@ -176,7 +176,9 @@ class _Handler:
         if form in self._intermediates:
             live.peak = max(live.peak, live.now + self._intermediates[form])
             return _outputs(call)
-        peak, live.peak, start = live.peak, live.now, live.now
+        peak = live.peak
+        start = live.now
+        live.peak = start  # from here on the peak of this call alone
         result = call.replacement()
         self._intermediates[form] = live.peak - start
         live.peak = max(peak, live.peak)

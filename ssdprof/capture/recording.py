@@ -161,17 +161,15 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no
     forward pass.
     """
-    calls, others, source = _READERS[kind](folder)
+    calls, unread, source = _READERS[kind](folder)
+    left_out_calls = dict(sorted(unread.items()))
     if all(call.layer for call in calls):
         passes = _named_passes(calls)
-        incomplete = Counter[str]()
     else:
         passes, incomplete = _counted_passes(calls)
-    out = [
-        f"{plural(number, CALL)} {what}"
-        for what, number in (*sorted(others.items()), *incomplete.items())
-    ]
-    left_out = f"Left out: {words(out)}." if out else ""
+        left_out_calls |= incomplete
+    counts = [f"{plural(number, CALL)} {why}" for why, number in left_out_calls.items()]
+    left_out = f"Left out: {words(counts)}." if counts else ""
     if not passes:
         raise BadInputError(
             f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN
@@ -516,7 +514,8 @@ def _side_by_side(inputs: Inputs, served: Output | None, slots: tuple[int, ...])
     lengths = set(inputs.cu_seqlens.diff().tolist())
     if len(lengths) > 1:
         return inputs, served, slots
-    rows = (inputs.sequences, *lengths)
+    (length,) = lengths
+    rows = (inputs.sequences, length)
     positional = operators.get(inputs.operator).binding.positional(inputs)
     batch = {name: tensor.reshape(*rows, *tensor.shape[2:]) for name, tensor in positional.items()}
     if served:

@@ -85,15 +85,14 @@ class Record(BaseModel):
 
     def changed(self, **fields: object) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
-        return type(self)(**(self.own | fields))
+        return type(self)(**(self.field_values | fields))
 
     @property
-    def own(self) -> dict[str, Any]:
-        """The fields."""
+    def field_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields}
 
 
-def unique(what: str, names: Sequence[object]) -> None:
+def check_unique(what: str, names: Sequence[object]) -> None:
     """ValueError if one of the names occurs twice."""
     if len(set(names)) < len(names):
         raise ValueError(

@@ -32,7 +32,7 @@ from ssdprof.core.base import (
     Status,
     TensorName,
     Text,
-    unique,
+    check_unique,
 )
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.target import CallRef, Ceilings, Dims, LayerRef, tokens
@@ -459,8 +459,8 @@ class Case(Record):
             raise ValueError("only states of decoded tokens have other formats")
         if self.layer and any(len(tensor.vs_oracle.worst_position) < 2 for tensor in self.accuracy):
             raise ValueError("a position has an index for each axis")
-        unique("samples", [(samples.process, samples.clock) for samples in self.samples])
-        unique("a tensor", [tensor.tensor for tensor in self.accuracy])
+        check_unique("samples", [(samples.process, samples.clock) for samples in self.samples])
+        check_unique("a tensor", [tensor.tensor for tensor in self.accuracy])
         return self
 
     # --- the task

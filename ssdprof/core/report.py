@@ -22,12 +22,12 @@ from ssdprof.core.base import (
     Size,
     Text,
     Time,
+    check_unique,
     distinct,
     exact_precision,
     grouped,
     intermediates_of,
     states_of,
-    unique,
 )
 from ssdprof.core.case import Answers, Case, DecodedStates, Generated, Prefill
 from ssdprof.core.conditions import Condition
@@ -144,9 +144,9 @@ class Report(Record):
         """No name twice; errors along the positions of a length have equal slices; each call that
         ran has its errors.
         """
-        unique("a case", [case.name for case in self.cases])
-        unique("a requested case", self.requested)
-        unique("a process", [line.process for line in self.processes])
+        check_unique("a case", [case.name for case in self.cases])
+        check_unique("a requested case", self.requested)
+        check_unique("a process", [line.process for line in self.processes])
         if len(self.processes) > self.files:
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         slices: dict[int, int] = {}

@@ -23,7 +23,7 @@ from ssdprof.core.base import (
     Size,
     StoredDType,
     Text,
-    unique,
+    check_unique,
 )
 
 # Quantisations whose weights transformers decodes to 16 bit on loading.
@@ -267,7 +267,7 @@ class CheckpointRef(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> CheckpointRef:
-        unique("a layer", [layer.index for layer in self.layers])
+        check_unique("a layer", [layer.index for layer in self.layers])
         if any(layer.index >= self.layer_count for layer in self.layers):
             raise ValueError(f"there are only {self.layer_count} layers")
         return self
@@ -349,9 +349,9 @@ class CaptureManifest(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> CaptureManifest:
-        unique("a prompt", [prompt.seqlen for prompt in self.prompts])
-        unique("a file", [stored.file for stored in self.layers])
-        unique("a call", [(call.layer.index, call.seqlen, call.call) for call in self.layers])
+        check_unique("a prompt", [prompt.seqlen for prompt in self.prompts])
+        check_unique("a file", [stored.file for stored in self.layers])
+        check_unique("a call", [(call.layer.index, call.seqlen, call.call) for call in self.layers])
         if any(call.layer.index >= self.checkpoint.layer_count for call in self.layers):
             raise ValueError(f"there are only {self.checkpoint.layer_count} layers")
         return self

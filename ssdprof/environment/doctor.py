@@ -121,7 +121,7 @@ def _gpu() -> Iterator[Check]:
         yield _check("gpu memory", "ok", f"{size_words(free)} free of {size_words(total)}")
     except MissingCapabilityError as error:
         yield _check("gpu memory", "missing", error.message.rstrip("."), error.hint)
-    yield from _company(device.name)
+    yield from _sharing(device.name)
     yield from needs()
     if read_clocks() is None:
         hint = "Reports will not say whether the GPU was throttled."
@@ -149,7 +149,7 @@ def _absent_gpu() -> Check:
     return _check("gpu", "missing", "the NVIDIA GPU of this machine has no driver", hint)
 
 
-def _company(gpu_name: str) -> Iterator[Check]:
+def _sharing(gpu_name: str) -> Iterator[Check]:
     """Whether the GPU is a slice of a larger one, or is shared with other processes."""
     if "MIG" in gpu_name:
         hint = (

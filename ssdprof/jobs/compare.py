@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.diagnosis import diagnosed
-from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line
+from ssdprof.measure.first_run import Call, Fields, Run, TimeIsUp, completed, first_line
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.roofline import with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
@@ -55,9 +55,10 @@ class Entry:
     case: what is known before it runs.  baseline: whose output it is also compared with; None:
     nobody's.
     turns: entries with equal ones are timed together.
-    probes: (whether Triton's interpreter ran it) -> the laws that it obeys, tested after it was
-    found correct.  None: none is tested.
+    probes: `interpreted` -> the laws that it obeys, tested after it was found correct.  None: none
+    is tested.
     bits: the fingerprint of its first output.
+    interpreted: whether Triton's interpreter ran a kernel of its latest first run.
     """
 
     case: Case
@@ -66,6 +67,7 @@ class Entry:
     turns: Hashable = None
     probes: Callable[[bool], tuple[Probe, ...]] | None = None
     bits: tuple[int, ...] = ()
+    interpreted: bool = False
 
     @classmethod
     def of(
@@ -118,8 +120,6 @@ class Entry:
 
 # the entry, the law that it broke, the inputs, the output
 OnFault: TypeAlias = "Callable[[Entry, str, Inputs, Output | None], object]"
-# of a first run: the output, if it ran; fields of its case; whether the interpreter ran a kernel
-FirstRun: TypeAlias = "tuple[Output | None, dict[str, Any], bool]"
 
 
 @dataclass(kw_only=True)
@@ -231,45 +231,48 @@ class Comparer:
         """Run the entries, whose outputs fit in memory together, and compare them with the oracle
         in one pass; then test their laws.
         """
-        runs: dict[Entry, FirstRun] = {}
+        outputs: dict[Entry, Output] = {}
+        fields: dict[Entry, Fields] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
             for entry in entries:
-                runs[entry] = self._first_run(entry)
+                output, fields[entry] = self._first_run(entry)
+                if output is not None:
+                    outputs[entry] = output
                 advance(1)
-        outputs = {entry: output for entry, (output, *_) in runs.items() if output is not None}
         if verdicts is None:
             verified = self._accuracies(outputs, label)
         else:
             verified = {
-                entry: _borrowed(verdicts[entry.key], runs[entry][1], output)
+                entry: _borrowed(verdicts[entry.key], fields[entry], output)
                 for entry, output in outputs.items()
             }
         for entry, output in outputs.items():
             entry.bits = entry.bits or fingerprint(*output)
         cases = {
-            entry: entry.case.changed(**(fields | verified.get(entry, {})))
-            for entry, (_, fields, _) in runs.items()
+            entry: entry.case.changed(**(fields[entry] | verified.get(entry, {})))
+            for entry in entries
         }
         for entry, case in cases.items():
             if self.on_fault and case.result in ("inaccurate", "nonfinite", "failed"):
                 self.on_fault(entry, "", entry.call.inputs, outputs.get(entry))
-        interpreted = {entry for entry, (*_, by_interpreter) in runs.items() if by_interpreter}
-        del outputs, runs  # the laws need memory
-        self._test_laws(cases, interpreted, label)
+        del output, outputs  # the laws need memory
+        self._test_laws(cases, label)
         return cases
 
-    def _test_laws(self, cases: dict[Entry, Case], interpreted: Set[Entry], label: str) -> None:
-        """Give the cases that passed their probes.  interpreted: those of Triton's interpreter."""
+    def _test_laws(self, cases: dict[Entry, Case], label: str) -> None:
+        """Add their probes to the cases that passed."""
         with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
             for entry, case in cases.items():
                 with while_it_runs(case):
                     if case.result == "passed" and entry.probes:
-                        probes = (*case.probes, *entry.probes(entry in interpreted))
+                        probes = (*case.probes, *entry.probes(entry.interpreted))
                         cases[entry] = case.changed(probes=probes)
                 advance(1)
 
-    def _first_run(self, entry: Entry) -> FirstRun:
-        """Make the first call, within the time for it.  Raises TimeIsUp at the end of the bench."""
+    def _first_run(self, entry: Entry) -> tuple[Output | None, Fields]:
+        """Make the first call, within the time for it: the output, if it ran, and the fields of its
+        case.  Raises TimeIsUp at the end of the bench.
+        """
         call = entry.call
         interpreter_builder.grid_idx = None  # of the program that runs
         try:
@@ -281,7 +284,7 @@ class Comparer:
             if time.monotonic() >= self.until:
                 raise TimeIsUp(f" in the first call of {call.label}") from None
             reason = f"its first call was stopped after {self.first_call_s:g} s"
-            return None, {"status": "failed", "reason": reason}, False
+            return None, {"status": "failed", "reason": reason}
         first_call = fields.pop("first_call", None)
         if output is not None and entry.case.kind == "library":
             # a library that tunes itself has launches and allocations of its own, and may leave any
@@ -292,7 +295,8 @@ class Comparer:
                 with_occupancy(launch, call.device) for launch in fields.get("launches", ())
             )
             fields |= {"first_call": first_call, "launches": launches}
-        return output, fields, interpreter_builder.grid_idx is not None
+        entry.interpreted = interpreter_builder.grid_idx is not None
+        return output, fields
 
     def _accuracies(
         self, outputs: Mapping[Entry, Output], label: str

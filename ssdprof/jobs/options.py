@@ -145,7 +145,7 @@ def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
     """The options of a class: as a Python name, as it is typed, and as a parameter."""
     declared = {parameter.name: parameter for parameter in parameters(kind)}
-    for option in _alone(kind, lambda **_: None).params:
+    for option in _single_command(kind, lambda **_: None).params:
         for word in option.opts:
             if word.startswith("--") and option.name in declared:
                 name = word.removeprefix("--").replace("-", "_")
@@ -160,16 +160,15 @@ def command_name(kind: type) -> str:
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
     try:
-        options: Kind = _alone(kind, lambda **values: kind(**values)).main(
-            line, standalone_mode=False
-        )
-    except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # of click
+        command = _single_command(kind, lambda **values: kind(**values))
+        options: Kind = command.main(line, standalone_mode=False)
+    except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # click's UsageError
         raise BadInputError(error.format_message().replace("Value error, ", "")) from None
     return options
 
 
-def _alone(kind: type, function: Callable[..., Any]) -> Any:
-    """A command with the options of a class, for itself."""
+def _single_command(kind: type, function: Callable[..., Any]) -> Any:
+    """A click command with the options of a class, which is part of no program."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(as_command(kind, function))
     return typer.main.get_command(app)

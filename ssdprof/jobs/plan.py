@@ -81,6 +81,7 @@ _WHOLE = (
 _NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
+_LEAST_LENGTH = 1024  # tokens of the shortest prompt that is proposed
 _LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
 
 
@@ -291,11 +292,12 @@ class Chooser:
         weights: bytes that must be there at once.  computed: bytes for the longest prompt.
         """
         target = self._target
-        shorter = () if target.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
-        for power in shorter:
-            if weights + self.least_beside(1 << power) <= free:
-                yield f"--seq {1 << power}"
+        length = 1 << (self._seqlen - 1).bit_length() >> 1  # the next shorter power of two
+        while length >= _LEAST_LENGTH and not target.serving.packed:
+            if weights + self.least_beside(length) <= free:
+                yield f"--seq {length}"
                 break
+            length //= 2
         if not target.whole:
             sizes = (
                 target.located.weight_bytes(layer.index, dtype=target.dtype)

@@ -18,33 +18,33 @@ from ssdprof.progress import Watcher
 from ssdprof.store import reports
 
 
-def sample(asked: BenchOptions | RunOptions, folder: Path, number: int) -> None:
-    """asked: the options of the report in the folder.  Imports torch: a process with it must not be
+def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> None:
+    """options: those of the report in the folder.  Imports torch: a process with it must not be
     forked.
     """
     from ssdprof.jobs import bench as bench_job
     from ssdprof.jobs import run as run_job
 
-    if isinstance(asked, BenchOptions):
-        sampler = replace(asked, out=folder, sampler=number)
+    if isinstance(options, BenchOptions):
+        sampler = replace(options, out=folder, sampler=number)
         bench_job.find_and_bench(*target.bench(sampler), Watcher())
     else:
-        of_calls = replace(asked, answers=False, prefill=False, stalls=False, trace=None)
+        of_calls = replace(options, answers=False, prefill=False, stalls=False, trace=None)
         run_job.run(*target.run(replace(of_calls, out=folder, sampler=number)), Watcher())
 
 
 def main() -> None:
-    """Kernels of the user run in a child process, as they do in a command."""
+    """Sample in a child process if the options name kernels of the user, as a command does."""
     folder = Path(sys.argv[1])
     number = int(sys.argv[2])
     _, report = reports.load(folder)
     words = list(report.command[2:])
     of_bench = report.kind == "bench"
-    asked = parsed(BenchOptions, words) if of_bench else parsed(RunOptions, words)
-    ended = child.fork() if own_kernels(vars(asked)) else None
+    options = parsed(BenchOptions, words) if of_bench else parsed(RunOptions, words)
+    ended = child.fork() if own_kernels(vars(options)) else None
     if ended is None:
         try:
-            sample(asked, folder, number)
+            sample(options, folder, number)
         except SsdprofError as error:
             print(f"error: {error.message}", file=sys.stderr)
         child.finish(0)

@@ -491,7 +491,8 @@ def bench(
     """The request, the names of all implementations, other libraries first, cells that --max-tokens
     leaves out, and the processes that share the others.
     """
-    refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
+    if options.processes and options.processes > 1:
+        refuse_ranks("--processes")
     asked = _check_decoded(read(options))
     operator = operators.get(options.operator)
     tokens, too_large = _tokens_of_bench(options)

@@ -136,7 +136,8 @@ def launch(
     """
     # the key has the types too, because 0, 0.0 and False are equal but different arguments
     key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
-    kept(_kept, key, Launcher, kernel, scalars, options)(programs, *tensors)
+    launcher = kept(_kept, key, Launcher, kernel, scalars, options)
+    launcher(programs, *tensors)
 
 
 @cache

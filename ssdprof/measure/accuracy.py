@@ -128,7 +128,7 @@ class _Comparison(Generic[K]):
 
         exact = [new() for _ in (None, *self._shorter)]
         draws = count // self._together
-        return exact + [new().perturbed(seed, cuts=cuts) for seed in range(draws)]
+        return exact + [new().perturb(seed, cuts=cuts) for seed in range(draws)]
 
     def _advance(self, forms: list[Rounded], spans: Sequence[SpanInputs]) -> Iterator[Tensor]:
         """out of a span (h, l, ...) by each evaluation.  spans: for each exact form, and at last

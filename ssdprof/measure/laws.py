@@ -203,25 +203,29 @@ class Trial:
     # --- forms of the captured call
 
     @property
-    def fp16(self) -> bool:
+    def has_fp16(self) -> bool:
         """Whether large numbers would overflow."""
         return torch.float16 in (self.inputs.values.dtype, self.precision.state_dtype)
 
     @property
     def leak_factor(self) -> float:
-        """It shows a leak of 0.001, and a mask that is wrong in one row."""
-        return 2.0**4 if self.fp16 else 2.0**20
+        """Other sequences are multiplied by it: large enough to show a leak of 0.001 of them, or a
+        mask that is wrong in one row.
+        """
+        return 2.0**4 if self.has_fp16 else 2.0**20
 
     @property
     def amplification(self) -> float:
-        """What an implementation declares to neglect of an amplified history stays negligible."""
+        """The factor of a history, small enough that the share of it that the implementation
+        declares to neglect stays negligible.
+        """
         share = self.implementation.neglects
         if not share:
             return AMPLIFICATION
         return min(AMPLIFICATION, NEGLIGIBLE * unit_roundoff(self.inputs.values.dtype) / share)
 
     @cached_property
-    def several(self) -> Inputs:
+    def several_sequences(self) -> Inputs:
         """The call's sequences, or the only one as a pack of three parts."""
         first, *others = spans_of(self.inputs)
         if others:
@@ -273,7 +277,7 @@ class Trial:
             return
         forms = [self.inputs]
         with suppress(NotApplicable):
-            forms.insert(0, self.several)
+            forms.insert(0, self.several_sequences)
         for inputs in forms:
             yield inputs.after(generate.states(*inputs.states_shape, device=inputs.device))
 
@@ -283,8 +287,10 @@ class Trial:
         and may not return: it gets the first kind alone.
         """
         kinds = self.operator.generated.edges(self.inputs)
-        is_company = self.implementation.kind == "library" and not self.implementation.named
-        return kinds[:1] if is_company else kinds
+        is_unrequested_library = (
+            self.implementation.kind == "library" and not self.implementation.named
+        )
+        return kinds[:1] if is_unrequested_library else kinds
 
     @property
     def histories(self) -> list[Iterator[History[Inputs]]]:
@@ -296,7 +302,7 @@ class Trial:
         """Inputs of every form that is certain to be called."""
         yield self.inputs
         with suppress(NotApplicable):
-            yield self.several
+            yield self.several_sequences
         with suppress(NotApplicable):
             yield from self.halves
         for kind in self.operator.generated.edges(self.inputs):
@@ -369,7 +375,7 @@ def inputs_unchanged(trial: Trial) -> None:
 
 def other_sequences(trial: Trial) -> None:
     """Every second sequence becomes larger; the others stay."""
-    inputs = trial.several
+    inputs = trial.several_sequences
     spans = spans_of(inputs)
     before = trial.run(inputs)
     after = trial.run(amplified(inputs, spans[::2], trial.leak_factor))
@@ -382,7 +388,7 @@ def other_sequences(trial: Trial) -> None:
 
 def sequence_alone(trial: Trial) -> None:
     """The last sequence among others, and alone.  Bits may differ, since tiles depend on shapes."""
-    inputs = trial.several
+    inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
     inputs_alone = alone(inputs, last)
     together = trial.run(inputs)
@@ -429,7 +435,7 @@ def linearity(trial: Trial) -> None:
     difference = first_difference([tensor * 2 for tensor in trial.base], output)
     if difference is None:
         return
-    if trial.fp16:
+    if trial.has_fp16:
         raise NotApplicable("small fp16 numbers have fewer bits, so that doubling is not exact")
     context = "inputs times 2 do not give outputs times 2: "
     if _repeats(trial, trial.inputs, trial.base) and _repeats(trial, inputs, output):
@@ -503,7 +509,7 @@ def amplified_history(trial: Trial) -> str:
     """In the call; where other forms are called, also in a pack with initial states.  The limits
     in which it holds.
     """
-    if trial.fp16:
+    if trial.has_fp16:
         raise NotApplicable("fp16 numbers would overflow")
     if longest_of(trial.inputs).length < 2 * AMPLIFIED_SHARE:
         raise NotApplicable(f"the sequences have fewer than {2 * AMPLIFIED_SHARE} positions")

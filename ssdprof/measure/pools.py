@@ -325,7 +325,8 @@ class Room:
             tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
         states, slots = self._kept_states(call, plain, every)
         output = Output(packed, states)
-        self.compare(plain, output, call.pool.states.dtype, (tokens, slots))
+        dtype = call.pool.states.dtype
+        self.compare(plain, output, dtype, tokens=tokens, states=slots)
         return output
 
     def _kept_states(self, call: PoolCall, plain: Inputs, every: bool) -> tuple[Tensor, list[str]]:
@@ -392,11 +393,17 @@ class Room:
         )
 
     def compare(
-        self, plain: Inputs, output: Output, dtype: torch.dtype, labels: tuple[list[str], list[str]]
+        self,
+        plain: Inputs,
+        output: Output,
+        dtype: torch.dtype,
+        *,
+        tokens: Sequence[str],
+        states: Sequence[str],
     ) -> None:
         """Raises Broken with the position unless the output is within its budget.
 
-        dtype: of the pool.  labels: of each token and of each state, in words.
+        dtype: of the pool.  tokens, states: the names of all tokens and of all states in messages.
         """
         candidate = Candidate(
             output=output,
@@ -404,26 +411,29 @@ class Room:
             cuts=self.implementation.cuts_operands,
         )
         for accuracy in compare(plain, {"": candidate})[""]:
-            if reason := accuracy.reason:
-                which = 0 if accuracy.tensor == "out" else 1
-                index, head = self._first(accuracy, output[which], oracle_output(plain)[which])
-                raise Broken(f"{labels[which][index]}, head {head}: {reason}")
+            if accuracy.reason:
+                exact = oracle_output(plain)
+                position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
+                if accuracy.tensor == "out":  # (1, tokens, heads, ...)
+                    names = tokens
+                    position = position[1:]
+                    errors = (output[0].float() - exact[0].float())[0]
+                else:  # (states, heads, ...)
+                    names = states
+                    errors = output[1].float() - exact[1].float()
+                index, head = _first_beyond(accuracy, errors) or position[:2]
+                raise Broken(f"{names[index]}, head {head}: {accuracy.reason}")
 
-    @staticmethod
-    def _first(accuracy: Accuracy, ours: Tensor, exact: Tensor) -> tuple[int, int]:
-        """The first token or state with an error beyond the budget of its head, else with the
-        largest error; and the head.
-        """
-        of_out = accuracy.tensor == "out"
-        position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
-        index, head = position[1:3] if of_out else position[:2]
-        for use in accuracy.budget:
-            errors = (ours.float() - exact.float()).abs().flatten(0, int(of_out))[:, use.head]
-            beyond = errors.flatten(1).amax(1) > use.budget
-            if use.norm == "max" and bool(beyond.any()):
-                index = int(beyond.byte().argmax())
-                head = use.head
-        return index, head
+
+def _first_beyond(accuracy: Accuracy, errors: Tensor) -> tuple[int, int] | None:
+    """The first token or state with an error beyond the budget of a head, and the head; None if
+    none is.  errors: (tokens or states, heads, ...).
+    """
+    for use in accuracy.budget:
+        beyond = errors[:, use.head].abs().flatten(1).amax(1) > use.budget
+        if use.norm == "max" and bool(beyond.any()):
+            return int(beyond.byte().argmax()), use.head
+    return None
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -439,8 +449,8 @@ class Chain:
 
     def __init__(self, room: Room, count: int, width: int) -> None:
         self.room = room
-        self.chosen = random.Random(count)
-        slots = self.chosen.sample(range(count * width + 2), count * width)
+        self.rng = random.Random(count)
+        slots = self.rng.sample(range(count * width + 2), count * width)
         self.columns = [tuple(slots[width * i : width * (i + 1)]) for i in range(count)]
         self.pool = room.pool(slots=count * width + 2)
         self.current: list[int | None] = [0] * count
@@ -455,35 +465,40 @@ class Chain:
         self.histories[i] = PoolHistory(zeros, zeros)
         self.current[i] = None
 
-    def call(self, some: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]) -> None:
+    def call(
+        self, sequences: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]
+    ) -> None:
         """tokens: of each of these sequences; if all have as many, the state after each is kept,
         and a padded row stands among them.  accepted: how many tokens are.
         """
         packed = len(set(tokens)) > 1
-        rows = []
-        for i, count in zip(some, tokens, strict=True):
-            columns = self.columns[i]
-            current = self.current[i]
-            if current is None:
-                columns = (-1, *columns[1:])
-                current = 0
-            if packed:
-                rows.append(row(count, columns[current], self.columns[i][0]))
-            else:
-                rows.append(PoolRow(count, columns, self.columns[i][:count], current + 1))
+        rows = [self._row(i, count, packed) for i, count in zip(sequences, tokens, strict=True)]
         if not packed:
             rows.append(rows[0].padding)
         call = self.room.call(self.pool, rows, padding=None if packed else torch.nan, wide=True)
         out = self.room.run(call)
-        for index, (i, count) in enumerate(zip(some, accepted, strict=True)):
+        for index, (i, count) in enumerate(zip(sequences, accepted, strict=True)):
             if rows[index].live:
-                self.current[i] = column = 0 if packed else count - 1
+                column = 0 if packed else count - 1
+                self.current[i] = column
                 history = self.histories[i]
                 history.parts.append(call.tokens_of(index, count))
                 history.outs.append(call.of_row(index, out)[:count])
                 history.last = f"call {self.room.calls}, row {index}"
                 history.labels += [f"{history.last}, token {token}" for token in range(count)]
                 history.final = self.pool.states[self.columns[i][column]].clone()
+
+    def _row(self, i: int, tokens: int, packed: bool) -> PoolRow:
+        """Sequence i in a call.  packed: it keeps its last state, in its first slot."""
+        columns = self.columns[i]
+        writes = columns[:1] if packed else columns[:tokens]
+        current = self.current[i]
+        if current is None:
+            columns = (-1, *columns[1:])  # it begins with zeros
+            current = 0
+        if packed:
+            return row(tokens, columns[current], *writes)
+        return PoolRow(tokens, columns, writes, current + 1)
 
     def check(self) -> None:
         """Every sequence must be as it is alone, from its start.  Raises Broken."""
@@ -502,7 +517,7 @@ class Chain:
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)
         last = [history.last for history in histories]
-        self.room.compare(plain, output, torch.float32, (labels, last))
+        self.room.compare(plain, output, torch.float32, tokens=labels, states=last)
 
 
 @dataclass
@@ -646,25 +661,25 @@ def mixed_calls(room: Room) -> None:
     sequences end and new ones take their slots.
     """
     chain = Chain(room, count=4, width=4)
-    chosen = chain.chosen
+    rng = chain.rng
     for number in range(CALLS):
-        some = chosen.sample(range(4), chosen.randint(2, 4))
+        sequences = rng.sample(range(4), rng.randint(2, 4))
         if number % 4 == 0:
             if number:
-                chain.renew(some[0])
-            lengths = chosen.sample(range(9), len(some))
-            chain.call(some, lengths, lengths)
+                chain.renew(sequences[0])
+            lengths = rng.sample(range(9), len(sequences))
+            chain.call(sequences, lengths, lengths)
         elif number % 4 == 1:
-            chain.call(some, [4] * len(some), [chosen.randint(1, 4) for _ in some])
+            chain.call(sequences, [4] * len(sequences), [rng.randint(1, 4) for _ in sequences])
         else:
-            chain.call(some, [1] * len(some), [1] * len(some))
+            chain.call(sequences, [1] * len(sequences), [1] * len(sequences))
     chain.check()
 
 
 def replayed_graph(room: Room) -> None:
     """A CUDA graph of a call, replayed with other tokens, slots and numbers of live rows."""
     pool = room.pool()
-    chosen = random.Random(REPLAYS)
+    rng = random.Random(REPLAYS)
     graph = torch.cuda.CUDAGraph()
     static = room.call(pool, rows_of(*range(6)))
     before = pool.memory.clone()
@@ -682,8 +697,8 @@ def replayed_graph(room: Room) -> None:
         return Output(out, pool.states)
 
     for _ in range(REPLAYS):
-        slots = chosen.sample(range(SLOTS), 6)
-        live = chosen.randint(1, 6)
+        slots = rng.sample(range(SLOTS), 6)
+        live = rng.randint(1, 6)
         slots[live:] = [-1] * (6 - live)
         room.check(room.call(pool, rows_of(*slots), padding=torch.nan), replay)
 

@@ -1,7 +1,7 @@
 """Tests of an output's errors against the errors that the roundings of its precision can cause.
 
 docs/measuring.md has the tests.  `DRAWS` evaluations of the rounded form, in which every operand
-has an independent uniform error of at most half a unit in the last place (`Rounded.perturbed`),
+has an independent uniform error of at most half a unit in the last place (`Rounded.perturb`),
 show what a correct kernel with 16-bit inputs can do.  Errors are divided by the RMS of the oracle's
 row (one position of a head, or one row of a state), so that rows of any size count alike.
 """

@@ -28,9 +28,8 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
             yield f"{name} is {what} in every position, so that wrong kernels may pass."
         elif float(is_zero.float().mean()) >= MOST:
             yield f"{name} is 0 in most positions, so that wrong kernels may pass."
-    outside = [*(_of_delta_rule(inputs, tensors) if "g" in tensors else ())]
-    outside += _of_ssd(inputs, tensors) if "dt" in tensors else ()
-    for what, is_outside, why in outside:
+    domain_faults = _of_delta_rule if "g" in tensors else _of_ssd
+    for what, is_outside, why in domain_faults(inputs, tensors):
         share = float(is_outside.float().mean())
         if share >= MANY:
             yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."

@@ -131,9 +131,9 @@ class Rounded:
         self._cuts = False
         self.state = torch.empty(0)
 
-    def perturbed(self, seed: int, *, cuts: bool = False) -> Rounded:
-        """This one, with an independent error of up to half a unit in the last place instead of
-        each rounding of an operand, and of each to 16 bits.
+    def perturb(self, seed: int, *, cuts: bool = False) -> Rounded:
+        """From now on, make an independent error of up to half a unit in the last place instead of
+        each rounding of an operand, and of each to 16 bits.  Returns itself.
 
         cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its
         units towards zero.

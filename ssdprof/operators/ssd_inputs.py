@@ -34,10 +34,11 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     normal = partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     dt_bias = generate.gate_bias(h, generator)
     x, B, C = generate.empty([(h, p), (g, n), (g, n)], cell, device)
-    before = 2 * h * p + 2 * g * n if cell.layout == "views" else 0  # z x B C
-    dt = generate.empty([(before + h,)], replace(cell, layout="contiguous"), device)[0][
-        ..., before:
-    ]
+    # a model's input projection holds z, x, B, C and dt side by side: dt is a view of its end
+    before_dt = 2 * h * p + 2 * g * n if cell.layout == "views" else 0
+    contiguous = replace(cell, layout="contiguous")
+    (projected,) = generate.empty([(before_dt + h,)], contiguous, device)
+    dt = projected[..., before_dt:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     states, slots = None, None

@@ -34,7 +34,7 @@ def bind(per_channel: bool, step: bool, given: Arguments) -> FunctionCall | None
     state = given.get("state") if given.get("pool") is None else given["pool"]
     q, k, v = _rows(given, state)
     cu_seqlens = given.get("cu_seqlens")
-    states = CallStates(v.shape[0], v.shape[1], cu_seqlens, {**given, "state": state, "step": step})
+    states = CallStates.of(v, {**given, "state": state, "step": step})
     overwritten = given.get("overwrites_v") and given.get("room") is None
     inputs: dict[str, object] = {
         "q": q,
@@ -46,7 +46,7 @@ def bind(per_channel: bool, step: bool, given: Arguments) -> FunctionCall | None
         "scale": given.get("scale"),
         "use_qk_l2norm": bool(given.get("norm")),
         "cu_seqlens": cu_seqlens,
-        "state_every": int(states.every),
+        "state_every": int(states.after_each_token),
     }
 
     def result(returned: object) -> tuple[Tensor, Tensor | None]:
@@ -60,7 +60,7 @@ def bind(per_channel: bool, step: bool, given: Arguments) -> FunctionCall | None
     return FunctionCall(
         inputs=inputs,
         result=result,
-        slots=states.slots,
+        slots=states.slots_read,
         weights={name: weight for name, weight in weights.items() if weight is not None},
         activate=_activation(given, per_channel),
     )

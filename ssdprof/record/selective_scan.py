@@ -79,9 +79,7 @@ def _step(given: Arguments) -> FunctionCall:
     moved = {"written": written if written is None or written.ndim == 1 else written[:, 0]}
     if accepted is not None:
         moved["table"] = given["slots"] if written is None else written
-    states = CallStates(
-        values.shape[0], values.shape[1], cu_seqlens, {**given, **moved, "step": True}
-    )
+    states = CallStates.of(values, {**given, **moved, "step": True})
     inputs: dict[str, object] = {
         name: None if given[name] is None else rows(given[name]) for name in ("B", "C", "z")
     }
@@ -91,14 +89,14 @@ def _step(given: Arguments) -> FunctionCall:
         "dt_softplus": bool(given["dt_softplus"]),
         "initial_states": states.initial(),
         "cu_seqlens": cu_seqlens,
-        "state_every": int(states.every),
+        "state_every": int(states.after_each_token),
     }
 
     def result(returned: object) -> tuple[Tensor, Tensor | None]:
         out = tensors_of(returned)[0] if given.get("out") is None else given["out"]
         return states.live(out.reshape(values.shape).to(x.dtype)), states.final(None)
 
-    return FunctionCall(inputs=inputs, result=result, slots=states.slots)
+    return FunctionCall(inputs=inputs, result=result, slots=states.slots_read)
 
 
 def _of_heads(name: str, tensor: Tensor | None, dims: int) -> Tensor | None:

@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CallStates:
     """Where a function reads states, and where it leaves them.
 
-    batch, length: rows of tokens and tokens of a row.  cu_seqlens: of one row.
-    given: what the function was given, by these names; each may be missing:
-
+    batch, length   rows of tokens and tokens of a row
+    cu_seqlens      of the sequences packed in one row
     state           (sequences, ...), or a pool of slots if there are slots
     slots           (sequences) of the pool to read, or (sequences, columns): column accepted - 1
-    padding         slots up to this one are padding; -1 if missing
+    padding         slots up to this one are padding
     has_initial     (sequences); a sequence without an initial state begins with zeros
     written         slots to write, if they are not those that are read
     table           (sequences, tokens) slots: where the state after each token goes instead
@@ -33,8 +32,8 @@ class CallStates:
     buffer, rows    (rows, tokens, ...): where the state after each token goes instead, and the row
                     of each sequence; row i for sequence i without rows
     target          the pool to write, if it is not the one that is read
-    kept            False: the call keeps no states.  frozen: True or None: it keeps none but
-                    those in a buffer or a table
+    kept            False: the call keeps no states
+    frozen          True or None: it keeps no states but those in a buffer or a table
     in_place        without slots, `state` becomes the final states; else the function returns them
     v_first         V before K
     step            a call for a few tokens of each sequence, in which padding is usual
@@ -42,98 +41,111 @@ class CallStates:
 
     batch: int
     length: int
-    cu_seqlens: Tensor | None
-    given: Arguments
+    cu_seqlens: Tensor | None = None
+    state: Tensor | None = None
+    slots: Tensor | None = None
+    accepted: Tensor | None = None
+    padding: int = -1
+    has_initial: Tensor | None = None
+    written: Tensor | None = None
+    table: Tensor | None = None
+    tables: bool = False
+    buffer: Tensor | None = None
+    rows: Tensor | None = None
+    target: Tensor | None = None
+    kept: bool = True
+    frozen: bool | None = False
+    in_place: bool = False
+    v_first: bool = False
+    step: bool = False
+
+    @classmethod
+    def of(cls, tokens: Tensor, arguments: Arguments) -> CallStates:
+        """tokens: (batch, length, ...).  arguments: of the function; other names have no effect."""
+        fields = cls.__dataclass_fields__
+        known = {name: value for name, value in arguments.items() if name in fields}
+        return cls(batch=tokens.shape[0], length=tokens.shape[1], **known)
 
     @property
     def sequences(self) -> int:
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
-    def every(self) -> bool:
+    def after_each_token(self) -> bool:
         """Whether the state after each token is kept."""
-        if not self.given.get("kept", True):
-            return False
-        return self.given.get("buffer") is not None or self._table is not None
+        return self.kept and (self.buffer is not None or self._table is not None)
 
     @property
     def _table(self) -> Tensor | None:
-        table, slots = self.given.get("table"), self.given.get("slots")
-        if table is not None or slots is None or slots.ndim == 1:
-            return table
-        several = self.given.get("accepted") is not None or self.given.get("tables")
-        return slots if several else None
+        if self.table is not None or self.slots is None or self.slots.ndim == 1:
+            return self.table
+        return self.slots if self.accepted is not None or self.tables else None
 
     @cached_property
-    def slots(self) -> Tensor | None:
-        """(sequences): those that are read; -1: padding."""
-        slots = self.given.get("slots")
-        if slots is None:
+    def slots_read(self) -> Tensor | None:
+        """(sequences); -1: padding."""
+        if self.slots is None:
             return None
-        slots = slots[: self.sequences].long()
-        accepted = self.given.get("accepted")
+        slots = self.slots[: self.sequences].long()
         if slots.ndim == 2:
             column = torch.zeros_like(slots[:, 0])
-            if accepted is not None:
-                column = accepted[: self.sequences].long() - 1
+            if self.accepted is not None:
+                column = self.accepted[: self.sequences].long() - 1
             slots = slots.gather(1, column.clamp(min=0)[:, None])[:, 0]
-        return torch.where(slots <= self.given.get("padding", -1), -1, slots)
+        return torch.where(slots <= self.padding, -1, slots)
 
     def initial(self) -> Tensor | None:
         """A copy of the states with which the sequences begin."""
-        states = self.given.get("state")
-        if states is None:
+        if self.state is None:
             return None
-        known = self.given.get("has_initial")
-        if self.slots is None:
-            states = states.clone()
+        known = self.has_initial
+        slots = self.slots_read
+        if slots is None:
+            states = self.state.clone()
         else:
-            states = states[self.slots.clamp(min=0)]
-            known = self.slots >= 0 if known is None else known & (self.slots >= 0)
+            states = self.state[slots.clamp(min=0)]
+            known = slots >= 0 if known is None else known & (slots >= 0)
         return self._turned(states if known is None else _where(known, states))
 
     def final(self, returned: Tensor | None) -> Tensor | None:
         """The states after the call, 0 where none was kept.  returned: by the function, if it
         returns states.
         """
-        given = self.given
-        pool: Tensor = given["state"] if given.get("target") is None else given["target"]
-        if self.every:
+        pool = self.state if self.target is None else self.target
+        assert pool is not None
+        if self.after_each_token:
             return self._turned(self._after_tokens(pool))
-        if not given.get("kept", True) or given.get("frozen", False) is not False:
+        if not self.kept or self.frozen is not False:
             return None
-        if self.slots is None:
-            states = pool.clone() if given.get("in_place") else returned
+        slots = self.slots_read
+        if slots is None:
+            states = pool.clone() if self.in_place else returned
             return None if states is None else self._turned(states)
-        written = given.get("written")
-        slots = self.slots if written is None else written[: self.sequences].long()
-        return self._turned(_where(self.slots >= 0, pool[slots.clamp(min=0)]))
+        written = slots if self.written is None else self.written[: self.sequences].long()
+        return self._turned(_where(slots >= 0, pool[written.clamp(min=0)]))
 
     def _after_tokens(self, pool: Tensor) -> Tensor:
         """(tokens, ...)."""
         sequence, step = self._tokens
-        buffer: Tensor | None = self.given.get("buffer")
-        if buffer is None:
+        if self.buffer is None:
             table = self._table
             assert table is not None
             slots = table.long()[sequence, step.clamp(max=table.shape[1] - 1)]
-            kept = self._live & (slots > self.given.get("padding", -1))
-            return _where(kept, pool[slots.clamp(min=0)])
-        rows = self.given.get("rows")
-        row = sequence if rows is None else rows.long()[sequence].clamp(min=0)
-        return _where(self._live, buffer[row, step.clamp(max=buffer.shape[1] - 1)])
+            return _where(self._live & (slots > self.padding), pool[slots.clamp(min=0)])
+        row = sequence if self.rows is None else self.rows.long()[sequence].clamp(min=0)
+        return _where(self._live, self.buffer[row, step.clamp(max=self.buffer.shape[1] - 1)])
 
     def live(self, out: Tensor) -> Tensor:
         """out (batch, length, ...) of a step, with 0 for padding, which servers do not write."""
-        if self.slots is None or not self.given.get("step"):
+        if self.slots is None or not self.step:
             return out
         return _where(self._live.view(self.batch, self.length), out)
 
     @cached_property
     def _tokens(self) -> tuple[Tensor, Tensor]:
         """The sequence of each token, and its place in it."""
-        state = self.given["state"]
-        position = torch.arange(self.batch * self.length, device=state.device)
+        assert self.state is not None
+        position = torch.arange(self.batch * self.length, device=self.state.device)
         if self.cu_seqlens is None:
             return position // self.length, position % self.length
         bounds = self.cu_seqlens.long()
@@ -148,10 +160,11 @@ class CallStates:
         live = torch.ones_like(step, dtype=torch.bool)
         if self.cu_seqlens is not None:
             live = step < self.cu_seqlens.diff()[sequence]
-        return live if self.slots is None else live & (self.slots >= 0)[sequence]
+        slots = self.slots_read
+        return live if slots is None else live & (slots >= 0)[sequence]
 
     def _turned(self, states: Tensor) -> Tensor:
-        return states.mT if self.given.get("v_first") else states
+        return states.mT if self.v_first else states
 
 
 def tensors_of(returned: object) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, count
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -20,19 +21,34 @@ from ssdprof.report.facts import when
 from ssdprof.report.groups import groups
 from ssdprof.report.table import Document, Section, Table, section, tone
 
-_LAYERED = 3  # lengths with a plot of positions; the tables have all
+_MOST_PICTURES = 3  # of lengths, or of layers; the tables have all
 _UNITS = {
     "µs": 1.0, "ms": 1e3, "s": 1e6,
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
 }  # fmt: skip
+# "13.2 ms [13.1, 13.3]" -> its number and its unit
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
-_INSIDE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
+# a space between a number and its unit, or between the ends of an interval
+_SPACE_IN_VALUE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
+# the hyphen of "1e-3"
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 
 Picture = tuple[str, Markup, Table]  # title, SVG, its numbers
 Pictures = dict[str, dict[str, plots.Drawing | None]]
-# title, anchor, pictures, blocks, folded (collapsed under its title), level
-PagePart = dict[str, object]
+
+
+@dataclass(kw_only=True)
+class PagePart:
+    """A section of the page.
+
+    pictures: drawn before the blocks of the section.  level: of its heading.
+    anchor: for links to it; unique in the page.
+    """
+
+    section: Section
+    pictures: Sequence[Picture] = ()
+    level: int = 2
+    anchor: str = ""
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
@@ -51,33 +67,25 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     if stalls:
         profiled = of_stalls.compose(stalls)
         lines = (profiled.title, *(line.text for line in profiled.verdict), *profiled.caveats)
-        parts.append(_part(section("Warp stalls", (f"Profiled {when(stalls.created)}.", *lines))))
+        summary = section("Warp stalls", (f"Profiled {when(stalls.created)}.", *lines))
+        parts.append(PagePart(section=summary))
         for part in _parts(profiled, _of_stalls(stalls), numbers):
-            parts.append(part | {"level": 3, "folded": part["title"] != "Hints"})
+            part.level = 3
+            part.section = replace(part.section, folded=part.section.title != "Hints")
+            parts.append(part)
     return _page(document, parts)
 
 
 def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[PagePart]:
     """Each section, with its pictures before its tables.  numbers: make their ids unique."""
-    for part in document.sections:
-        drawings = pictures.get(part.title, {}).items()
+    for drawn in document.sections:
+        drawings = pictures.get(drawn.title, {}).items()
         shown: list[Picture] = [
             (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1])
             for title, drawing in drawings
             if drawing
         ]
-        yield _part(part, shown)
-
-
-def _part(section: Section, pictures: Sequence[Picture] = ()) -> PagePart:
-    return {
-        "title": section.title,
-        "anchor": re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
-        "pictures": pictures,
-        "blocks": section.blocks,
-        "folded": section.folded,
-        "level": 2,
-    }
+        yield PagePart(section=drawn, pictures=shown)
 
 
 def _of_stalls(report: StallReport) -> Pictures:
@@ -89,7 +97,7 @@ def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
     layers = sorted(states.by_layer(report).items(), key=lambda layer: -states.losses(layer[1]))
     return {
         f"Error of the {which} by step, {layer}": plots.of_steps(cases, which)
-        for layer, cases in layers[:_LAYERED]
+        for layer, cases in layers[:_MOST_PICTURES]
         for which in ("state", "output")
     }
 
@@ -111,7 +119,7 @@ def _of_prompts(report: Report) -> Pictures:
         },
         ACCURACY: {
             f"Error by position, worst layer, {group.size}": plots.along_positions(group)
-            for group in prompts[:_LAYERED]
+            for group in prompts[:_MOST_PICTURES]
         },
         ANSWERS: {
             f"Divergence at {fmt.tokens(cases[0].seqlen)}": plots.divergences(cases)
@@ -126,11 +134,12 @@ def _of_prompts(report: Report) -> Pictures:
 
 def _page(document: Document, parts: Sequence[PagePart]) -> str:
     """Draws the template.  parts: in the order of the page."""
-    seen: Counter[object] = Counter()
+    seen: Counter[str] = Counter()
     # the stall report may have a section with the same title as the run's report
     for part in parts:
-        seen[anchor := part["anchor"]] += 1
-        part["anchor"] = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
+        anchor = re.sub(r"[^a-z0-9]+", "-", part.section.title.lower()).strip("-")
+        seen[anchor] += 1
+        part.anchor = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
         undefined=StrictUndefined,
@@ -147,7 +156,7 @@ def unbroken(cell: str) -> Markup:
     """The text of a cell that wraps between values, not inside of one: "13.2 ms [13.1, 13.3]" has
     two parts.  A name may be broken after its underscores; what is between backticks is code.
     """
-    text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _INSIDE.sub("\N{NO-BREAK SPACE}", cell))
+    text = _EXPONENT.sub("\N{NON-BREAKING HYPHEN}", _SPACE_IN_VALUE.sub("\N{NO-BREAK SPACE}", cell))
     breakable = re.sub(r"(?<=\w_)(?=\w)", "<wbr>", str(escape(text)))
     return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", breakable))
 

@@ -55,14 +55,14 @@ class HeadStates(NamedTuple):
         return self.worst(self.task.out_errors)
 
 
-def of_formats(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
+def by_format(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
     """Format -> all heads of each layer."""
-    every = [
+    layers = [
         HeadStates(case, case.task, range(len(case.task.memories)))
         for case in cases
         if isinstance(case.task, DecodedStates) and case.task.state_errors
     ]
-    return grouped(every, lambda of_layer: states_of(of_layer.case.precision))
+    return grouped(layers, lambda layer: states_of(layer.case.precision))
 
 
 def by_size(report: Report) -> dict[str, list[Case]]:
@@ -83,12 +83,12 @@ def overviews(report: Report) -> list[Table]:
     """For each size a row for each format, over all layers."""
     tables = []
     for size, cases in by_size(report).items():
-        layers = len({case.case_key for case in cases})
+        layer_count = len({case.case_key for case in cases})
         rows = []
-        for name, every in of_formats(cases).items():
-            pool = _pool_bytes(every)
-            rows.append({"states": name, f"pool\nof {SLOTS}": fmt.size_words(pool), **_row(every)})
-        title = f"States, {size}, {fmt.plural(layers, 'layer')}"
+        for name, layers in by_format(cases).items():
+            pool = _pool_bytes(layers)
+            rows.append({"states": name, f"pool\nof {SLOTS}": fmt.size_words(pool), **_row(layers)})
+        title = f"States, {size}, {fmt.plural(layer_count, 'layer')}"
         tables.append(table(title, rows, ("states", "trend")))
     return tables
 
@@ -104,26 +104,26 @@ def sections(report: Report) -> Iterator[Section]:
 def _of_memories(cases: Sequence[Case]) -> Table:
     """A row for each format and the heads that forget within the same time."""
     rows = []
-    for name, (of_layer,) in of_formats(cases).items():
-        memories = of_layer.task.memories
-        for memory, heads in sorted(grouped(of_layer.heads, memories.__getitem__).items()):
+    for name, (layer,) in by_format(cases).items():
+        memories = layer.task.memories
+        for memory, heads in sorted(grouped(layer.heads, memories.__getitem__).items()):
             within = f"within {MEMORIES[memory]:,}" if memory < len(MEMORIES) else "hardly"
             names = {"states": name, "heads\nforget": within}
-            rows.append(names | _row([of_layer._replace(heads=heads)]))
+            rows.append(names | _row([layer._replace(heads=heads)]))
     words = ("states", "heads\nforget", "trend")
     return table("Heads by the tokens within which they forget", rows, words, keys=2)
 
 
-def _row(every: Sequence[HeadStates]) -> TableRow:
+def _row(layers: Sequence[HeadStates]) -> TableRow:
     """What a format loses, and its errors in the worst head."""
-    lost = [step for of_layer in every for step in of_layer.lost]
-    heads = sum(len(of_layer.heads) for of_layer in every)
-    power = _power(every)
+    lost = [step for layer in layers for step in layer.lost]
+    heads = sum(len(layer.heads) for layer in layers)
+    power = _power(layers)
     return {
         "heads\nlost": f"{len(lost):,} of {heads:,}",
         "from\nstep": fmt.count(min(lost)) if lost else "never",
-        "state\nerror": fmt.small(_last_error(every)),
-        "output\nerror": fmt.small(max(of_layer.out_errors[-1] for of_layer in every)),
+        "state\nerror": fmt.small(_last_error(layers)),
+        "output\nerror": fmt.small(max(layer.out_errors[-1] for layer in layers)),
         "trend": _trend(power),
         "p": "{:.2f} [{:.2f}, {:.2f}]".format(*power) if power else fmt.MISSING,
     }
@@ -141,8 +141,8 @@ def steps(cases: Sequence[Case], which: str) -> Table:
 def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
     """Format -> the largest error of a head at each mark."""
     return {
-        name: of_layer.state_errors if which == "state" else of_layer.out_errors
-        for name, (of_layer,) in of_formats(cases).items()
+        name: layer.state_errors if which == "state" else layer.out_errors
+        for name, (layer,) in by_format(cases).items()
     }
 
 
@@ -151,26 +151,26 @@ def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
 
 def losses(cases: Iterable[Case]) -> int:
     """The number of heads that the formats lose, together."""
-    return sum(len(of_layer.lost) for every in of_formats(cases).values() for of_layer in every)
+    return sum(len(layer.lost) for layers in by_format(cases).values() for layer in layers)
 
 
-def _last_error(every: Iterable[HeadStates]) -> float:
-    return max(of_layer.state_errors[-1] for of_layer in every)
+def _last_error(layers: Iterable[HeadStates]) -> float:
+    return max(layer.state_errors[-1] for layer in layers)
 
 
-def _pool_bytes(every: Iterable[HeadStates]) -> int | None:
+def _pool_bytes(layers: Iterable[HeadStates]) -> int | None:
     """None for a user's format."""
-    sizes = [of_layer.task.slot_bytes for of_layer in every]
+    sizes = [layer.task.slot_bytes for layer in layers]
     return None if None in sizes else SLOTS * sum(filter(None, sizes))
 
 
-def _power(every: Sequence[HeadStates]) -> Estimate | None:
+def _power(layers: Sequence[HeadStates]) -> Estimate | None:
     """The power of the step with which the state error of the worst head grows; None if there are
     too few steps, or an error is 0 or not finite.
     """
-    marks = every[0].task.marks
+    marks = layers[0].task.marks
     later = []
-    lines = zip(*(of_layer.state_errors for of_layer in every), strict=True)
+    lines = zip(*(layer.state_errors for layer in layers), strict=True)
     for mark, errors in zip(marks, lines, strict=True):
         if mark**2 >= marks[-1]:
             later.append((mark, max(errors)))
@@ -193,15 +193,15 @@ def _trend(power: Estimate | None) -> str:
 def advice(report: Report) -> VerdictLine | None:
     """The smallest pool that keeps every head of the most tokens, and what other formats lose."""
     for cases in by_size(report).values():
-        formats = of_formats(cases)
-        errors = {name: _last_error(every) for name, every in formats.items()}
-        pools = {name: _pool_bytes(every) or math.inf for name, every in formats.items()}
-        losers = [name for name, every in formats.items() if any(each.lost for each in every)]
+        formats = by_format(cases)
+        errors = {name: _last_error(layers) for name, layers in formats.items()}
+        pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
+        losers = [name for name, layers in formats.items() if any(each.lost for each in layers)]
         kept = [name for name in formats if name not in losers]
         words = [f"no format keeps every head of {cases[0].size}"]
         if kept:
             best = min(kept, key=lambda name: (pools[name], errors[name]))
-            out_error = fmt.small(max(of_layer.out_errors[-1] for of_layer in formats[best]))
+            out_error = fmt.small(max(layer.out_errors[-1] for layer in formats[best]))
             words = [
                 f"keep states in {best} or better, which keeps every head of {cases[0].size}, at "
                 f"an output error of {out_error}"
@@ -215,9 +215,9 @@ def advice(report: Report) -> VerdictLine | None:
     return None
 
 
-def _loss(name: str, every: Sequence[HeadStates]) -> str:
+def _loss(name: str, layers: Sequence[HeadStates]) -> str:
     """ "bf16 loses 3 of 32 heads of layer 7 after 512 steps", of the layer that loses the most."""
-    most = max(every, key=lambda of_layer: len(of_layer.lost))
+    most = max(layers, key=lambda layer: len(layer.lost))
     where = most.case.where.rpartition(", ")[0]
     heads = f"{len(most.lost):,} of {fmt.plural(len(most.heads), 'head')} of {where}"
     return f"{name} loses {heads} after {fmt.plural(min(most.lost), 'step')}"

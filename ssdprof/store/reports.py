@@ -130,7 +130,7 @@ class Writer:
         """
         if (before := self.report.first.clocks) and "clocks" in fields:
             fields["clocks"] = before.until(fields["clocks"] or before)
-        line = ProcessLine(**(self.report.first.own | fields))
+        line = ProcessLine(**(self.report.first.field_values | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
             self.flush()
@@ -225,7 +225,7 @@ def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> No
 
 def _request(header: Report) -> dict[str, object]:
     """The fields that are the same if one request is run twice."""
-    fields = {name: value for name, value in header.own.items() if name not in _MAY_DIFFER}
+    fields = {name: value for name, value in header.field_values.items() if name not in _MAY_DIFFER}
     return fields | {"command": _without_folder(header.command)}
 
 

@@ -259,7 +259,7 @@ def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -
     precision = EXACT
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
-        perturbed = ssd.ORACLE.rounded(inputs, precision).perturbed(seed)
+        perturbed = ssd.ORACLE.rounded(inputs, precision).perturb(seed)
         out, state = perturbed.advance(inputs, span, ssd.gate(inputs, span))
         output = (out[None].to(inputs.x.dtype), state[None])
         for found in compare(inputs, {"perturbed": Candidate(output=output, precision=precision)})[

@@ -306,7 +306,10 @@ def load_cudnn() -> Implementation:
         states = None if inputs.initial is None else v_first_states(inputs)
         run = partial(
             function,
-            *(q, k, v, *packed(inputs, "g", "beta", dtype=torch.float32)),
+            q,
+            k,
+            v,
+            *packed(inputs, "g", "beta", dtype=torch.float32),
             bounds_of(inputs).int(),
             scale=inputs.scale_or_default,
             initial_state=states,

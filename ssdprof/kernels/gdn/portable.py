@@ -65,9 +65,8 @@ LEAF = tl.constexpr(16)  # least rows of a product
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
-FactorShapes = list[
-    tuple[tuple[int, ...], torch.dtype]
-]  # shape and dtype of each of several tensors
+# shape and dtype of each of several tensors
+FactorShapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "whole_sequence": "setup",
@@ -571,17 +570,17 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
         )
 
 
-def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:
+def factor_shapes(
+    inputs: GDNInputs, precision: Precision, config: GDNPortableConfig
+) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
     length, heads = inputs.v.shape[1:3]
     slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
     padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
     operand = operand_dtype(inputs.q.dtype, precision)
-    operands = [
-        ((slots, heads, config.chunk, columns), operand) for columns in (padded, config.chunk)
-    ]
     return [
-        *operands,
+        ((slots, heads, config.chunk, padded), operand),
+        ((slots, heads, config.chunk, config.chunk), operand),
         ((slots, heads, 2, config.chunk), torch.float32),
         ((slots, heads, 2), torch.float32),
     ]
@@ -595,7 +594,7 @@ def portable_launch(
     """
     length, heads, value_dim = inputs.v.shape[1:]
     chunk = config.chunk
-    factors = handed_on(inputs, precision, config)
+    factors = factor_shapes(inputs, precision, config)
     states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     packed = inputs.cu_seqlens is not None
     sizes = (length, inputs.sequences)
@@ -710,7 +709,10 @@ def options_of(
 def options_of_factors(
     inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int
 ) -> dict[str, object]:
-    """Those of the first one.  registers: most of a thread; 0: no limit."""
+    """Compile-time and launch options of the first launch, which computes the factors of chunks.
+
+    registers: limit for a thread; 0: none.
+    """
     normalised = bool(inputs.use_qk_l2norm)
     options: dict[str, object] = dict(
         L2NORM=normalised,

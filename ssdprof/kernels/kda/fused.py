@@ -47,6 +47,7 @@ from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
+    FactorShapes,
     first_slot,
     leave_state,
     load_rows,
@@ -406,9 +407,9 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
-def handed_on(
+def factor_shapes(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
     length, heads = inputs.v.shape[1:3]
     slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
@@ -429,13 +430,13 @@ def portable_launch(
     (sequences, HV, V, K).
     """
     length, heads, value_dim = inputs.v.shape[1:]
-    handed = handed_on(inputs, precision, config)
+    factors = factor_shapes(inputs, precision, config)
     states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    (slots, *_, padded), operand = handed[0]
+    (slots, *_, padded), operand = factors[0]
     tiled = inputs.q, inputs.k, inputs.g, inputs.v
     common = options_of(inputs, operand, config.chunk, tiled, states) | dict(PADDED=padded)
     prep = (
-        hopper_prep(inputs, handed)
+        hopper_prep(inputs, factors)
         if config.hopper
         else portable_prep(inputs, operand, config, common)
     )
@@ -461,7 +462,7 @@ def portable_launch(
     )
     slices = inputs.sequences * triton.cdiv(value_dim, config.block_v)
     programs = slots * heads, slices * heads
-    return two_launches(inputs, handed, states, (prep, scan), programs, ("v",))
+    return two_launches(inputs, factors, states, (prep, scan), programs, ("v",))
 
 
 def portable_prep(
@@ -487,14 +488,12 @@ def portable_prep(
     )
 
 
-def hopper_prep(
-    inputs: KDAInputs, handed: list[tuple[tuple[int, ...], torch.dtype]]
-) -> Callable[..., None]:
-    """The first launch by `prep_kernel.py`.  handed: what it writes."""
+def hopper_prep(inputs: KDAInputs, factors: FactorShapes) -> Callable[..., None]:
+    """The first launch by `prep_kernel.py`.  factors: what it writes."""
     packed = inputs.cu_seqlens is not None
     length = inputs.v.shape[1]
     heads = inputs.v.shape[2]
-    slots = handed[0][0][0]
+    (slots, *_), _ = factors[0]
     tile = (CHUNK.value, HALF.value)
     read = [
         tiles(
@@ -508,7 +507,7 @@ def hopper_prep(
     ]
     written = [
         described(dtype, (slots * heads * CHUNK.value, shape[3]), (shape[3], 1), tile)
-        for shape, dtype in handed[:4]
+        for shape, dtype in factors[:4]
     ]
     beta_strides = inputs.beta.stride(0), row_stride(inputs.beta), inputs.beta.stride(2)
     scalars = (length, inputs.sequences, inputs.scale_or_default)
@@ -530,13 +529,13 @@ def hopper_prep(
         g: torch.Tensor,
         beta: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
-        *handed: torch.Tensor,
+        *written_tensors: torch.Tensor,
     ) -> None:
-        """handed: keys, queries, X and W through TMA, and the decays of whole chunks."""
-        *factors, ends = handed
+        """written_tensors: keys, queries, X and W through TMA, and the decays of whole chunks."""
+        *tiled, ends = written_tensors
         descriptors = (
             describe(tensor)
-            for describe, tensor in zip((*read, *written), (q, k, g, *factors), strict=True)
+            for describe, tensor in zip((*read, *written), (q, k, g, *tiled), strict=True)
         )
         launcher(programs, *descriptors, beta, cu_seqlens, ends)
 
@@ -570,7 +569,7 @@ PORTABLE: Variant = Variant(
     prepare=lambda call, config: portable_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
-    work=partial(portable_work, shapes_of=handed_on),
+    work=partial(portable_work, shapes_of=factor_shapes),
 )
 HOPPER: Variant = replace(
     PORTABLE,
