@@ -54,6 +54,7 @@ class LineWatcher(Watcher):
 
     @contextmanager
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
+        """Writes to stderr when the step begins, and as it advances."""
         self._depth += 1
         depth = self._depth
         done = 0

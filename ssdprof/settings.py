@@ -51,11 +51,12 @@ def load(file: Path | None = None) -> ProjectSettings:
     Raises BadInputError if the file cannot be read, is not TOML, or has an unknown key or a value
     that does not fit.
     """
-    folders = (Path.cwd(), *Path.cwd().parents)
-    near: list[Path] = []
-    for folder in folders:
-        near += [folder / "ssdprof.toml", folder / _PROJECT]
-    for candidate in [file] if file else filter(os.path.lexists, near):
+    candidates: list[Path] = [file] if file else []
+    if file is None:
+        for folder in (Path.cwd(), *Path.cwd().parents):
+            near = (folder / "ssdprof.toml", folder / _PROJECT)
+            candidates += filter(os.path.lexists, near)
+    for candidate in candidates:
         values = _values(candidate)
         if values is not None:
             table = ": [tool.ssdprof]" if candidate.name == _PROJECT else ""

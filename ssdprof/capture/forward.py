@@ -140,6 +140,7 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
 
     @torch.no_grad()
     def feed(ids: Tensor) -> Tensor:
+        """The model's first output for the next tokens, ids (b, t), after those already fed."""
         nonlocal cache
         stop = seen[0] + ids.shape[1]
         arguments = {**fixed, name: cache}

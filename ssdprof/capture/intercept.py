@@ -47,9 +47,8 @@ class OperatorCall:
 
 Handler = Callable[[OperatorCall], Result]
 OnStep = Callable[[OperatorCall], object]
-CallCount = Counter[
-    Literal["calls", "steps"]
-]  # of the operator; for one token with a cached state, by the model itself
+# "calls": of the operator; "steps": for one token with a cached state, which the model computes
+CallCount = Counter[Literal["calls", "steps"]]
 
 
 @contextmanager

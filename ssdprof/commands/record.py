@@ -35,6 +35,7 @@ def record(options: RecordOptions, code: int) -> None:
 
 
 def _finish(options: RecordOptions) -> None:
+    """Make a capture of the stored calls, and delete them; or say why there are none."""
     calls = options.out / CALLS
     count = len(list(calls.glob("*_*.safetensors")))
     if count:

@@ -47,7 +47,6 @@ from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import DType, PlacementKind
 from ssdprof.core.target import (
     DECODED_ON_LOAD,
-    Allocation,
     Dims,
     DryRun,
     LayerCapture,
@@ -164,8 +163,10 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
             f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.",
             "Leave out --placement.",
         )
-    for kind in [wanted] if wanted else [kind for kind in KINDS if not chooser.lacks(kind)]:
-        if (chosen := chooser.choice(kind)) is not None:
+    kinds = [wanted] if wanted else [kind for kind in KINDS if not chooser.lacks(kind)]
+    for kind in kinds:
+        chosen = chooser.choice(kind)
+        if chosen is not None:
             return chosen
     # a user who names the length of the segments may try it with less memory than is predicted
     if wanted in (None, "one-gpu") and chooser.fixed and target.weight_bytes <= limits.free_bytes():
@@ -395,13 +396,16 @@ class Chooser:
         calls = sum(
             len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,)
         )
+        peak = None
+        if not self.remark:
+            peak = module + computed
+            if self.main in by_device:
+                peak += by_device[self.main].bytes
         return Placement(
             kind=kind,
             device=_device_name(self.main),
             allocated={_device_name(device): part for device, part in by_device.items()},
-            predicted_peak_bytes=None
-            if self.remark
-            else by_device.get(self.main, Allocation(layers=0, bytes=0)).bytes + module + computed,
+            predicted_peak_bytes=peak,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )

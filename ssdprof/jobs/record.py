@@ -23,7 +23,11 @@ from ssdprof.record.settings import GIGABYTE, RecordSettings
 
 CALLS = "calls"  # the folder of those that are not yet in the capture
 _PASSED_ON = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1),
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
     signal.SIGUSR2,
 )
 _BY_KERNEL = 0x80  # si_code of a signal that the terminal sent to all of its foreground processes

@@ -67,7 +67,8 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """Part of a file's name -> (title, SVG)."""
-    return {
-        files.safe_name(name): (title, svg)
-        for name, (title, (svg, _)) in plots.of_stalls(report).items()
-    }
+    shown = {}
+    for name, (title, drawing) in plots.of_stalls(report).items():
+        svg, _ = drawing
+        shown[files.safe_name(name)] = title, svg
+    return shown

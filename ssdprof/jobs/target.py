@@ -55,9 +55,26 @@ _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `optio
 SEED = 0  # of the lengths of packed sequences
 # options that change nothing where states are decoded
 _NOT_DECODED = {
-    *("implementations", "baseline", "against", "match_with", "intermediates", "states", "check"),
-    *("verify", "decode", "packed", "chunk", "state_every", "pool", "chunk_size", "laws"),
-    *("answers", "prefill", "stalls", "trace", "processes"),
+    "implementations",
+    "baseline",
+    "against",
+    "match_with",
+    "intermediates",
+    "states",
+    "check",
+    "verify",
+    "decode",
+    "packed",
+    "chunk",
+    "state_every",
+    "pool",
+    "chunk_size",
+    "laws",
+    "answers",
+    "prefill",
+    "stalls",
+    "trace",
+    "processes",
 }
 # of a config's layer_types
 _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")

@@ -112,7 +112,8 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
         slots = inputs.state_indices
     if states is None:
         states = torch.zeros(inputs.states_shape, device=device)
-    states, first = states.float(), len(states)
+    states = states.float()
+    first = len(states)
     room = 0
     written = None
     if inputs.state_every:

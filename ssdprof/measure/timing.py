@@ -170,6 +170,7 @@ def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
     return Samples(process=process, clock=clock, us=rounds)
 
 
+# (name, run) -> why what the run computes now is wrong; empty if it is right
 Check = Callable[[str, Run], str]
 
 

@@ -94,6 +94,7 @@ class Keeper:
             self._in_rings -= ring.popleft().nbytes
 
     def _store(self, call: RecordedCall) -> None:
+        """Write a call to a file of its own, which appears under its name once it is whole."""
         if self.is_full:
             return
         call = call.activated()

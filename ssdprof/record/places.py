@@ -37,6 +37,7 @@ def _bind(
 
 
 def _places() -> Iterator[Place]:
+    """The functions that `places.toml` lists, each in each of its modules."""
     known = signatures(_TABLE["signature"])
     for entry in _TABLE["place"]:
         modules = entry.get("modules") or [

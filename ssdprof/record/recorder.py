@@ -81,7 +81,8 @@ class Recorder:
         self._layers: dict[int, int] = {}  # by the identity of the module: layers without names
         self._counts: Counter[tuple[str, str]] = Counter()  # of calls: operator and layer
         self.lost: Counter[str] = Counter()  # calls that were not recorded, by the reason
-        self._queue, self._keeper = _Queue(), Keeper(self.settings)
+        self._queue = _Queue()
+        self._keeper = Keeper(self.settings)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()

@@ -80,11 +80,11 @@ def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> It
     """Each section, with its pictures before its tables.  numbers: make their ids unique."""
     for drawn in document.sections:
         drawings = pictures.get(drawn.title, {}).items()
-        shown: list[Picture] = [
-            (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1])
-            for title, drawing in drawings
-            if drawing
-        ]
+        shown: list[Picture] = []
+        for title, drawing in drawings:
+            if drawing:
+                svg, values = drawing
+                shown.append((title, Markup(inline(svg, f"p{next(numbers)}-", title)), values))
         yield PagePart(section=drawn, pictures=shown)
 
 

@@ -128,8 +128,10 @@ class Writer:
         """Fields of the process's line (`ProcessLine`): ceilings, peak_bytes, seconds, steps,
         left_out; clocks: the latest reading.
         """
-        if (before := self.report.first.clocks) and "clocks" in fields:
-            fields["clocks"] = before.until(fields["clocks"] or before)
+        before = self.report.first.clocks
+        if before and "clocks" in fields:
+            latest = fields["clocks"] or before  # None: they could not be read
+            fields["clocks"] = before.until(latest)
         line = ProcessLine(**(self.report.first.field_values | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:

@@ -94,17 +94,21 @@ def clear() -> tuple[Path, ...]:
 
 
 def _why_stale(saved: TunedConfigs, gpu: Gpu) -> str:
-    there = saved.environment
+    """Why this GPU and these kernels do not take the saved configurations; empty if they do."""
+    environment = saved.environment
     triton = installed_version("triton")
-    if there.gpu is None or there.gpu.name != gpu.name:
-        return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
+    tuned_on = environment.gpu.name if environment.gpu else "no GPU"
+    if tuned_on != gpu.name:
+        return f"they are of {tuned_on}, this is {gpu.name}"
     if any(digest != kernels_hash(name) for name, digest in saved.kernels.items()):
         return (
             f"the kernels have changed since (then ssdprof {saved.ssdprof_version}, now "
             f"{__version__})"
         )
-    if there.packages.get("triton") != triton:
-        return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"
+    if environment.packages.get("triton") != triton:
+        return (
+            f"they were compiled by Triton {environment.packages.get('triton')}, this is {triton}"
+        )
     return ""
 
 

@@ -83,7 +83,7 @@ def load_vllm(operator: str) -> Implementation:
         return lambda v, **more: run(v=v, g_bias=None, out=torch.empty_like(v), **more)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        run = (run_kda if operator == "kda" else run_gdn)(inputs)
+        run = run_kda(inputs) if operator == "kda" else run_gdn(inputs)
         v = packed(inputs, "v")[0][None]
         states = v_first_states(inputs)
         options = _options(inputs)
@@ -209,7 +209,11 @@ def _vllm_gdn(module: Any, step: _Step, pool: torch.Tensor) -> Any:
         return step.packed(module.fused_recurrent_gated_delta_rule_packed_decode, pool)
     a, b, A_log, dt_bias = step.gates
     return module.fused_sigmoid_gating_delta_rule_update(
-        *(A_log, a, b, dt_bias, *step.views),
+        A_log,
+        a,
+        b,
+        dt_bias,
+        *step.views,
         initial_state=pool,
         **_table(step.slots),
         **_options(step.inputs),
@@ -239,15 +243,22 @@ def _table(slots: Slots) -> dict[str, torch.Tensor]:
     return {"ssm_state_indices": table, "num_accepted_tokens": accepted}
 
 
-def _sglang(modules: tuple[Any, Any], step: _Step, pool: torch.Tensor) -> Any:
-    """A verification leaves the pool alone, and writes all states to a buffer."""
-    packed, several = modules
+def _sglang(one_token: Any, verification: Any, step: _Step, pool: torch.Tensor) -> Any:
+    """one_token, verification: the modules of the kernels.  A verification leaves the pool alone,
+    and writes all states to a buffer.
+    """
     operator = step.inputs.operator
     a, b, A_log, dt_bias = step.gates
     if step.alone:
-        return step.packed(getattr(packed, _ONE_TOKEN[operator]), pool)
-    return several.fused_sigmoid_gating_delta_rule_update(
-        *(A_log, a.flatten(1), dt_bias, *_SOFTPLUS, *step.views, b, pool),
+        return step.packed(getattr(one_token, _ONE_TOKEN[operator]), pool)
+    return verification.fused_sigmoid_gating_delta_rule_update(
+        A_log,
+        a.flatten(1),
+        dt_bias,
+        *_SOFTPLUS,
+        *step.views,
+        b,
+        pool,
         step.slots.read.int(),
         is_kda=operator == "kda",
         **_options(step.inputs),
@@ -271,8 +282,9 @@ def load_vllm_step(operator: str) -> Implementation:
 
 
 def load_sglang_step(operator: str) -> Implementation:
-    modules = [f"{_SGLANG}.{name}" for name in ("fla.fused_recurrent", _SIGMOID_GATING)]
-    call = partial(_sglang, tuple(map(import_kernels, modules)))
+    one_token = import_kernels(f"{_SGLANG}.fla.fused_recurrent")
+    verification = import_kernels(f"{_SGLANG}.{_SIGMOID_GATING}")
+    call = partial(_sglang, one_token, verification)
 
     def bind(inputs: GDNInputs, slots: Slots) -> Bound:
         slots.refuse_tables("sglang_step")

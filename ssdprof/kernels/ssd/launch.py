@@ -23,10 +23,11 @@ def allocated(buffers: Buffers, device: torch.device) -> dict[str, torch.Tensor]
 
     Torch aligns new tensors to far more than 16 bytes, so launches need not check their alignment.
     """
-    return {
-        name: (torch.zeros if name == "sync" else torch.empty)(count, dtype=dtype, device=device)
-        for name, (count, dtype) in buffers.items()
-    }
+    tensors = {}
+    for name, (count, dtype) in buffers.items():
+        new = torch.zeros if name == "sync" else torch.empty
+        tensors[name] = new(count, dtype=dtype, device=device)
+    return tensors
 
 
 def prepared(

@@ -555,6 +555,11 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
+    """Elements and dtype of each buffer of a call, by name.
+
+    sync, states: flags, and the states that segments hand over, if they do.  gates: C B^T of all
+    chunks if it is computed before, then dt and the cumulative sums of dt A of all positions.
+    """
     units = config.units(inputs)
     buffers = Buffers()
     if config.handover(inputs):
