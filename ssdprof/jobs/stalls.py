@@ -209,10 +209,10 @@ def _captured(
 
 def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
     """The requested layer, or the middle one; the requested length, or the longest."""
-    every = read_manifest(folder).layers
+    layers = read_manifest(folder).layers
     fitting = [
         stored
-        for stored in every
+        for stored in layers
         if stored.whole
         and all(
             knows(operators.get(stored.layer.operator), word) for word in request.implementations
@@ -221,11 +221,11 @@ def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
         and request.seqlen in (None, stored.seqlen)
     ]
     if not fitting:
-        there = sorted({(stored.layer.index, stored.seqlen) for stored in every})
+        pairs = sorted({(stored.layer.index, stored.seqlen) for stored in layers})
         raise BadInputError(
             f"{folder} holds no such layer with a whole prompt that "
             f"{' and '.join(request.implementations)} could run.",
-            f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
+            f"It holds (layer, tokens): {', '.join(map(str, pairs)) or 'none'}.",
         )
     most = max(stored.seqlen for stored in fitting)
     longest = [stored for stored in fitting if stored.seqlen == most]

@@ -130,9 +130,13 @@ def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
         name: sum(us for *_, us in launches)
         for name, launches in grouped(work, lambda kernel: kernel[1]).items()
     }
-    every = sorted(kernels.items(), key=lambda item: -item[1])
-    others = {"others": sum(us for _, us in every[_SHOWN:])} if len(every) > _SHOWN else {}
-    return dict(every[:_SHOWN]) | others
+    longest_first = sorted(kernels.items(), key=lambda item: -item[1])
+    others = (
+        {"others": sum(us for _, us in longest_first[_SHOWN:])}
+        if len(longest_first) > _SHOWN
+        else {}
+    )
+    return dict(longest_first[:_SHOWN]) | others
 
 
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:

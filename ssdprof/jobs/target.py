@@ -316,10 +316,10 @@ def read(options: Options) -> Options:
     }
     if "conditions" in known:
         values["conditions"] = _conditions(options)
-    asked: Options = replace(options, **values)  # type: ignore[type-var]
-    if isinstance(asked, declared.ServedModelOptions):
-        _refuse_contradictions(asked)
-    return asked
+    request: Options = replace(options, **values)  # type: ignore[type-var]
+    if isinstance(request, declared.ServedModelOptions):
+        _refuse_contradictions(request)
+    return request
 
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
@@ -400,64 +400,66 @@ def refuse_ranks(*what: str) -> None:
 
 def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Target | Stored, Ranks | None]:
     """The request, what is replayed, and the processes that share it."""
-    asked = _check_decoded(read(options))
-    if asked.verify:
-        asked = _with_drafted_tokens(asked)
-    parts = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(asked, name)]
-    _refuse_exclusive(asked, parts)
-    if asked.trace is not None:
-        goes_on = asked.out is not None and (asked.out / HEADER).exists()  # perhaps with its trace
-        check_target(asked.trace, replace=goes_on, hint="Name another file.")
+    request = _check_decoded(read(options))
+    if request.verify:
+        request = _with_drafted_tokens(request)
+    parts = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(request, name)]
+    _refuse_exclusive(request, parts)
+    if request.trace is not None:
+        goes_on = (
+            request.out is not None and (request.out / HEADER).exists()
+        )  # perhaps with its trace
+        check_target(request.trace, replace=goes_on, hint="Name another file.")
     alone = {
-        "--save-captures": asked.save_captures,
-        "--processes": asked.processes > 1,
-        "--trace": asked.trace,
+        "--save-captures": request.save_captures,
+        "--processes": request.processes > 1,
+        "--trace": request.trace,
     }
     refuse_ranks(*parts, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
-    if (ranks is None or ranks.first) and not asked.sampler:
-        check_folder(asked.out)
-    return asked, find_to_replay(asked), ranks
+    if (ranks is None or ranks.first) and not request.sampler:
+        check_folder(request.out)
+    return request, find_to_replay(request), ranks
 
 
-def _with_drafted_tokens(asked: declared.RunOptions) -> declared.RunOptions:
+def _with_drafted_tokens(request: declared.RunOptions) -> declared.RunOptions:
     """The options of --verify: in fp32, as decode steps are computed.  `fused`, which takes single
     steps, is the baseline of `recurrent` unless implementations are named.
     """
     step = "fused"
-    names = asked.implementations
+    names = request.implementations
     return replace(
-        asked,
+        request,
         implementations=(step, "recurrent") if names == declared.COMPARED else names,
-        baseline=step if asked.baseline == declared.COMPARED[0] else asked.baseline,
+        baseline=step if request.baseline == declared.COMPARED[0] else request.baseline,
         intermediates="exact",
         states=("fp32",),
     )
 
 
-def _refuse_exclusive(asked: declared.RunOptions, parts: Sequence[str]) -> None:
+def _refuse_exclusive(request: declared.RunOptions, parts: Sequence[str]) -> None:
     """BadInputError for options of a run that exclude each other.
 
     parts: those of "--answers", "--prefill" and "--stalls" that are asked for.
     """
-    if asked.dtype is not None and parts:
+    if request.dtype is not None and parts:
         raise reading.both("--dtype", parts[0], "--dtype changes the inputs of the replay alone")
-    if asked.stalls and asked.tensor_parallel > 1:
+    if request.stalls and request.tensor_parallel > 1:
         raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
-    in_one_call = asked.packed is None and asked.chunk is None and not asked.decode
-    if asked.verify and not in_one_call:
+    in_one_call = request.packed is None and request.chunk is None and not request.decode
+    if request.verify and not in_one_call:
         raise BadInputError(
             "--verify is of prompts in one call.",
             "Leave out --packed, --chunked-prefill and --decode.",
         )
-    one_sequence = in_one_call and asked.batch == 1 and not asked.verify
-    if (asked.answers or asked.prefill) and not (one_sequence and asked.tensor_parallel == 1):
+    one_sequence = in_one_call and request.batch == 1 and not request.verify
+    if (request.answers or request.prefill) and not (one_sequence and request.tensor_parallel == 1):
         raise BadInputError(
             f"{parts[0]} runs one whole sequence through all heads of the model.",
             "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and "
             "--verify.",
         )
-    if asked.prefill and (folder := captures_of(asked.model)) is not None:
+    if request.prefill and (folder := captures_of(request.model)) is not None:
         raise BadInputError(
             f"{folder} holds stored captures, and --prefill runs the model.", "Name the model."
         )
@@ -466,40 +468,40 @@ def _refuse_exclusive(asked: declared.RunOptions, parts: Sequence[str]) -> None:
 def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Target | None]:
     """No target: what a server recorded is captured."""
     refuse_ranks("ssdprof capture")
-    asked = read(options)
-    if asked.recorded is None:
-        return asked, find(asked)
-    if refused := _model_options(asked) - {"model", "layers"}:
+    request = read(options)
+    if request.recorded is None:
+        return request, find(request)
+    if refused := _model_options(request) - {"model", "layers"}:
         raise BadInputError(
             f"A recording has its own model and prompts: {words(sorted(refused))} cannot be given.",
             "--layers is the only model option that applies to it.",
         )
-    return asked, None
+    return request, None
 
 
 def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Target]:
     """The request, and the whole model, with its weights in fp32 if they are asked for."""
     refuse_ranks("ssdprof answers")
-    asked = read(options)
-    check_folder(asked.out)
-    target = find(asked, whole=True)
+    request = read(options)
+    check_folder(request.out)
+    target = find(request, whole=True)
     refuse_large(target.ref, target.sizes)
     from ssdprof.jobs import limits  # imports torch, as in `find`
 
-    if asked.weights == "auto":
+    if request.weights == "auto":
         # no model is served in 16 bit without a GPU: only the operators' error remains
         on_gpu = limits.device().type == "cuda"
-        asked = replace(asked, weights="own" if on_gpu else "fp32")
-    return asked, replace(target, dtype="float32") if asked.weights == "fp32" else target
+        request = replace(request, weights="own" if on_gpu else "fp32")
+    return request, replace(target, dtype="float32") if request.weights == "fp32" else target
 
 
 def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
     refuse_ranks("ssdprof prefill")
-    asked = read(options)
-    check_folder(asked.out)
-    refuse_unknown("--impl", asked.implementations)
-    refuse_unknown("--baseline", (asked.baseline,))
-    return asked
+    request = read(options)
+    check_folder(request.out)
+    refuse_unknown("--impl", request.implementations)
+    refuse_unknown("--baseline", (request.baseline,))
+    return request
 
 
 def bench(
@@ -510,13 +512,13 @@ def bench(
     """
     if options.processes and options.processes > 1:
         refuse_ranks("--processes")
-    asked = _check_decoded(read(options))
+    request = _check_decoded(read(options))
     operator = operators.get(options.operator)
     tokens, too_large = _tokens_of_bench(options)
     if options.verify:  # `fused` takes single steps
-        asked = replace(asked, match_with=asked.match_with or "fused")
-        if asked.implementations == declared.COMPARED:
-            asked = replace(asked, implementations=("fused",))
+        request = replace(request, match_with=request.match_with or "fused")
+        if request.implementations == declared.COMPARED:
+            request = replace(request, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = filter(None, map(str.strip, options.against.split(",")))
     libraries = tuple(dict.fromkeys(against))
@@ -531,14 +533,14 @@ def bench(
         )
     ways = reading.parse_ways(operator, options.draw)
     request = replace(
-        asked,
+        request,
         measured=reading.expand(
             shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, ways
         ),
         baseline=options.baseline or next(iter(libraries), baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
-    return request, (*libraries, *asked.implementations), too_large, join()
+    return request, (*libraries, *request.implementations), too_large, join()
 
 
 def _tokens_of_bench(
@@ -581,14 +583,14 @@ def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
         )
     for file in filter(None, (options.markdown, options.html)):
         check_target(file, replace=options.force)
-    asked = read(options)
-    if asked.files and any(
-        option is not None for option in (asked.where, asked.layer, asked.seqlen, asked.out)
+    request = read(options)
+    if request.files and any(
+        option is not None for option in (request.where, request.layer, request.seqlen, request.out)
     ):
         raise BadInputError(
             "--from reads existing reports and profiles nothing.",
             "Leave out the run or model, --layer, --seq and --out.",
         )
-    refuse_two_checkouts(asked.implementations)
-    refuse_unknown("--impl", asked.implementations, besides=("reference",))
-    return asked
+    refuse_two_checkouts(request.implementations)
+    refuse_unknown("--impl", request.implementations, besides=("reference",))
+    return request

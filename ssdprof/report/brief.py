@@ -128,17 +128,17 @@ def _errors(series: Series) -> TableRow:
     }
 
 
-def _table(title: str, every: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
+def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
     """A row of numbers for each series; equal precisions share a row.
 
     Names that are equal in all rows are in the title, and equal numbers in the note.
     """
-    if not every:
+    if not all_series:
         return table(title, (), ())
-    named = [{"tokens": series.group.size} | calls.names(series) for series in every]
+    named = [{"tokens": series.group.size} | calls.names(series) for series in all_series]
     names, in_title = split_columns(named, keep=(PRECISION,))
     title = ", ".join([title, *in_title.values()])
-    layers, *others = {len(series.group.layers) for series in every}
+    layers, *others = {len(series.group.layers) for series in all_series}
     if not others:
         title += f", {fmt.plural(layers, 'layer')}"
 

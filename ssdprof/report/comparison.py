@@ -258,9 +258,9 @@ def _speedup(side: Side, case: Case) -> str:
 
 
 def _differences(
-    title: str, described: Sequence[tuple[TableRow, TableRow, TableRow]], every: bool
+    title: str, described: Sequence[tuple[TableRow, TableRow, TableRow]], all_cases: bool
 ) -> Table:
-    """The cells of BASE and NEW side by side; without `every` only cases with another cell, and
+    """The cells of BASE and NEW side by side; without `all_cases` only cases with another cell, and
     columns that differ.
 
     described: of each case its names, and its cells in BASE and in NEW.
@@ -268,15 +268,15 @@ def _differences(
     shown = [
         (names, base, new)
         for names, base, new in described
-        if base != new or (every and any(map(is_filled, base.values())))
+        if base != new or (all_cases and any(map(is_filled, base.values())))
     ]
     rows: list[TableRow] = [dict(names) for names, _, _ in shown]
     for heading in shown[0][1] if shown else ():
-        if every or any(base[heading] != new[heading] for _, base, new in shown):
+        if all_cases or any(base[heading] != new[heading] for _, base, new in shown):
             for row, (_, base, new) in zip(rows, shown, strict=True):
                 row[f"{heading},\nBASE"] = base[heading]
                 row[f"{heading},\nNEW"] = new[heading]
-    note = "" if every else "Only cases that changed; all of them with --format markdown."
+    note = "" if all_cases else "Only cases that changed; all of them with --format markdown."
     return table(f"{title}, side by side", rows, _NAMES, keys=3, note=note)
 
 

@@ -188,15 +188,15 @@ class Group:
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
-        each, *others = {layer.calls for layer in self.by_layer()}
+        calls_per_layer, *others = {layer.calls for layer in self.by_layer()}
         if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        every = self.call.count if self.call else 1
-        if every == 1:
+        planned = self.call.count if self.call else 1
+        if planned == 1:
             return of_layers
-        number = fmt.plural(each, self.noun)
-        if each < every:
-            number = f"{each:,} of {fmt.plural(every, self.noun)}"
+        number = fmt.plural(calls_per_layer, self.noun)
+        if calls_per_layer < planned:
+            number = f"{calls_per_layer:,} of {fmt.plural(planned, self.noun)}"
         in_layers = of_layers if layers == 1 else f"each of {of_layers}"
         return f"{number} in {in_layers}"
 
@@ -298,8 +298,8 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
 
 def tokens_of(prompts: Iterable[Group]) -> str:
     """ "131,072, 16,384 and 1,024 tokens"; decode steps are named only if there are no prompts."""
-    every = list(prompts)
-    shown = [group for group in every if not group.steps] or every
+    groups = list(prompts)
+    shown = [group for group in groups if not group.steps] or groups
     sizes = list(dict.fromkeys(group.tokens for group in shown))
     if len(sizes) == 1:
         return sizes[0]
@@ -309,16 +309,16 @@ def tokens_of(prompts: Iterable[Group]) -> str:
 
 def places(prompts: Iterable[Group]) -> str:
     """ "at 131,072 and 16,384 tokens", "at 512 tokens and in decode steps after 512 tokens"."""
-    every = list(prompts)
-    whole = [group for group in every if group.call is None]
+    groups = list(prompts)
+    whole = [group for group in groups if group.call is None]
     of_whole = [f"at {tokens_of(whole)}"] if whole else []
-    return fmt.words([*of_whole, *(group.where for group in every if group.call is not None)])
+    return fmt.words([*of_whole, *(group.where for group in groups if group.call is not None)])
 
 
 def layer_words(cases: Iterable[Case]) -> str:
     """ "layer 9", "layers 9, 18"; of another kind of case its place."""
-    every = list(cases)
-    indices = {layer_of(case) for case in every if case.layer}
+    listed = list(cases)
+    indices = {layer_of(case) for case in listed if case.layer}
     if not indices:
-        return "; ".join(dict.fromkeys(case.case_key for case in every))
+        return "; ".join(dict.fromkeys(case.case_key for case in listed))
     return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"

@@ -171,23 +171,23 @@ _Timed = tuple[Case, Prefill]
 
 def prefill_sections(report: Report) -> Iterator[Section]:
     """The time of the whole model, and the share of its parts."""
-    every = prefills(report)
-    yield section("Prefill time", _times(report, every), reading=_READING.format(report.baseline))
+    timed = prefills(report)
+    yield section("Prefill time", _times(report, timed), reading=_READING.format(report.baseline))
     left = []
-    for case, task in every:
+    for case, task in timed:
         where = f"{_name(case)} at {_size(case)}"
         left += [f"{where}: the model itself computed {part}." for part in task.left_to_model]
     yield section("Left to the model", tuple(left))
-    yield section(PARTS, *map(_parts, by_length(every).values()))
+    yield section(PARTS, *map(_parts, by_length(timed).values()))
 
 
 def prefills(report: Report) -> list[_Timed]:
     return [(case, case.task) for case in report.cases if isinstance(case.task, Prefill)]
 
 
-def by_length(every: Sequence[_Timed]) -> dict[str, list[_Timed]]:
+def by_length(timed: Sequence[_Timed]) -> dict[str, list[_Timed]]:
     """Tokens -> the prefills of so many."""
-    return grouped(every, lambda row: _size(row[0]))
+    return grouped(timed, lambda row: _size(row[0]))
 
 
 def _times(report: Report, prefills: Sequence[_Timed]) -> Table:

@@ -195,14 +195,15 @@ def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
         yield line._replace(text=f"{where}, {line.text}")
 
 
-def _advice(every: Sequence[Series]) -> VerdictLine:
-    """ "fused may be used at exact, fp32 states: ...  It may not be used at ...".  every: all of an
-    implementation.
+def _advice(all_series: Sequence[Series]) -> VerdictLine:
+    """ "fused may be used at exact, fp32 states: ...  It may not be used at ...".
+
+    all_series: those of an implementation.
     """
-    name = every[0].implementation
+    name = all_series[0].implementation
     doubts = {
-        series: _doubt(series, every) if series.within_budget else trouble_words(series)
-        for series in every
+        series: _doubt(series, all_series) if series.within_budget else trouble_words(series)
+        for series in all_series
     }
     bad = [f"{series.precision}: {doubt}" for series, doubt in doubts.items() if doubt]
     good = [series for series, doubt in doubts.items() if not doubt]
@@ -216,16 +217,16 @@ def _advice(every: Sequence[Series]) -> VerdictLine:
         words.append(f"{name} may be used {precisions}: it is within the error budget in {where}.")
     if bad:
         words.append(f"{'It' if good else name} may not be used at {'; '.join(bad)}.")
-    return VerdictLine("  ".join(words), all(series.within_budget for series in every))
+    return VerdictLine("  ".join(words), all(series.within_budget for series in all_series))
 
 
-def _doubt(series: Series, every: Sequence[Series]) -> str:
+def _doubt(series: Series, all_series: Sequence[Series]) -> str:
     """Why a precision within its budget is not advised, by the model's answers, else by the
     output's error; or "".
     """
     exact = [
         other
-        for other in every
+        for other in all_series
         if other.within_budget and intermediates_of(other.precision) == "exact"
     ]
     if not exact or series in exact:
@@ -351,10 +352,10 @@ def _usable(group: Group) -> list[Series]:
     """The series that are advised."""
     usable = []
     for name in group.compared:
-        every = group.series(name)
+        all_series = group.series(name)
         if name != "served":
-            within = (series for series in every if series.within_budget)
-            usable += [series for series in within if not _doubt(series, every)]
+            within = (series for series in all_series if series.within_budget)
+            usable += [series for series in within if not _doubt(series, all_series)]
     return usable
 
 
