@@ -112,15 +112,16 @@ class CallStates:
         returns states.
         """
         pool = self.state if self.target is None else self.target
-        assert pool is not None
         if self.after_each_token:
+            assert pool is not None
             return self._turned(self._after_tokens(pool))
         if not self.kept or self.frozen is not False:
             return None
         slots = self.slots_read
         if slots is None:
-            states = pool.clone() if self.in_place else returned
+            states = pool.clone() if pool is not None and self.in_place else returned
             return None if states is None else self._turned(states)
+        assert pool is not None
         written = slots if self.written is None else self.written[: self.sequences].long()
         return self._turned(_where(slots >= 0, pool[written.clamp(min=0)]))
 
