@@ -434,7 +434,6 @@ class _Length:
                 round_s, min(self.request.seconds, left), self.request.smallest_difference
             )
             needed = plan.min_recordings * round_s
-            left = clock.left()
             fields: Mapping[str, Mapping[str, Any]]
             if left < needed:
                 reason = f"the turns need {needed:.0f} s, and {left:.0f} s of the budget were left"

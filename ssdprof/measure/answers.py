@@ -73,10 +73,9 @@ def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
     count = len(comparison["kl"])
     edges = zip(BANDS, (*BANDS[1:], count), strict=True)
     parts = [(start, min(stop, count)) for start, stop in edges if start < count]
-    return tuple(
-        _band(comparison, start, stop)
-        for start, stop in ((0, count), *(parts if len(parts) > 1 else ()))
-    )
+    if len(parts) == 1:
+        parts = []
+    return tuple(_band(comparison, start, stop) for start, stop in [(0, count), *parts])
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:

@@ -67,6 +67,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if prompts:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
+    # the first case of each reason, in the reverse order
     failed = {case.why: case for case in reversed(Outcome(report).failed) if case.why}
     reasons = [
         f"{case.where}, {case.implementation} ({case.precision}): {why}{calls.again(report, case)}"

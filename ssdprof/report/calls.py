@@ -317,7 +317,7 @@ def resources(launch: Launch) -> TableRow:
     }
 
 
-def _used_for(cases: Sequence[Case], every: Sequence[Case]) -> str:
+def _used_for(cases: Sequence[Case], of_implementation: Sequence[Case]) -> str:
     """The precisions and sizes of the cases, if they are not all of the implementation's: "exact,
     fp32; exact, fp16 at 1,024 tokens".
     """
@@ -325,7 +325,7 @@ def _used_for(cases: Sequence[Case], every: Sequence[Case]) -> str:
     words = []
     for name_of in (_short_precision_of, _place_or_size):
         names = dict.fromkeys(map(name_of, ordered))
-        if set(names) < set(map(name_of, every)):
+        if set(names) < set(map(name_of, of_implementation)):
             words.append("; ".join(names))
     return " at ".join(words) or "all"
 

@@ -126,9 +126,11 @@ class Series:
     def verdict(self) -> Faster | None:
         """By device time: the verdict that all calls share, else that of the sum."""
         smallest = self.group.report.smallest_difference
+        verdicts = {ratio.verdict(smallest) for ratio in self._ratios("device")}
+        if len(verdicts) == 1:
+            return verdicts.pop()
         total = self.speedup()
-        shared = {ratio.verdict(smallest) for ratio in self._ratios("device")}
-        return shared.pop() if len(shared) == 1 else total and total.verdict(smallest)
+        return total.verdict(smallest) if total else None
 
     @property
     def floor_pct(self) -> float | None:
