@@ -320,7 +320,8 @@ class Replay:
         if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
             model = self._writer.report.model
             by = model.model_type if model else ""
-            planned.append((*served(captured, by), planned[0][1]))
+            _, precision, _ = planned[0]
+            planned.append((*served(captured, by), precision))
         prompt = (dims.seqlen, dims.batch)
         if call is not None:
             prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
@@ -385,16 +386,16 @@ def entries_of(
 
     fields: of all cases.  keep: gets calls that break a law.
     """
-    baseline = planned[0][0].name
+    baseline, *_ = planned[0]
     entries: dict[tuple[str, Precision], Entry] = {}
     for implementation, precision, baseline_precision in planned:
-        first = entries.get((baseline, baseline_precision))
+        first = entries.get((baseline.name, baseline_precision))
         entry = Entry.of(
             operator,
             implementation,
             inputs,
             precision,
-            baseline=baseline if first else "",
+            baseline=baseline.name if first else "",
             **fields,
         )
         entry.baseline = first

@@ -398,14 +398,15 @@ def caveats(report: Report) -> Iterator[str]:
     """Caveats that follow from the results, and the report's own notes; the gravest first."""
     yield from weaknesses(report)
     timed = any(case.time_us for case in report.of_calls)
+    untimed = [
+        case.name for case in report.of_calls if case.result == "passed" and not case.time_us
+    ]
     if report.of_calls and not timed:
         why = " in this run" if report.environment.gpu else ", because this machine has no GPU"
         yield f"No speed: nothing was timed{why}."
-    elif left := [
-        case.name for case in report.of_calls if case.result == "passed" and not case.time_us
-    ]:
-        cases = f"{fmt.plural(len(left), 'case')} passed and could not be timed"
-        yield f"No time: {cases}: {shortened(left, _MOST_BROKEN)}."
+    elif untimed:
+        cases = f"{fmt.plural(len(untimed), 'case')} passed and could not be timed"
+        yield f"No time: {cases}: {shortened(untimed, _MOST_BROKEN)}."
     if report.clocks and (reasons := report.clocks.throttle_reasons):
         valid = "Speedups are valid, because the implementations were timed in turns."
         yield (
