@@ -55,9 +55,9 @@ def decoded(state_format: StateFormat) -> Compute:
 
     def compute(call: OperatorCall) -> Result:
         child.alive()
-        every = [call.inputs.length]  # steps of a token: the final states
+        marks = [call.inputs.length]  # the final states alone
         seed = call.mixer.layer_index
-        out, (final_states,) = stepped_states(call.inputs, state_format, 1, every, seed)
+        out, (final_states,) = stepped_states(call.inputs, state_format, 1, marks, seed)
         return out.to(call.inputs.values.dtype), final_states
 
     return compute

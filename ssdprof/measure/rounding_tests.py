@@ -22,6 +22,9 @@ _SIGMAS = 6.0
 _MANY_SIGMAS = 18.0
 _SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
 
+# "oracle", "floor", "ours" or "rounded"; the kernel, or the rounded form; the draw of its errors
+_Evaluation = tuple[str, Hashable, int]
+
 
 class HeadNorms:
     """Running maximum and sum of squares of a tensor's finite elements, per head."""
@@ -62,10 +65,10 @@ class RoundingTests:
         self._exact = exact
         self._length = length
         self._slice_count = min(SLICES, length or 0)
-        # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width +
-        # slices); by ("oracle" | "floor" | "ours" | "rounded", the kernel or the form, the draw)
-        self._sums: dict[tuple[str, Hashable, int], Tensor] = {}
-        self._norms: dict[tuple[str, Hashable, int], HeadNorms] = {}
+        # (h, 2 + width + slices), with e the error and hi the oracle: the sums of e hi and of e^2
+        # over a head, then of e^2 over each of its columns, and over each of its slices
+        self._sums: dict[_Evaluation, Tensor] = {}
+        self._norms: dict[_Evaluation, HeadNorms] = {}
 
     def norms(self, nulls: Sequence[Hashable]) -> list[HeadNorms]:
         """The errors of every evaluation of these rounded forms."""
@@ -95,7 +98,7 @@ class RoundingTests:
         scaled = high * weights
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def add_error(key: tuple[str, Hashable, int], error: Tensor) -> None:
+        def add_error(key: _Evaluation, error: Tensor) -> None:
             """Add the sums of this block, with rows weighted: see `_sums`."""
             error = finite(error)
             norms = self._norms.setdefault(key, HeadNorms(len(high), high.device))
@@ -114,9 +117,9 @@ class RoundingTests:
         add_error(("floor", None, 0), floor - high)
         for name, tensor in kernels.items():
             add_error(("ours", name, 0), tensor - high)
-        for null, several in rounded.items():
-            for k, error in enumerate(several):
-                add_error(("rounded", null, k), error)
+        for form, draws in rounded.items():
+            for draw, error in enumerate(draws):
+                add_error(("rounded", form, draw), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
