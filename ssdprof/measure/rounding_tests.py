@@ -117,9 +117,9 @@ class RoundingTests:
         add_error(("floor", None, 0), floor - high)
         for name, tensor in kernels.items():
             add_error(("ours", name, 0), tensor - high)
-        for form, draws in rounded.items():
+        for null, draws in rounded.items():
             for draw, error in enumerate(draws):
-                add_error(("rounded", form, draw), error)
+                add_error(("rounded", null, draw), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """(rows, s): 1 where the row is in the slice."""
