@@ -69,10 +69,10 @@ class Candidate:
     @property
     def nulls(self) -> dict[str, bool]:
         """Rounded forms that it may be, and whether they cut operands."""
-        return {
-            f"{self.precision}, cut" if cuts else str(self.precision): cuts
-            for cuts in {False, self.cuts}
-        }
+        forms = {str(self.precision): False}
+        if self.cuts:
+            forms[f"{self.precision}, cut"] = True
+        return forms
 
 
 def compare(
