@@ -510,9 +510,10 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
             return
         factor = 1.0
         if sampling:
-            number = next(numbers)
-            exponent = 0 if fp16 else number // 128 % 8
-            factor = (1 + number % 128 / 128) * 2.0**exponent / 2
+            # 128 mantissas, exact in bf16; times 8 powers of two, where fp16 does not overflow
+            exponents, mantissa = divmod(next(numbers), 128)
+            exponent = 0 if fp16 else exponents % 8
+            factor = (1 + mantissa / 128) * 2.0**exponent / 2
         scale(factor)
 
     return change

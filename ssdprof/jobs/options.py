@@ -119,17 +119,19 @@ def argument(
 def parameters(kind: type) -> Iterator[Parameter]:
     """The options of a class as parameters of a command, those of its base classes first."""
     types = get_type_hints(kind, localns=_LATER, include_extras=True)
-    for each in fields(kind):
-        if "derived" in each.metadata:
+    for declaration in fields(kind):
+        if "derived" in declaration.metadata:
             continue
-        type_ = types[each.name]
-        default = Parameter.empty if each.default is MISSING else each.default
-        if "typed" in each.metadata:
-            default = each.metadata["typed"]
+        type_ = types[declaration.name]
+        default = Parameter.empty if declaration.default is MISSING else declaration.default
+        if "typed" in declaration.metadata:
+            default = declaration.metadata["typed"]
             type_ = str | None if default is None else str
-        declared = each.metadata.get("typer")
+        declared = declaration.metadata.get("typer")
         annotation = Annotated[type_, declared] if declared else type_
-        yield Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        yield Parameter(
+            declaration.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
 
 
 def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +162,7 @@ def command_name(kind: type) -> str:
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
     """The options of a class from the words of a command line.  Raises BadInputError."""
     try:
+        # a function, because Typer reads the signature that `as_command` gives it
         command = _single_command(kind, lambda **values: kind(**values))
         options: Kind = command.main(line, standalone_mode=False)
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # click's UsageError

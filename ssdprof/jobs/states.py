@@ -153,6 +153,7 @@ def head_memories(operator: Operator, inputs: Inputs) -> tuple[int, ...]:
     decays = torch.stack(
         [operator.oracle.gate(inputs, span).exponents[..., -1].sum(0) for span in spans]
     ).sum(0)
-    each = decays / sum(span.length for span in spans)
-    lengths = torch.tensor(MEMORIES, device=each.device)
-    return tuple((each[:, None] * lengths > math.log(1e-3)).sum(1).tolist())
+    mean_log = decays / sum(span.length for span in spans)  # of one token's decay, of each head
+    lengths = torch.tensor(MEMORIES, device=mean_log.device)
+    remembers = mean_log[:, None] * lengths > math.log(1e-3)  # (heads, lengths)
+    return tuple(remembers.sum(1).tolist())

@@ -129,7 +129,7 @@ class RoundingTests:
         indices = [(position * self._slice_count // self._length, self._slice_count)]
         indices += [((position - origin) % period, period) for period in PERIODS]
         one_hot = (index[:, None] == torch.arange(count, device=device) for index, count in indices)
-        return torch.cat([each.double() for each in one_hot], 1)
+        return torch.cat([columns.double() for columns in one_hot], 1)
 
     def checks(
         self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: Tensor
