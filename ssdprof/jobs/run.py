@@ -68,15 +68,15 @@ def check(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> 
             raise BadInputError(
                 f"Decode steps of {name} cannot be replayed.", "Leave out --decode."
             )
-    whole = target.serving == Serving() and (
+    one_call_each = target.serving == Serving() and (
         isinstance(target, Target) or target.manifest.prompts[0].kind != "recorded"
     )
-    if options.verify and not (whole and options.verify < min(target.seqlens)):
+    if options.verify and not (one_call_each and options.verify < min(target.seqlens)):
         raise BadInputError(
             f"--verify {options.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
         )
-    if options.decode_states and not whole:
+    if options.decode_states and not one_call_each:
         raise BadInputError(
             "--decode-states needs prompts that are one call each.",
             "Give a capture without --packed, --chunked-prefill and --decode.",

@@ -110,8 +110,8 @@ class Target:
 
     @property
     def sizes(self) -> Sizes:
-        every = zip(self.located.layers, self.located.mixers, strict=True)
-        return [(layer, mixer.sizes) for layer, mixer in every if layer in self.layers]
+        pairs = zip(self.located.layers, self.located.mixers, strict=True)
+        return [(layer, mixer.sizes) for layer, mixer in pairs if layer in self.layers]
 
     @property
     def deepest_layer(self) -> int | None:

@@ -283,8 +283,8 @@ class Trial:
 
     @property
     def edges(self) -> Sequence[Sequence[EdgeInputs[Inputs]]]:
-        """Kinds of edge inputs.  A library that only came as company is called in this process,
-        and may not return: it gets the first kind alone.
+        """Kinds of edge inputs.  A library that was not requested is called in this process, and
+        may not return: it gets the first kind alone.
         """
         kinds = self.operator.generated.edges(self.inputs)
         is_unrequested_library = (
