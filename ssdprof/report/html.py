@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, count
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -19,7 +19,7 @@ from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import groups
-from ssdprof.report.table import Document, Section, Table, section, tone
+from ssdprof.report.table import Document, Picture, Section, Table, section, tone
 
 _MOST_PICTURES = 3  # of lengths, or of layers; the tables have all
 _UNITS = {
@@ -33,22 +33,8 @@ _SPACE_IN_VALUE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,
 # the hyphen of "1e-3"
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 
-Picture = tuple[str, Markup, Table]  # title, SVG, its numbers
+# title of a section -> title of a picture -> the picture; None where nothing was measured
 Pictures = dict[str, dict[str, plots.Drawing | None]]
-
-
-@dataclass(kw_only=True)
-class PagePart:
-    """A section of the page.
-
-    pictures: drawn before the blocks of the section.  level: of its heading.
-    anchor: for links to it; unique in the page.
-    """
-
-    section: Section
-    pictures: Sequence[Picture] = ()
-    level: int = 2
-    anchor: str = ""
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
@@ -68,15 +54,13 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
         profiled = of_stalls.compose(stalls)
         lines = (profiled.title, *(line.text for line in profiled.verdict), *profiled.caveats)
         summary = section("Warp stalls", (f"Profiled {when(stalls.created)}.", *lines))
-        parts.append(PagePart(section=summary))
+        parts.append(summary)
         for part in _parts(profiled, _of_stalls(stalls), numbers):
-            part.level = 3
-            part.section = replace(part.section, folded=part.section.title != "Hints")
-            parts.append(part)
+            parts.append(replace(part, level=3, folded=part.title != "Hints"))
     return _page(document, parts)
 
 
-def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[PagePart]:
+def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[Section]:
     """Each section, with its pictures before its tables.  numbers: make their ids unique."""
     for drawn in document.sections:
         drawings = pictures.get(drawn.title, {}).items()
@@ -85,7 +69,7 @@ def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> It
             if drawing:
                 svg, values = drawing
                 shown.append((title, Markup(inline(svg, f"p{next(numbers)}-", title)), values))
-        yield PagePart(section=drawn, pictures=shown)
+        yield replace(drawn, pictures=tuple(shown))
 
 
 def _of_stalls(report: StallReport) -> Pictures:
@@ -132,14 +116,16 @@ def _of_prompts(report: Report) -> Pictures:
     }
 
 
-def _page(document: Document, parts: Sequence[PagePart]) -> str:
+def _page(document: Document, parts: Sequence[Section]) -> str:
     """Draws the template.  parts: in the order of the page."""
     seen: Counter[str] = Counter()
-    # the stall report may have a section with the same title as the run's report
+    anchored: dict[str, Section] = {}
     for part in parts:
-        anchor = re.sub(r"[^a-z0-9]+", "-", part.section.title.lower()).strip("-")
+        anchor = re.sub(r"[^a-z0-9]+", "-", part.title.lower()).strip("-")
         seen[anchor] += 1
-        part.anchor = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
+        # the stall report may have a section with the same title as the run's report
+        unique = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
+        anchored[unique] = part
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
         undefined=StrictUndefined,
@@ -149,7 +135,7 @@ def _page(document: Document, parts: Sequence[PagePart]) -> str:
     )
     environment.filters |= {"key": sort_key, "tone": tone, "unbroken": unbroken}
     environment.tests["sortable"] = sortable
-    return environment.get_template("page.html.j2").render(document=document, parts=parts)
+    return environment.get_template("page.html.j2").render(document=document, parts=anchored)
 
 
 def unbroken(cell: str) -> Markup:

@@ -165,15 +165,20 @@ class VerdictLine(NamedTuple):
 
 # a text explains the table above it, a tuple is a list of sentences
 Content = Table | str | tuple[str, ...]
+Picture = tuple[str, str, Table]  # title, SVG, its numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """folded: it is a detail, which a page folds."""
+    """folded: it is a detail, which a page folds.  On a page, pictures: before the blocks; level:
+    of its heading.
+    """
 
     title: str
     blocks: tuple[Content, ...]
     folded: bool = False
+    pictures: tuple[Picture, ...] = ()
+    level: int = 2
 
 
 def section(title: str, *blocks: Content, reading: str = "", folded: bool = False) -> Section:
