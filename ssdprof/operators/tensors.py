@@ -1,7 +1,5 @@
 """Dtypes and precisions by the names that records have."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -21,8 +21,6 @@ flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its ope
             as long as the inputs live, so that the library's time does not include the preparation
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +36,7 @@ from ssdprof.kernels.adapters import (
     SHORT,
     Prepared,
     Tunings,
+    bounds_of,
     library_kernel,
     model_function,
     once,
@@ -100,13 +99,6 @@ def packed(
     return tuple(tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors)
 
 
-def bounds_of(inputs: GDNInputs) -> torch.Tensor:
-    """(sequences + 1): where each sequence begins in a pack."""
-    if inputs.cu_seqlens is not None:
-        return inputs.cu_seqlens
-    return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
-
-
 def v_first_states(inputs: GDNInputs) -> torch.Tensor:
     """The initial states in fp32, V before K."""
     states = inputs.initial
@@ -143,12 +135,12 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
     tunings = Tunings(
         module for file, module in sorted(sys.modules.items()) if file.startswith(kernels)
     )
-    function = getattr(operator, f"chunk_{_FUNCTION[name]}")
+    run = _function(getattr(operator, f"chunk_{_FUNCTION[name]}"))
 
-    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
         short = inputs.v.shape[0] * inputs.v.shape[1] <= SHORT
         tunings.use_for((inputs.q.shape[2:], inputs.v.shape[2:], inputs.q.dtype, short))
-        return _call(function, inputs)
+        return run(inputs, precision)
 
     def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
         return Plan(
@@ -193,18 +185,7 @@ def load_model(name: str = "gdn", package: str = "") -> Implementation:
     function = model_function(*_MODEL[name], package)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
-            out, final_states = function(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                g=inputs.g,
-                beta=inputs.beta,
-                initial_state=inputs.initial_state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            )
-        return GDNOutput(out, final_states)
+        return _call(function, inputs)
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -342,25 +323,27 @@ def _longest_key(inputs: GDNInputs) -> float:
     return float(inputs.k.float().norm(dim=-1).max())
 
 
-def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
+def _call(function: Callable[..., Any], inputs: GDNInputs, **others: object) -> GDNOutput:
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
+            inputs.q,
+            inputs.k,
+            inputs.v,
             g=inputs.g,
             beta=inputs.beta,
-            scale=inputs.scale_or_default,
             initial_state=inputs.initial_state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            cu_seqlens=inputs.cu_seqlens,
+            **others,
         )
     return GDNOutput(out, final_states)
 
 
 def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
-    return lambda inputs, _precision: _call(function, inputs)
+    """Calls of fla's function, or of one with its arguments."""
+    return lambda inputs, _precision: _call(
+        function, inputs, scale=inputs.scale_or_default, cu_seqlens=inputs.cu_seqlens
+    )
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
