@@ -1,5 +1,7 @@
 """Dtypes and precisions by the names that records have."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 
