@@ -5,7 +5,7 @@ caveats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -23,6 +23,7 @@ from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
 from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
+from ssdprof.core.statistics import Estimate
 from ssdprof.report import states
 from ssdprof.report.facts import answers_words, gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places
@@ -30,6 +31,7 @@ from ssdprof.report.model import prefills
 from ssdprof.report.table import VerdictLine, shortened
 
 NOTHING = "Nothing was compared."
+OWN_BASELINE = "our own baseline; no other library was timed here"
 # what it means for a user that a kernel breaks a law
 CONSEQUENCES = {
     "inputs unchanged": "it overwrites its inputs",
@@ -261,14 +263,32 @@ def _of_prefill(report: Report) -> VerdictLine | None:
     """The gain in the longest prefill; None if `fused` was not timed beside its baseline."""
     timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
     case = max(timed, key=lambda case: case.seqlen, default=None)
-    speedup = case and report.speedup(case)
-    if not (case and speedup):
+    if not (case and report.speedup(case)):
         return None
     size = fmt.tokens(case.seqlen, case.batch)
-    gpu = gpu_name(report.environment)
-    times = f"{fmt.ratio(speedup.value)} as fast as with {report.baseline}"
-    whole = f"a whole prefill of {size} with {case.implementation}"
-    return VerdictLine(f"on this {gpu}, {whole} is {times}")
+    same = [other for other in report.cases if other.case_key == case.case_key]
+    gain = _speedups(same, report.baseline, lambda over: report.speedup(case, over=over))
+    whole = f"{case.implementation} gives a whole prefill of {size} {gain}"
+    return VerdictLine(f"on this {gpu_name(report.environment)}, {whole}")
+
+
+def _speedups(
+    same: Iterable[Case], baseline: str, speedup: Callable[[str], Estimate | None]
+) -> str:
+    """ "a speedup of 3.64x over unfused and 2.75x over fla": over the baseline and every library
+    that was timed.  A baseline of ours may be slower than what users have, so where no library was
+    timed it is called ours.
+
+    same: all cases on these inputs.  speedup: that over an implementation.
+    """
+    kinds = {case.implementation: case.kind for case in same}
+    libraries = [name for name, kind in kinds.items() if kind == "library"]
+    ratios = {name: speedup(name) for name in dict.fromkeys((baseline, *libraries))}
+    timed = {name: ratio.value for name, ratio in ratios.items() if ratio}
+    over = fmt.words(f"{fmt.ratio(ratio)} over {name}" for name, ratio in timed.items())
+    if kinds[baseline] == "bundled" and not any(name in timed for name in libraries):
+        over += f", {OWN_BASELINE}"
+    return f"a speedup of {over}"
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
@@ -344,7 +364,9 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
     whole = best.baseline_us or 0.0
     less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
     gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {less}"
-    return VerdictLine(f"{gain} for {where}; {_answers_words(best)}; use {best.precision}")
+    times = _speedups(group.cases, group.baseline, lambda name: best.speedup(over=name))
+    answers = _answers_words(best)
+    return VerdictLine(f"{gain} for {where}, {times}; {answers}; use {best.precision}")
 
 
 def _usable(group: Group) -> list[Series]:
@@ -416,6 +438,10 @@ def caveats(report: Report) -> Iterator[str]:
             "The built-in demo model is too small to fill a GPU: its times do not represent a real "
             "model's."
         )
+    kinds = {case.implementation: case.kind for case in report.of_calls if case.time_us}
+    over_ours = "unfused" in kinds and kinds.get(report.baseline, "bundled") == "bundled"
+    if report.kind == "bench" and over_ours and "library" not in kinds.values():
+        yield f"Speedups are over unfused, {OWN_BASELINE}."
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _equal_precisions(report.of_calls, timed)
