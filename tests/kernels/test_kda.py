@@ -22,14 +22,14 @@ RAGGED = dict(
 
 
 @pytest.mark.parametrize("gates", GATES)
-def test_the_oracle_is_the_recurrence(gates: str) -> None:
+def test_the_oracle_is_the_recurrence(gates: str):
     """To fp64's last digits for any gate, with empty sequences and beta up to 2."""
     inputs = KDACase(gates=gates, largest_beta=2.0, **RAGGED).inputs()
     for ours, theirs in zip(kda_chunked(inputs, block=64), kda_recurrence(inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-def test_the_recurrence_is_the_sum_it_stands_for() -> None:
+def test_the_recurrence_is_the_sum_it_stands_for():
     """Equation by equation, with numbers of its own."""
     inputs = KDACase(seqlen=5, key_dim=3, value_dim=2, l2norm=False, initial_states=True).inputs()
     q, k, v, g, beta, state = (
@@ -44,7 +44,7 @@ def test_the_recurrence_is_the_sum_it_stands_for() -> None:
         torch.testing.assert_close(kda_recurrence(inputs).out[0, t, 0], S.T @ q[t, 0] * 3**-0.5)
 
 
-def test_equal_decays_of_all_channels_are_gdn() -> None:
+def test_equal_decays_of_all_channels_are_gdn():
     inputs = KDACase(seqlen=20, values_per_key=2, initial_states=True).inputs()
     one = inputs.g[..., 0]
     as_gdn = GDNInputs(**vars(inputs) | dict(g=one))
@@ -53,7 +53,7 @@ def test_equal_decays_of_all_channels_are_gdn() -> None:
 
 
 @pytest.mark.parametrize("gates", GATES)
-def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
+def test_no_factor_of_the_scores_is_above_1(gates: str):
     """Whatever the gate: this is what one anchor for a whole chunk cannot promise."""
     inputs = KDACase(seqlen=64, key_dim=32, gates=gates).inputs()
     sums = inputs.g[0, :, 0].double().clamp(min=-800).cumsum(0)
@@ -83,7 +83,7 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
     slow=("kda recurrent", "kda tiny"),
     gpu=("kda unfused", "kda fused", "kda wide"),
 )
-def test_every_gate(kernel: Target, gates: str, dtype: torch.dtype) -> None:
+def test_every_gate(kernel: Target, gates: str, dtype: torch.dtype):
     """In packs with empty sequences, with initial states and beta up to 2."""
     inputs = kernel.case(
         gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes
@@ -102,13 +102,13 @@ ON_HOPPER = [
 
 @pytest.mark.parametrize("case", ON_HOPPER, ids=str)
 @targets(emulated=["kda hopper"])
-def test_every_gate_on_hopper(kernel: Target, case: dict[str, Any]) -> None:
+def test_every_gate_on_hopper(kernel: Target, case: dict[str, Any]):
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
 @targets("kda wide", emulated=["kda hopper"])
-def test_keys_and_queries_of_any_length(kernel: Target) -> None:
+def test_keys_and_queries_of_any_length(kernel: Target):
     """Also where a kernel normalises after the product."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16, gates="cuts") | kernel.sizes | dict(l2norm=True))
     for factor in (2.0**-8, 2.0**30):
@@ -117,7 +117,7 @@ def test_keys_and_queries_of_any_length(kernel: Target) -> None:
 
 
 @targets("kda wide", emulated=["kda hopper"])
-def test_later_tokens_change_no_earlier_output(kernel: Target) -> None:
+def test_later_tokens_change_no_earlier_output(kernel: Target):
     """By bits, also within a chunk: no decay is a quotient of sums that reach further."""
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes).inputs()
     before = kernel(inputs).out.clone()
@@ -127,13 +127,13 @@ def test_later_tokens_change_no_earlier_output(kernel: Target) -> None:
     assert torch.equal(kernel(inputs).out[:, :33], before[:, :33])
 
 
-def test_other_gpus_and_sizes_run_the_portable_kernel() -> None:
+def test_other_gpus_and_sizes_run_the_portable_kernel():
     assert hopper_unsupported(KDACase(key_dim=64).inputs()) == "anything but a Hopper GPU"
 
 
 @pytest.mark.parametrize("gates", GATES)
 @targets("kda wide", gpu=["kda fused", "kda wide"])
-def test_no_head_is_less_exact_than_unfused(kernel: Target, gates: str) -> None:
+def test_no_head_is_less_exact_than_unfused(kernel: Target, gates: str):
     # 1 % of 3e-3 needs many outputs
     width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)
     sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16)
@@ -148,7 +148,7 @@ def test_no_head_is_less_exact_than_unfused(kernel: Target, gates: str) -> None:
     )
 
 
-def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
+def test_gates_in_the_models_dtype_are_summed_in_fp32():
     inputs = KDACase(seqlen=70, dtype=BF16, gate=0.01).inputs()
     low = changed(inputs, lambda one: one.to(BF16), "g")
     for name in ("kda unfused", "kda wide", "kda recurrent"):
@@ -157,7 +157,7 @@ def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
         assert all(map(torch.equal, kernel(low), same))
 
 
-def test_slices_are_as_wide_as_states_allow() -> None:
+def test_slices_are_as_wide_as_states_allow():
     few, many = (
         KDACase(batch=n, seqlen=1, key_heads=4, key_dim=128, value_dim=128, dtype=BF16)
         for n in (1, 40)
@@ -190,6 +190,6 @@ SIZES = [
 
 @pytest.mark.parametrize("case", [*SIZES[:3], *slow(*SIZES[3:])], ids=str)
 @targets("kda unfused", "kda fused", "kda wide", "kda recurrent")
-def test_sizes(kernel: Target, case: dict[str, Any]) -> None:
+def test_sizes(kernel: Target, case: dict[str, Any]):
     inputs = KDACase(**dict(dtype=FP16) | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
