@@ -266,29 +266,29 @@ def _of_prefill(report: Report) -> VerdictLine | None:
     if not (case and report.speedup(case)):
         return None
     size = fmt.tokens(case.seqlen, case.batch)
-    same = [other for other in report.cases if other.case_key == case.case_key]
-    gain = _speedups(same, report.baseline, lambda over: report.speedup(case, over=over))
+    gain = _speedups(report, report.baseline, lambda over: report.speedup(case, over=over))
     whole = f"{case.implementation} gives a whole prefill of {size} {gain}"
     return VerdictLine(f"on this {gpu_name(report.environment)}, {whole}")
 
 
-def _speedups(
-    same: Iterable[Case], baseline: str, speedup: Callable[[str], Estimate | None]
-) -> str:
+def _speedups(report: Report, baseline: str, speedup: Callable[[str], Estimate | None]) -> str:
     """ "a speedup of 3.64x over unfused and 2.75x over fla": over the baseline and every library
-    that was timed.  A baseline of ours may be slower than what users have, so where no library was
-    timed it is called ours.
+    that was timed beside it.  A baseline of ours may be slower than what users have, so where no
+    library was timed it is called ours.
 
-    same: all cases on these inputs.  speedup: that over an implementation.
+    speedup: that over an implementation.
     """
-    kinds = {case.implementation: case.kind for case in same}
-    libraries = [name for name, kind in kinds.items() if kind == "library"]
+    kinds = _timed_kinds(report)
+    libraries = (name for name, kind in kinds.items() if kind == "library")
     ratios = {name: speedup(name) for name in dict.fromkeys((baseline, *libraries))}
-    timed = {name: ratio.value for name, ratio in ratios.items() if ratio}
-    over = fmt.words(f"{fmt.ratio(ratio)} over {name}" for name, ratio in timed.items())
-    if kinds[baseline] == "bundled" and not any(name in timed for name in libraries):
-        over += f", {OWN_BASELINE}"
-    return f"a speedup of {over}"
+    words = [f"{fmt.ratio(ratio.value)} over {name}" for name, ratio in ratios.items() if ratio]
+    ours = f", {OWN_BASELINE}" if kinds[baseline] == "bundled" and len(words) == 1 else ""
+    return f"a speedup of {fmt.words(words)}{ours}"
+
+
+def _timed_kinds(report: Report) -> dict[str, str]:
+    """Implementation -> kind of its cases, of those with a time."""
+    return {case.implementation: case.kind for case in report.cases if case.time_us}
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
@@ -364,7 +364,7 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
     whole = best.baseline_us or 0.0
     less = f"{fmt.duration(whole - best.us('device'))} less of {fmt.duration(whole)}"
     gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {less}"
-    times = _speedups(group.cases, group.baseline, lambda name: best.speedup(over=name))
+    times = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
     answers = _answers_words(best)
     return VerdictLine(f"{gain} for {where}, {times}; {answers}; use {best.precision}")
 
@@ -438,7 +438,7 @@ def caveats(report: Report) -> Iterator[str]:
             "The built-in demo model is too small to fill a GPU: its times do not represent a real "
             "model's."
         )
-    kinds = {case.implementation: case.kind for case in report.of_calls if case.time_us}
+    kinds = _timed_kinds(report)
     over_ours = "unfused" in kinds and kinds.get(report.baseline, "bundled") == "bundled"
     if report.kind == "bench" and over_ours and "library" not in kinds.values():
         yield f"Speedups are over unfused, {OWN_BASELINE}."
