@@ -356,8 +356,8 @@ def from_call(kind: type[I], **given: Any) -> I:
 
 def pieces(inputs: I, given: Mapping[str, Tensor]) -> list[I]:
     """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
-    states of the whole.  Of a pack, which wants a state after each token, call t has token t of
-    every sequence that is so long; its lengths are read on the host.
+    states of the whole.  A pack wants a state after each token: call t has token t of every
+    sequence that is so long.  Reads the lengths on the host.
 
     given: `CallBinding.positional`.
     """

@@ -98,12 +98,17 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str):
 
 
 def test_a_longer_step_rounds_less_often():
-    passing(f"bench ssd {SMALL} --decode-states bf16 --out a")
-    passing(f"bench ssd {SMALL} --decode-states bf16 --decode-step 8 --out b")
-    (_, each), (case, eighth) = *states_of("a").values(), *states_of("b").values()
-    assert case.where.endswith(", decoded by 8")
-    assert eighth.marks == (8, 16, 24)
-    assert eighth.last(eighth.state_errors) < each.last(each.state_errors)  # type: ignore[operator]
+    """Between steps nothing is; the last one may be shorter."""
+    passing(f"bench ssd {SMALL} --decode-states bf16 --decode-step 20 --out a")
+    ((case, task),) = states_of("a").values()
+    assert case.where.endswith(", decoded by 20")
+    assert task.marks == (20, 24)
+    for errors, least, most in (
+        (task.out_errors[0], 1e-5, 5e-4),  # of the initial state alone
+        (task.state_errors[0], 1e-4, 1e-2),
+        (task.state_errors[1], 1e-4, 1e-2),
+    ):
+        assert all(error is not None and least <= error <= most for error in errors), errors
 
 
 @pytest.mark.parametrize("model", DEMOS)
