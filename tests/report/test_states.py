@@ -64,6 +64,8 @@ def test_heads_are_lost_at_ten_times_the_first_rounding():
     assert shown["int8"]["pool of 256"] == "256 MiB"
     assert [cells["trend"] for cells in shown.values()] == ["grows", "grows", "-", "stays"]
     assert shown["bf16"]["p"] == "0.50 [0.50, 0.50]"
+    (table,) = overviews(of_states(decoded("mine:f", steady(1e-3), slot_bytes=None)))
+    assert row(table, "mine:f")["pool of 256"] == "-"
 
 
 def test_heads_are_grouped_by_how_long_they_remember():
