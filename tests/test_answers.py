@@ -5,7 +5,6 @@ fails the gate.
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,7 +160,7 @@ def test_run_compares_answers_too():
 
 @pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
 def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
-    tmp_path: Path, weights: str, item: int
+    tmp_path, weights: str, item: int
 ):
     """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)

@@ -71,7 +71,7 @@ def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results):
 @pytest.mark.parametrize(
     ("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")]
 )
-def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path: Path, file: str, begins: str):
+def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file: str, begins: str):
     assert ran.export(tmp_path / file).read_text().startswith(begins)
     with pytest.raises(BadInputError, match="exists"):
         ran.export(tmp_path / file)
@@ -106,9 +106,7 @@ def test_help_shows_the_options_of_the_command(name: str):
     assert set(shown) - typed == {"operator" if name == "bench" else "model", "watcher"}
 
 
-def test_a_run_that_stored_captures_stands_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_stored_captures_stands_for_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/one/captures")
     folder.mkdir(parents=True)
@@ -194,9 +192,7 @@ def right(inputs: Any) -> Any:
     return registry.get("ssd", "unfused").run(inputs, Precision())
 
 
-def test_a_function_is_judged_on_given_tensors(
-    inputs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path, capsys):
     def wrong(inputs: Any) -> Any:
         out, states = right(inputs)
         return out * 1.01, states

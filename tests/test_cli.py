@@ -44,7 +44,7 @@ def refused(code: int, command: str) -> str:
     return answer.err
 
 
-def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.MonkeyPatch):
+def test_an_export_for_github_needs_both_of_its_files(monkeypatch):
     """`goldens/machine/refused.txt` and `goldens/stored/refused.txt` have what else is refused."""
     monkeypatch.setenv("GITHUB_OUTPUT", "output.txt")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
@@ -86,9 +86,7 @@ def test_another_run_in_the_same_folder():
         ),
     ],
 )
-def test_how_a_command_ends(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str
-):
+def test_how_a_command_ends(monkeypatch, raised: BaseException, code: int, words: str):
     def fail(*_: object) -> None:
         raise raised
 
@@ -99,7 +97,7 @@ def test_how_a_command_ends(
 
 
 def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch, capsys, tmp_path
 ):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("somewhere deep at http://user:secret@host")
@@ -124,7 +122,7 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     assert "secret" not in log.read_text().partition("ZeroDivisionError: ")[2]
 
 
-def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_models_fit_a_terminal(monkeypatch):
     """Nothing is truncated if a row needs more than 80 columns."""
     monkeypatch.setattr("ssdprof.commands.terminal.WIDTH_OF_A_PIPE", 80)
     text = Answer("models").out
@@ -133,7 +131,7 @@ def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "128x64, N 128, G 1, chunk 256" in text
 
 
-def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_prints_a_path_as_it_is(monkeypatch):
     """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
     monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
@@ -146,7 +144,7 @@ def test_the_shell_completes_commands():
     assert shell("PROGRAM", **words).stdout.split() == ["accuracy"]
 
 
-def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch):
+def test_tokens_do_not_reach_the_report(monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"]
     )
@@ -289,7 +287,7 @@ def denied(suffix: str = "", prefix: str = "", dir: str = "", real: Any = tempfi
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
+def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
     """Simulated, because root may run the tests and may write everywhere."""
     monkeypatch.setattr(
         "ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model")
@@ -301,7 +299,7 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.Monke
     assert "cannot be written: permission denied" in refused(3, "capture demo --seq 16")
 
 
-def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_file_that_may_not_be_read(monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 

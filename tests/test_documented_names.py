@@ -106,7 +106,7 @@ def test_every_bench_that_is_named_has_results():
 @pytest.mark.parametrize(
     "folder", sorted({file.parent for file in recorded.RESULTS.glob("*/report.json")}), ids=str
 )
-def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path: Path):
+def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path):
     page = tmp_path / "x.html"
     Answer("export", str(folder), "-o", str(page))
     assert page.read_text().startswith("<!DOCTYPE html>")

@@ -97,7 +97,7 @@ def test_a_kda_model_of_every_type_runs_from_its_folder(name: str):
 
 
 @pytest.mark.usefixtures("in_demo_run")
-def test_export_writes_what_a_job_attaches(tmp_path: Path):
+def test_export_writes_what_a_job_attaches(tmp_path):
     file = tmp_path / "report.md"
     answer = Answer(f"export --format markdown -o {file}")
     assert (answer.code, answer.out) == (0, "")
@@ -154,7 +154,7 @@ def test_several_lengths_and_layers_of_a_random_prompt():
     assert any("random tokens" in note for note in report.remarks)
 
 
-def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_conditions_on_times_need_a_gpu(monkeypatch):
     """Those of the settings file are not judged without one; the others are."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for gate in ("speedup:1.5", "time@call:5"):
@@ -168,7 +168,7 @@ def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 @demo_alone
-def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch):
     """The plan on stdout, and the error of the run with its exit code."""
     monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")

@@ -31,7 +31,7 @@ def test_secrets_are_masked(text: str, shown: str):
 @pytest.mark.parametrize("variable", ["HF_ENDPOINT", "https_proxy", "ALL_PROXY", "the command"])
 @pytest.mark.parametrize("user", ["user:s3 cret", "u:p@s s/x", "a'b\"c", "u"])
 def test_an_address_that_is_known_is_masked_whatever_is_in_it(
-    variable: str, user: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, user: str, monkeypatch
 ):
     address = f"http://{user}@127.0.0.1:9"
     if variable == "the command":
@@ -44,14 +44,14 @@ def test_an_address_that_is_known_is_masked_whatever_is_in_it(
     assert masked(text) == shown
 
 
-def test_a_password_is_masked_without_a_scheme(monkeypatch: pytest.MonkeyPatch):
+def test_a_password_is_masked_without_a_scheme(monkeypatch):
     monkeypatch.setattr("sys.argv", ["ssdprof", "run", "bob:p w@127.0.0.1:9/org/model"])
     assert masked("'bob:p w' is neither a hub id nor a folder") == (
         "'...' is neither a hub id nor a folder"
     )
 
 
-def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "api-key 12345678")
     assert masked("sent 'api-key 12345678'") == "sent '...'"
 

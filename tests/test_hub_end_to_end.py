@@ -79,7 +79,7 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call):
 
 @pytest.mark.slow
 def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
-    hub: MiniHub, ssdprof: Call, tmp_path: Path
+    hub: MiniHub, ssdprof: Call, tmp_path
 ):
     (tmp_path / "short.txt").write_text("a few words")
     hub.log.clear()

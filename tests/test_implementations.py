@@ -137,9 +137,7 @@ def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, rea
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
-    here: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(here: Path, capsys):
     """Of the captured call, and of a call that broke a law."""
     (here / "peeking.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -168,9 +166,7 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
 
 @pytest.mark.usefixtures("not_isolated")
 @pytest.mark.parametrize("command", ["run", "answers"])
-def test_what_a_kernel_prints_is_no_data(
-    here: Path, command: str, capfd: pytest.CaptureFixture[str]
-):
+def test_what_a_kernel_prints_is_no_data(here: Path, command: str, capfd):
     """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -183,7 +179,7 @@ def test_what_a_kernel_prints_is_no_data(
     assert {"imported", "called"} <= set((answer.err + capfd.readouterr().err).split())
 
 
-def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]):
+def test_what_c_code_prints_is_no_data(capfd):
     with only_data_on_stdout():
         ctypes.CDLL(None).puts(b"of the C library")  # stays in the buffer until a flush
         os.write(1, b"of a system call\n")
@@ -193,7 +189,7 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]):
     assert set(found.err.splitlines()) == {"of the C library", "of a system call"}
 
 
-def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch):
+def test_first_call_is_the_limit_of_the_other_process(monkeypatch):
     monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
     shown = ending(1, f"run demo {SHORT} --impl unfused,bad_kernels:good --first-call 7").shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
@@ -269,7 +265,7 @@ def refuse(_inputs: Any) -> Any:
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch):
+def test_a_library_is_a_column_at_its_own_precision(monkeypatch):
     library(monkeypatch, "other", narrow)
     shown = passing(f"run demo {SHORT} --impl unfused,fused,other --full").shown
     case = cases()["other"]
@@ -281,7 +277,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest.MonkeyPatch):
+def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch):
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
@@ -295,7 +291,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch):
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
     passing(f"run demo {SHORT} --impl fused,sloppy")
@@ -313,9 +309,7 @@ def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch: p
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_told(monkeypatch):
     library(monkeypatch, "forgetful", forgetful)
     shown = ending(1, f"run demo {SHORT} --impl fused,forgetful").shown
     (case,) = (case for case in latest().cases if case.implementation == "forgetful")
@@ -344,7 +338,7 @@ def test_a_named_library_makes_its_first_call_in_another_process():
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch):
+def test_all_are_compared_with_a_library_as_baseline(monkeypatch):
     library(monkeypatch, "other", narrow)
     words = "--seq 40 --layers 0 --impl unfused,fused --baseline other --full"
     shown = passing("run demo", words).shown

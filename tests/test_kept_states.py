@@ -92,7 +92,7 @@ def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Pre
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("operator", SHAPES)
 def test_kept_states_are_compared_with_runs_that_are_cut_there(
-    operator: str, pool: bool, monkeypatch: pytest.MonkeyPatch
+    operator: str, pool: bool, monkeypatch
 ):
     pretend_gpu(monkeypatch)
     reference = kernels.get(operator, "reference")
@@ -141,9 +141,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
 
 
 @pytest.mark.parametrize("operator", SHAPES)
-def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
-    operator: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator: str, monkeypatch):
     pretend_gpu(monkeypatch, real=True)
     for name in ("unfused", "fused"):
         monkeypatch.setitem(

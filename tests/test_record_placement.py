@@ -3,7 +3,6 @@ end.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ TINY = replace(
 )
 
 
-def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_that_differs_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, record_placement.MODEL, TINY)
     record_placement.write_checkpoint(record_placement.MODEL, tmp_path, 1, 0, "cpu")
     target = find(record_placement.request_of(tmp_path, 64, "one-gpu"))

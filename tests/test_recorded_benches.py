@@ -2,8 +2,6 @@
 to them.
 """
 
-from pathlib import Path
-
 import cases
 import pytest
 import readme_table
@@ -62,9 +60,7 @@ def test_a_case_that_failed_says_why_and_has_no_time():
     assert "its budget" in cell.cases[2].reason
 
 
-def test_a_new_bench_is_added_to_the_file_of_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_new_bench_is_added_to_the_file_of_its_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "file_of", lambda _: tmp_path / "gpu.jsonl")
     (tmp_path / "b.json").write_text(dump(DONE))
     assert recorded.read(tmp_path / "b.json") == recorded.recorded("b", DONE)
@@ -109,7 +105,7 @@ def test_the_committed_lines_are_whole_and_none_is_superseded():
 # --- the tables of results/README.md
 
 
-def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path):
+def test_only_what_is_between_the_marks_is_replaced(tmp_path):
     readme = tmp_path / "README.md"
     of_ssd, of_gdn = (
         f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn")

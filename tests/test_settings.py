@@ -40,9 +40,7 @@ def test_everything_that_a_file_may_hold():
     jsonschema.validate(tomllib.loads(WHOLE), SCHEMA)
 
 
-def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(monkeypatch):
     assert settings.load() == settings.ProjectSettings()
     Path("pyproject.toml").write_text('[tool.ssdprof]\ngates = ["rms:1"]\n')
     assert settings.load().gates == ("rms:1",)

@@ -4,7 +4,6 @@ import errno
 import gc
 import os
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,9 +139,7 @@ def test_layers_that_do_not_fit_main_memory_go_in_groups():
         assert_close(captured.inputs, expected.inputs)
 
 
-def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     size = LENGTH * capture_bytes_per_token(find_mixers(tiny_models.shared("mamba2").base_model)[0])
     together, _ = capture("mamba2", segment_length=40)
@@ -159,9 +156,7 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
         capture("mamba2", segment_length=40, host_budget_bytes=100)
 
 
-def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(monkeypatch):
     """Writing to a mapped file on a full disk is a bus error."""
 
     def refuse(_file: int, _start: int, size: int) -> None:
@@ -176,7 +171,7 @@ def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
     assert "TMPDIR" in raised.value.hint
 
 
-def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch):
+def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch):
     """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their
     pages are written.
     """

@@ -80,7 +80,7 @@ def read_all(folder: Path) -> list[CapturedLayer]:
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
-def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str):
+def test_what_comes_back_is_what_was_stored(tmp_path, name: str):
     first, *others = captured(name, torch.bfloat16)
     layers = [replace(first, remark="Each key head was taken once."), *others]
     with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
@@ -119,7 +119,7 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str):
 
 
 def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_asked_for(
-    tmp_path: Path, mamba2: list[CapturedLayer]
+    tmp_path, mamba2: list[CapturedLayer]
 ):
     with pytest.raises(KeyboardInterrupt):
         interrupt(tmp_path, mamba2[2])
@@ -154,7 +154,7 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
 
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
-    tmp_path: Path, mamba2: list[CapturedLayer], monkeypatch: pytest.MonkeyPatch, at: int
+    tmp_path, mamba2: list[CapturedLayer], monkeypatch, at: int
 ):
     """Whichever of its changes of the folder is the last.  The next one leaves nothing of it."""
     with writer(tmp_path) as out:
@@ -287,7 +287,7 @@ def test_a_damaged_manifest(stored: Path, content: bytes, words: str):
 
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])
-def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str):
+def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener: str):
     """Simulated, because root may run the tests and may read every file."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -305,9 +305,7 @@ def denied(*_: object) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_a_folder_is_refused_before_a_model_is_loaded(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_is_refused_before_a_model_is_loaded(stored: Path, monkeypatch):
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
     check_folder(stored, overwrite=True)
@@ -341,7 +339,7 @@ def disk_with_room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]):
+def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
     def fill() -> None:
         with writer(tmp_path) as out:
             out.add(mamba2[0])
@@ -367,7 +365,7 @@ def _write_until_stopped(folder: Path, connection: Any) -> None:
         connection.recv()
 
 
-def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]):
+def test_two_writers_in_one_folder(tmp_path, mamba2: list[CapturedLayer]):
     context = multiprocessing.get_context("fork")
     connection, of_writer = context.Pipe()
     other = context.Process(target=_write_until_stopped, args=(tmp_path, of_writer))
@@ -388,7 +386,7 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]):
 
 
 def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     ref = tiny_models.checkpoint_ref("mamba2")

@@ -124,7 +124,7 @@ def test_a_prompt_of_one_token_is_no_step():
     ] * 3
 
 
-def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch):
     site = find_mixers(tiny_models.shared("mamba2"))[0]
 
     forward = type(site.module).forward

@@ -1,6 +1,5 @@
 """A prompt in segments, through whole and cut models, and the logits and tokens after it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,7 @@ def test_attention_that_is_more_than_causal_is_refused():
 @pytest.mark.parametrize(
     "name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"]
 )
-def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path):
+def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path):
     tiny_models.shared(name).save_pretrained(tmp_path)
     local = fetch(open_model(str(tmp_path)), deepest_layer=1)
     model = load_model(local, device="cpu")

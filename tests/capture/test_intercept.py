@@ -106,7 +106,7 @@ def captured_without_transformers_operator(
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu(name: str, monkeypatch):
     layers = captured_without_transformers_operator(
         name, tiny_models.build(name).base_model, 70, monkeypatch
     )
@@ -115,9 +115,7 @@ def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", tiny_models.GDN)
-def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name: str, monkeypatch):
     ran = set()
     get = kernels.get
 

@@ -286,7 +286,7 @@ def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], obj
     assert "internal" not in answer.err
 
 
-def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch: pytest.MonkeyPatch):
+def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):
     for name in ("nothing", "foreign"):
         Path(name).mkdir()
     (Path("foreign") / "session.jsonl").write_text("{}\n")
@@ -310,7 +310,7 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch: 
     ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
 
 
-def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path):
+def test_a_folder_of_safetensors_becomes_a_capture(tmp_path):
     states = torch.randn(3, 2, 16, 8)
     shapes: list[tuple[int, tuple[int, ...]]] = [(70, ()), (12, (0, 5, 5, 12)), (9, ())]
     passes = [
@@ -331,7 +331,7 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path):
     assert first.served is None
 
 
-def test_layers_without_names_are_counted_for_each_operator(tmp_path: Path):
+def test_layers_without_names_are_counted_for_each_operator(tmp_path):
     folder = tmp_path / "r"
     folder.mkdir()
     for number, operator in enumerate(("gdn", "ssd", "gdn") * 2):
@@ -360,7 +360,7 @@ def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
     return call | {"final_states": torch.cat(states)}
 
 
-def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path: Path):
+def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path):
     """Kernels that return final states alone are refused for others only, in a sentence."""
     calls = [verification((3, 3, 3)), verification((1, 2))]
     record(tmp_path / "r", "gdn", calls, (1,), state_every=1)
@@ -423,7 +423,7 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
         ),
     ],
 )
-def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], object], words: str):
+def test_a_damaged_folder_is_refused(tmp_path, damage: Callable[[Path], object], words: str):
     folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")

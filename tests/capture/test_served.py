@@ -109,7 +109,7 @@ def writer_of(folder: Path, name: str, serving: Serving) -> store.CaptureWriter:
     "serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"]
 )
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path):
+def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path):
     calls, _ = capture(name, tiny_models.prompt(LENGTH), serving)
     with writer_of(tmp_path, name, serving) as writer:
         for captured in calls:
@@ -135,7 +135,7 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
 @pytest.mark.parametrize("bounds", [[0, 30, 20, LENGTH], [0, 20, LENGTH + 1], [1, LENGTH]])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
-    name: str, bounds: list[int], tmp_path: Path
+    name: str, bounds: list[int], tmp_path
 ):
     serving = Serving(packed=(20, 30))
     (first, *_), _ = capture(name, tiny_models.prompt(LENGTH), serving)

@@ -203,7 +203,7 @@ def test_other_types_are_refused_with_the_reason(opened: Open, config: dict[str,
         *({"bits": 4}, "int4"),
     ],
 )
-def test_unknown_quantisation_is_refused(opened: Open, tmp_path: Path, quantization: object):
+def test_unknown_quantisation_is_refused(opened: Open, tmp_path, quantization: object):
     codes = torch.ones(8, dtype=torch.uint8)
     save_file({"model.layers.0.in_proj.weight": codes}, tmp_path / "model.safetensors")
     text = refusal(opened, {**GRANITE_H_SMALL, "quantization_config": quantization})
@@ -267,7 +267,7 @@ def test_damaged_configs_are_refused_by_key(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}']
 )
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes):
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content: bytes):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(
         BadInputError, match=r"^config.json of .* (is not valid JSON|holds no JSON object)"
@@ -340,7 +340,7 @@ def test_every_key_that_counts_layers_is_cut(
     assert opened(cut).layer_count == 3
 
 
-def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path: Path):
+def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path):
     text = QWEN3_5_FP8["text_config"]
     assert "vision_config" not in opened(
         {**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}

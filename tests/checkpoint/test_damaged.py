@@ -73,7 +73,7 @@ def test_a_config_that_transformers_cannot_use(demo: Path, change: dict[str, Any
 
 @pytest.mark.parametrize("change", [{"hidden_act": "swish_7"}, {"dtype": 7}])
 def test_the_refused_field_is_named_where_transformers_does_not(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+    demo: Path, monkeypatch, change: dict[str, Any]
 ):
     monkeypatch.setattr(
         "ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads")

@@ -367,7 +367,7 @@ def test_a_pickle_keyed_by_numbers_is_refused():
     assert "holds an entry 0, which is no name of a weight" in answer.err
 
 
-def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
     folder = checkpoint("qwen3_5_text")
     monkeypatch.delitem(tf.MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping, "qwen3_5_text")
     check_predictions_refused(
@@ -397,7 +397,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str,
     assert "it is not the implementations" in answer.err
 
 
-def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_temporary_folder_is_no_damage(monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -96,7 +96,7 @@ def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, na
     assert sum(stored.values()) == located.weight_bytes(head=True) >= located.weight_bytes()
 
 
-def test_a_shared_block_stays_shared(tmp_path: Path):
+def test_a_shared_block_stays_shared(tmp_path):
     config = tiny_models.shared("zamba2").config.to_dict()
     # two blocks, used twice each
     kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]
@@ -117,7 +117,7 @@ def test_a_shared_block_stays_shared(tmp_path: Path):
     ("text_type", "whole_type"), [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
 )
 def test_a_vision_language_repo_gives_its_language_model(
-    saved: Save, tmp_path: Path, text_type: str, whole_type: str
+    saved: Save, tmp_path, text_type: str, whole_type: str
 ):
     folder = saved(text_type)
     text_config = json.loads((folder / "config.json").read_text())
@@ -202,7 +202,7 @@ def test_every_spelling_of_no_limit_loads(copied: Save, limit: object):
     [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
 )
 def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
-    tmp_path: Path, stored: torch.dtype, in_config: torch.dtype | None
+    tmp_path, stored: torch.dtype, in_config: torch.dtype | None
 ):
     """The config decides, even if the files differ.  Without an entry, the dtype of most of the
     weights decides.
@@ -224,9 +224,7 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64])
-def test_codes_without_a_quantisation_in_the_config_are_no_weights(
-    tmp_path: Path, dtype: torch.dtype
-):
+def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path, dtype: torch.dtype):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.2.mlp.up_proj.weight"
@@ -256,11 +254,7 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(
     ],
 )
 def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_download(
-    copied: Save,
-    monkeypatch: pytest.MonkeyPatch,
-    quantization: dict[str, Any],
-    kind: type[SsdprofError],
-    words: str,
+    copied: Save, monkeypatch, quantization: dict[str, Any], kind: type[SsdprofError], words: str
 ):
     folder = copied("qwen3_5_text")
     edit_config(folder, quantization_config=quantization)
@@ -273,7 +267,7 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
             read(located)
 
 
-def test_weights_of_mxfp8_are_decoded(tmp_path: Path):
+def test_weights_of_mxfp8_are_decoded(tmp_path):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.0.mlp.gate_proj.weight"

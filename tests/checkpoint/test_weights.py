@@ -27,7 +27,7 @@ def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
     return caught.value
 
 
-def test_a_header_gives_shapes_and_bytes(tmp_path: Path):
+def test_a_header_gives_shapes_and_bytes(tmp_path):
     file = tmp_path / "a.safetensors"
     save_file(
         {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)},

@@ -172,7 +172,7 @@ def check_files(
 
 
 def test_the_script_prints_a_table_and_ends_with_1_if_a_bar_does_not_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, monkeypatch, capsys
 ):
     """Of one GPU only."""
     assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H200") == 0

@@ -129,7 +129,7 @@ def test_the_cells_and_names_of_a_bench():
     assert request.conditions == gates("rms:2")
 
 
-def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path):
+def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path):
     file = tmp_path / "ssdprof.toml"
     file.write_text(
         'gates = ["speedup:1.5", "rms:3", "match@0:50%"]\n[prefill]\ngates = ["speedup:1.1"]\n'

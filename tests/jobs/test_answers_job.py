@@ -70,9 +70,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it():
     assert broken(report) == ()
 
 
-def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(monkeypatch):
     named = answered(implementations=("fused",), reference="unfused")
     assert reference(named) == ("unfused exact, fp32 states", "--reference names it.")
     monkeypatch.setattr(job, "PIECE", 8)

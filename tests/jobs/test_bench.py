@@ -111,7 +111,7 @@ def test_outputs_are_matched_with_another_one_than_the_baseline():
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 32)])
-def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]):
+def test_short_checks_are_shared_and_named(monkeypatch, sizes: tuple[int, ...]):
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
     compared = []
     whole = job.Comparer.compare
@@ -128,7 +128,7 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, size
     assert all(case.samples for case in report.cases)
 
 
-def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_bench_leaves_what_it_has(monkeypatch):
     measured = job.CellBench.measured
 
     def interrupted(bench: Any, cell: Cell, *rest: Any) -> Any:
@@ -166,9 +166,7 @@ def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sampled_here")
-def test_a_further_process_repeats_the_command_of_the_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_further_process_repeats_the_command_of_the_report(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = "bench ssd --shape 4x16x16x1 --seq 36 --dtype fp32"
     passing(f"{words} --processes 2 --out kept")
@@ -178,9 +176,7 @@ def test_a_further_process_repeats_the_command_of_the_report(
 
 
 @pytest.mark.usefixtures("sampled_here")
-def test_a_further_process_that_fails_leaves_the_report_incomplete(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_further_process_that_fails_leaves_the_report_incomplete(capsys):
     command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
     report = benched(*cells(36), processes=2, command=command)
     assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
@@ -188,9 +184,7 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])
-def test_further_processes_only_add_samples_and_say_nothing(
-    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_further_processes_only_add_samples_and_say_nothing(fault: str, monkeypatch, capsys):
     verified = []
     whole = compare.Comparer._accuracies
 
@@ -245,7 +239,7 @@ def test_further_processes_only_add_samples_and_say_nothing(
     assert all(row["call time, low [µs]"] for row in rows)
 
 
-def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     """Also if the oracle alone lacks memory, and if an output was compared before."""
     whole = compare.compare_with_oracle
     passes = []
@@ -263,7 +257,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
 
 
-def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch):
+def test_a_spent_budget_leaves_cells_out(monkeypatch):
     clock = [0.0]
     measured = job.CellBench.measured
 
@@ -282,9 +276,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch):
     assert report.missing == ()
 
 
-def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch):
     clock = [0.0]
 
     def compiling(*_: object) -> None:
@@ -305,7 +297,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
 
 
 def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
-    monkeypatch: pytest.MonkeyPatch, users_folder: Path
+    monkeypatch, users_folder: Path
 ):
     monkeypatch.setattr(isolate, "_tried", lambda *_: [("ran", "")])
     (users_folder / "own_kernels.py").write_text(
@@ -358,7 +350,7 @@ def library(operator: str) -> Implementation:
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch
 ):
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
@@ -386,7 +378,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     assert report.speedup(theirs) is None
 
 
-def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatch):
+def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch):
     operator = operators.get("gdn")
     for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))

@@ -94,7 +94,7 @@ def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
     assert fingerprint(*entry.call.inputs.tensors.values()) == before
 
 
-def test_what_a_thread_computes_after_the_call_is_no_output(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_thread_computes_after_the_call_is_no_output(monkeypatch):
     """The threads write after the output has been read once, and before it is read again."""
     threads = []
     calls = []
@@ -297,9 +297,7 @@ def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: s
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("here")
-def test_a_device_clock_that_differs_from_the_profiler_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_device_clock_that_differs_from_the_profiler_is_a_failure(monkeypatch):
     elapsed = timing._elapsed_ms
     monkeypatch.setattr(timing, "_elapsed_ms", lambda start, stop: elapsed(start, stop) / 2)
     with pytest.raises(

@@ -115,7 +115,7 @@ def test_laws_are_told_whether_the_interpreter_ran_the_call():
     assert told == {"plain": False, "triton": True, "plain again": False}
 
 
-def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.MonkeyPatch):
+def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch):
     def no_memory(*_args: object, **_kwargs: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
@@ -172,9 +172,7 @@ def groups(*, timed: bool = False) -> list[Entry]:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
-def test_little_memory_changes_nothing_but_the_number_of_passes(
-    monkeypatch: pytest.MonkeyPatch, capacity: int
-):
+def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch, capacity: int):
     roomy = compared(groups())
     passes = []
     whole = module.compare_with_oracle
@@ -199,9 +197,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
     assert len(passes) == {1: 10, 2: 8, 3: 4, 4: 4, 5: 2, 8: 2, 100: 1}[capacity]
 
 
-def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(monkeypatch):
     monkeypatch.setattr(Call, "outputs_that_fit", 2)
     (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
     verdicts = compared([base], entries("a", baseline=base), entries("b", baseline=base))
@@ -344,7 +340,7 @@ def test_what_goes_wrong_while_it_is_timed():
     ("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)]
 )
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, factor: float, largest: float
+    monkeypatch, precision: Precision, factor: float, largest: float
 ):
     scales = []
     changeable = module._changeable
@@ -513,9 +509,7 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
     assert [matched_with(entry, made, "nobody") for entry in made] == [None] * len(made)
 
 
-def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(monkeypatch):
     monkeypatch.setattr(module, "_changeable", lambda _: nullcontext(None))
     (case,) = compared(entries("a"), timer=FakeTimer()).values()
     assert (case.result, bool(case.samples)) == ("passed", True)

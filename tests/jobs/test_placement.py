@@ -108,7 +108,7 @@ def beside(folder: Path) -> int:
     ],
 )
 def test_the_fastest_placement_that_fits(
-    granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
+    granite: Path, monkeypatch, gpus: list[float], host: float, kind: str
 ):
     """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
@@ -134,7 +134,7 @@ def test_the_fastest_placement_that_fits(
     )
 
 
-def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
@@ -161,9 +161,7 @@ def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytes
             choose(asked(granite, kind))
 
 
-def test_a_second_gpu_that_another_process_has_alone_is_left_out(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_second_gpu_that_another_process_has_alone_is_left_out(granite: Path, monkeypatch):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
@@ -182,7 +180,7 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(
 
 
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
+    granite: Path, monkeypatch
 ):
     weights = asked(granite).weight_bytes
     more = beside(granite)
@@ -230,7 +228,7 @@ def save_in_fp8(folder: Path) -> None:
     ids=["experts one by one", "experts together", "fp8"],
 )
 def test_weights_that_transformers_writes_anew_are_counted(
-    save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Callable[[Path], None], whole: bool, tmp_path, monkeypatch
 ):
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
@@ -250,9 +248,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     assert (chosen.rewritten_bytes == on_disk) == whole
 
 
-def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(granite: Path, monkeypatch):
     """A tokenizer of another model, and no room for weights that are written anew."""
     monkeypatch.setattr(placement, "fetch", None)
     target = asked(granite, seqlen=256, tokenizer="demo")
@@ -280,7 +276,7 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
     assert "TMPDIR" in caught.value.hint
 
 
-def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path):
+def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path):
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -296,7 +292,7 @@ def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Pat
         choose(asked(tmp_path, "cpu-offload"))
 
 
-def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_price_is_measured(granite: Path, monkeypatch):
     record = Placement(
         kind="disk-offload",
         device="cuda:0",
@@ -337,7 +333,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch):
     assert ChosenPlacement(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
-def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch):
     hidden = []
     fetch = placement.fetch
 
@@ -351,7 +347,7 @@ def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.Monk
     assert hidden == [False, False]
 
 
-def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path):
+def test_a_file_is_read_to_know_how_fast_that_is(tmp_path):
     file = tmp_path / "weights"
     file.write_bytes(b"x" * 1_000_000)
     speed = placement.read_bytes_per_s(file)
@@ -361,9 +357,7 @@ def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path):
     assert placement.read_bytes_per_s(tmp_path / "empty") is None
 
 
-def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(granite: Path, monkeypatch):
     """The model is loaded according to the placement, while the files that it reads exist.
 
     Streamed weights are part of the predicted peak, together with the weights that stay in memory.
@@ -492,7 +486,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
     ids=["whole", "segments", "chunks", "decode", "packed"],
 )
 def test_the_predicted_peak_is_that_of_a_capture(
-    name: str, segment_length: int, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    name: str, segment_length: int, serving: Serving, monkeypatch
 ):
     """The prediction runs on the meta device, without memory."""
     # torch's CausalBias cannot be constructed under a dispatch mode.
@@ -514,9 +508,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
-def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
-    name: str, tmp_path: Path
-):
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path):
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     target = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
@@ -529,9 +521,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
 
 @pytest.mark.parametrize("segment_length", [1024, 256])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_operator_calls_of_one_form_are_tried_once(
-    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_operator_calls_of_one_form_are_tried_once(name: str, segment_length: int, monkeypatch):
     """The predicted peak is the same as if every call were tried."""
     shapes, wanted = shapes_of(name)
     tried = []  # not the calls, because a call holds its tensors
@@ -576,7 +566,7 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer():
 
 @pytest.mark.parametrize("kind", [None, "one-gpu"])
 def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
-    kind: PlacementKind | None, granite: Path, monkeypatch: pytest.MonkeyPatch
+    kind: PlacementKind | None, granite: Path, monkeypatch
 ):
     def fails(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("not on meta")
@@ -597,9 +587,7 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
     assert planned.notes[-1] == said[-1] == words
 
 
-def test_segments_of_a_given_length_may_be_tried_with_less_memory(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_segments_of_a_given_length_may_be_tried_with_less_memory(granite: Path, monkeypatch):
     target = asked(granite, "one-gpu")
     memory(monkeypatch, [], target.weight_bytes)
     with pytest.raises(MissingCapabilityError, match="what is computed for 96 tokens takes"):
@@ -607,16 +595,14 @@ def test_segments_of_a_given_length_may_be_tried_with_less_memory(
     assert choose(asked(granite, "one-gpu", segment_length=32)).segment_lengths == (32,)
 
 
-def test_each_prompt_has_the_longest_segments_that_fit(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatch):
     target = replace(asked(granite), seqlens=(1024, 2048, 4096))
     needed = placement.Chooser(replace(target, seqlens=(2048,))).least_beside()
     memory(monkeypatch, [], target.weight_bytes + needed)
     assert choose(target).segment_lengths == (1024, 2048, 2048)
 
 
-def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch):
     """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole
     prompt.
     """
@@ -679,7 +665,7 @@ def capped(size: int | None) -> Iterator[None]:
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 @pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
 def test_the_predicted_peak_of_a_gpu(
-    large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch: pytest.MonkeyPatch
+    large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch
 ):
     """torch's count, under a cap that makes the offloads stream; on one GPU, because several would
     hold all weights.

@@ -90,7 +90,7 @@ def results(report: Report) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatch):
+def test_every_length_is_timed_the_shortest_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     report = timed(12, 8, copies=2, names=(*COMPARED, "mamba_ssm"))
     assert report.absent[0].startswith("mamba_ssm cannot be imported")
@@ -135,7 +135,7 @@ def test_a_budget_that_is_spent_leaves_lengths_out_by_name():
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
-def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch):
     whole: Callable[..., None] = job._Length._whole_prefill
 
     def interrupted(self: job._Length, name: str) -> None:
@@ -160,7 +160,7 @@ def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_all_lengths_come_with_the_models_own_convolution_first_and_other_libraries_with_it_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     library = replace(kernels.get("ssd", "reference"), name="library", kind="library", version="1")
     known = implementations.resolve
@@ -191,7 +191,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsewhere(
-    users_folder: Path, monkeypatch: pytest.MonkeyPatch
+    users_folder: Path, monkeypatch
 ):
     def tried(implementation: Any, *_: Any) -> list[isolate.CallVerdict]:
         hangs = implementation.name.endswith("second")

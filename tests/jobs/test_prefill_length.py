@@ -212,7 +212,7 @@ def test_with_time_enough_every_recording_lies_elsewhere():
     assert len(case.samples[0].us) == timer.events.count("reallocate") >= 5
 
 
-def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch):
+def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch):
     told = []
     known = set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)

@@ -104,7 +104,7 @@ def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_k
 
 
 @needs_interpreter
-def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch):
     fused = kernels.get("ssd", "fused")
     left = [1]
 
@@ -140,7 +140,7 @@ def test_the_bundled_baseline_passes_at_all_six_precisions():
             assert (accuracy.vs_baseline and accuracy.vs_baseline.against) == against
 
 
-def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch):
     timers = []
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(replay, "INTERPRETED", True)
@@ -156,9 +156,7 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest
 
 @needs_interpreter
 @pytest.mark.parametrize("stop_at", [5, 13])
-def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(
-    stop_at: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monkeypatch):
     plain = replay.Comparer
     began = []
 

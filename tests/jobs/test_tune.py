@@ -205,7 +205,7 @@ def made(intermediates: Any = "exact") -> list[Problem]:
 
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kernel_one_for_each(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
@@ -263,9 +263,7 @@ def of(cases: Sequence[Case], name: str) -> Case:
 
 
 @pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
-def test_it_goes_to_the_fastest_axis_by_axis(
-    fitting: int, turns: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_goes_to_the_fastest_axis_by_axis(fitting: int, turns: int, monkeypatch):
     """A configuration is written to the file and read back unchanged.  fitting: whose outputs are
     kept by graphs.
     """
@@ -392,7 +390,7 @@ def test_a_wrong_candidate_is_named_and_never_found():
     ],
 )
 def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_the_search(
-    broken: str, result: str, why: str, monkeypatch: pytest.MonkeyPatch
+    broken: str, result: str, why: str, monkeypatch
 ):
     """Otherwise all other candidates would be reported as failing."""
 
@@ -439,9 +437,7 @@ def used() -> list[str]:
     ]
 
 
-def test_what_is_stored_is_used_and_said_also_in_another_process(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, monkeypatch):
     assert used() == []
     file = kept()
     assert file == cache / "NVIDIA-Test.json"
@@ -485,9 +481,7 @@ def test_later_outcomes_replace_those_for_the_same_calls():
     assert used()[1:] == ["segment 8"], "a search that finds nothing deletes what was found before"
 
 
-def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monkeypatch):
     file = kept(environment(GPU.model_copy(update={"name": "NVIDIA Other"})))
     assert used() == []
     file.rename(file.with_name("NVIDIA-Test.json"))
@@ -521,7 +515,7 @@ def test_what_cannot_be_read_is_said(before: str, after: str, why: str):
     assert f"NVIDIA-Test.json {why}" in said
 
 
-def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch):
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file where a folder should be")
     with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
@@ -631,7 +625,7 @@ def test_from_words_to_kernels_that_take_the_find(
 
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
-def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path):
+def test_what_ends_early_keeps_what_it_has(monkeypatch, cache: Path):
     words = "tune ssd --shape 2x16x16x1,4x16x16x1 --seq 40"
     with monkeypatch.context() as patch:
         seconds = count(0, 100)

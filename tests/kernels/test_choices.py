@@ -219,7 +219,7 @@ def test_a_reason_goes_with_the_choice():
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
 
 
-def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}")
     )

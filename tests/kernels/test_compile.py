@@ -103,7 +103,7 @@ def test_operators_hashes_are_those_of_the_recorded_kernels():
     )
 
 
-def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch):
+def test_every_row_is_compiled(monkeypatch):
     chosen = set()
     first_fit = config.first_fit
 

@@ -150,9 +150,7 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, group
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
 
 
-def test_a_descriptor_is_encoded_once_for_each_address(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch):
     """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]
     addresses = [one[0].base.data_ptr() for one in kept]
@@ -200,7 +198,7 @@ def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict
     assert not driver.launches
 
 
-def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_driver_triton_launches(monkeypatch):
     monkeypatch.setattr(launching, "cuda_driver", lambda: None)
     assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
 

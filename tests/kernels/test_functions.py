@@ -213,7 +213,7 @@ def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[s
 @pytest.mark.parametrize(
     "case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"]
 )
-def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pytest.MonkeyPatch):
+def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch):
     kernels = launched(lambda: get("ssd", "unfused").run(case.inputs(), EXACT), monkeypatch)
     assert get("ssd", "unfused").plan(case.inputs(), EXACT).launches == len(kernels)
 
@@ -258,7 +258,7 @@ STEPS = {
     ],
 )
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
-    case: SSDCase, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    case: SSDCase, kernel: Any, monkeypatch
 ):
     inputs = case.inputs()
     one = STEP.inputs()

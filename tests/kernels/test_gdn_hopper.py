@@ -113,7 +113,7 @@ def test_minus_infinity_turns_first_passes_off(device: str):
 
 
 @pytest.mark.parametrize("seeds", [3, *slow(6)])
-def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch, seeds: int):
+def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch, seeds: int):
     inputs = SMALL.but(seqlen=330, initial_states=True, l2norm=True).inputs()
     results = []
     for seed in range(seeds):
@@ -244,7 +244,7 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str):
 
 
 @pytest.mark.slow
-def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch):
     """It does not depend on the number of programs that compute parts, or on their order either."""
     inputs = SMALL.but(**MIXED, device=device).inputs()
     mixed(inputs)
@@ -312,10 +312,7 @@ def test_copies_for_slices_are_planned():
     ],
 )
 def test_what_slices_take(
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: dict[str, Any],
-    change: Callable[..., Any] | None,
-    reason: str,
+    monkeypatch, sizes: dict[str, Any], change: Callable[..., Any] | None, reason: str
 ):
     """Views of one tensor, but no heads apart."""
     monkeypatch.setattr(

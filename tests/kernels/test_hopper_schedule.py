@@ -172,7 +172,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int
     assert not worse, "by (chunks, positions of memory)"
 
 
-def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch: pytest.MonkeyPatch):
+def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch):
     """A server gets prompts of all lengths, and must not simulate for each, nor ever again."""
     simulated = []
     plain = TIMES[1]

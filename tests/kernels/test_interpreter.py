@@ -76,7 +76,7 @@ def test_decay_is_at_most_1_and_keeps_nan():
     assert decay[5].isnan()
 
 
-def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
+def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch):
     offset = torch.empty(2, dtype=torch.int64)
     decay = torch.empty(2)
 

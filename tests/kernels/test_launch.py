@@ -109,7 +109,7 @@ def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards():
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
-    monkeypatch: pytest.MonkeyPatch, enabled: bool, fails: bool
+    monkeypatch, enabled: bool, fails: bool
 ):
     kernel = Kernel(fails=fails)
     waited = []
@@ -204,7 +204,7 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any):
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
 
-def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_not_everything_is_kept_for_ever(monkeypatch):
     monkeypatch.setattr(launching, "MOST_KEPT", 3)
     launches = {}
     assert [kept(launches, key, lambda: 5) for key in range(8)] == [5] * 8
@@ -214,7 +214,7 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
 # --- a whole call
 
 
-def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch):
     chosen = []
     choose = SSDPortableConfig.choose
 

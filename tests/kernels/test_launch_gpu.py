@@ -66,9 +66,7 @@ CALLS = {
 
 @pytest.mark.parametrize("kernel", ["fused", "unfused"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_drivers_launches_write_what_tritons_do(
-    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monkeypatch):
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run

@@ -43,7 +43,7 @@ EXP2 = {
 
 
 @OPERATORS
-def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch):
     """As on a GPU, always in one direction: the error does not add up over 100 positions."""
     inputs = EXP2[operator]
     exp2 = np.exp2
@@ -204,7 +204,7 @@ def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: 
 
 
 @pytest.mark.parametrize(("operator", "many"), [("gdn", 512), ("gdn", 1), ("kda", 1), ("ssd", 512)])
-def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch):
+def test_every_state(operator: str, many: int, monkeypatch):
     """Its row for a token is the final state of a call that ends there; packed, each sequence's
     last is final.
     """

@@ -21,7 +21,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ssdprof.kernels.get("ssd", "fast")
 
 
-def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_name_is_taken_once(monkeypatch):
     monkeypatch.setattr(registry, "_implementations", {})
 
     def plan(_inputs: Any, _precision: Precision) -> Plan:

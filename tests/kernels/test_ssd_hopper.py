@@ -51,7 +51,7 @@ def slowly(inputs: SSDInputs, factor: float = 0.01) -> SSDInputs:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("resident", [1, 2, 5])
-def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int):
+def test_every_cut_in_any_order(monkeypatch, cut: str, resident: int):
     for seed in range(3):
         emulate(monkeypatch, seed=seed, resident=resident)
         passes(RAGGED.inputs(), CUTS[cut])
@@ -89,9 +89,7 @@ def test_first_passes(device: str, sizes: dict[str, Any], cut: Cut, factor: floa
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [2, 3, 4])
 @pytest.mark.parametrize("dstate", [64, 256])
-def test_weights_that_nobody_has_read_are_not_overwritten(
-    monkeypatch: pytest.MonkeyPatch, dstate: int, ring: int
-):
+def test_weights_that_nobody_has_read_are_not_overwritten(monkeypatch, dstate: int, ring: int):
     """The first pass uses every slot of each ring more than once, with roles in several orders."""
     inputs = slowly(SMALL.but(dstate=dstate, seqlen=64 * 12 + 5).inputs())
     for seed in range(4):
@@ -130,7 +128,7 @@ SHARED = [
 
 @pytest.mark.parametrize("sizes", SHARED, ids=str)
 def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
-    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
+    monkeypatch, sizes: dict[str, Any]
 ):
     """States pass between shares in fp32, with exact and relaxed intermediates.  On all
     multiprocessors and on few.

@@ -221,9 +221,7 @@ def test_int8_that_carries_its_error_is_as_good_as_16_bit_of_its_range():
 
 @pytest.mark.parametrize("operator", CASES)
 @pytest.mark.parametrize("name", ["fp16-stochastic", "int8-carried:head"])
-def test_other_sequences_and_slices_change_nothing(
-    operator: str, name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_other_sequences_and_slices_change_nothing(operator: str, name: str, monkeypatch):
     inputs = CASES[operator].inputs()
     state_format = parse_state_format(name)
     out, states = stepped_states(inputs, state_format, 2, (0, 3, 5), 5)

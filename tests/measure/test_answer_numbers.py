@@ -75,7 +75,7 @@ def test_a_divergence_below_the_rounding_of_fp32_is_a_number():
     assert 0 < band.kl_mean < 1e-9
 
 
-def test_bands_are_of_their_own_positions(monkeypatch: pytest.MonkeyPatch):
+def test_bands_are_of_their_own_positions(monkeypatch):
     monkeypatch.setattr(answers, "BANDS", (0, 10, 40))
     reference, other, tokens = draw()
     other[:40] = reference[:40]

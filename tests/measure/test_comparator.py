@@ -202,7 +202,7 @@ def test_packed_sequences_are_compared_one_by_one():
     assert judge(output, inputs)[1].vs_oracle.first_nonfinite == (2, 1, 4, 5)
 
 
-def test_the_length_of_the_blocks_does_not_matter(monkeypatch: pytest.MonkeyPatch):
+def test_the_length_of_the_blocks_does_not_matter(monkeypatch):
     inputs = random_inputs(batch=2, seqlen=150, z=torch.randn(2, 150, 4, 32).bfloat16())
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1

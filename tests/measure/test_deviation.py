@@ -122,9 +122,7 @@ def test_sums_are_the_same_bits_each_time():
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_an_error_is_found_in_its_slice_of_the_positions(
-    block: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_is_found_in_its_slice_of_the_positions(block: int, monkeypatch):
     """Two slices of 5 positions: 0 to 2, and 3 and 4."""
     monkeypatch.setattr(accuracy, "SLICES", 2)
     other = torch.full(SHAPE, 2.0)

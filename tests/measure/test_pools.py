@@ -325,7 +325,7 @@ def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool):
     assert pools.applies(kernels.get("gdn", name), step(**inputs)) == tested
 
 
-def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch):
+def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch):
     law = "new sequences begin with zeros"
     monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
     monkeypatch.setattr(probes, "laws_of", lambda _trial: {})

@@ -447,7 +447,7 @@ def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str):
     assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 
-def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch):
+def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch):
     monkeypatch.setattr(probes, "INTERPRETED", True)
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds

@@ -105,7 +105,7 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
     assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
 
 
-def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch):
+def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
     done = []
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
@@ -119,7 +119,7 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: 
     assert done == ["released", "run"]
 
 
-def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytest.MonkeyPatch):
+def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch):
     made = []
 
     def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
@@ -139,7 +139,7 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytes
 
 
 def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_stray_module_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")

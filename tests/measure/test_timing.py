@@ -91,7 +91,7 @@ def test_samples_have_the_resolution_of_the_clocks():
     )
 
 
-def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch):
     """Otherwise memory would have to hold both the old and the new one."""
     recorded = []
     record = FakeTimer.record
@@ -160,9 +160,7 @@ def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Except
 
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us", "check"])
-def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
-    monkeypatch: pytest.MonkeyPatch, event: str
-):
+def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch, event: str):
     """A fault may depend on other contents of memory, and show when the output is looked at."""
     timed = getattr(FakeTimer, event, None)
 
@@ -182,7 +180,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
         time_in_turns(runs, FakeTimer(), PLAN, check=check)
 
 
-def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_patched_clock_changes_nothing(monkeypatch):
     """A user's kernel is imported later than `measure.timing`."""
 
     def patched(*_: object, **__: object) -> float:

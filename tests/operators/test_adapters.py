@@ -451,7 +451,7 @@ def test_what_they_do_not_do(
 @pytest.mark.parametrize(
     "name", ["mamba_ssm", "fla", "flash_qla", "flashinfer", "flashinfer_mtp", "vllm"]
 )
-def test_a_library_that_is_not_there_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_library_that_is_not_there_is_named(name: str, monkeypatch):
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
     monkeypatch.setitem(sys.modules, name.removesuffix("_mtp"), None)
     with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
@@ -483,7 +483,7 @@ def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls):
 
 
 def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
-    load: Load, monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch
 ):
     asked = []
 
@@ -512,7 +512,7 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
 
 
 def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
-    load: Load, monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch
 ):
     softplus = f"{TRITON}.softplus"
     load("published")
@@ -624,9 +624,7 @@ def test_copies_of_the_inputs_are_named(name: str, load: Load):
     torch.testing.assert_close(after.out, before.out * 2, rtol=0, atol=1e-6)
 
 
-def test_fla_that_may_call_other_libraries_is_not_taken(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-):
+def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch):
     put(monkeypatch, FLA, chunk_gated_delta_rule=as_fla([]))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
         load("fla", "gdn")
@@ -655,7 +653,7 @@ def test_model_is_what_transformers_computes(operator: str):
         model.run(packed, EXACT)
 
 
-def test_model_with_a_library_needs_that_library(monkeypatch: pytest.MonkeyPatch):
+def test_model_with_a_library_needs_that_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(MissingCapabilityError, match="transformers finds no fla here"):
         required(resolve(operators.get("kda"), "model:installed"))
@@ -697,7 +695,7 @@ def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
 OPTIONS = {"grid": (1,), "warmup": False}
 
 
-def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch):
     """An interrupted tuner can go on later.  None takes the choice of another process from the
     disk.
     """
@@ -747,7 +745,7 @@ def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(
 
 
 def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
-    load: Load, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    load: Load, calls: Calls, monkeypatch
 ):
     tuner = tuned(Kernel(), 32, 64)
     put(monkeypatch, f"{TRITON}.ssd_chunk_scan", tuner=tuner)
@@ -760,9 +758,7 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     assert seen == [[], [1], [], [3], [1, 2]]
 
 
-def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(monkeypatch):
     """transformers imports fla with a model's code, before this package asks for fla's kernels."""
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
     monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")

@@ -144,9 +144,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted():
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
-def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
-    monkeypatch: pytest.MonkeyPatch, device: str, index: int
-):
+def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(monkeypatch, device: str, index: int):
     """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
     placed model.
     """
@@ -194,7 +192,7 @@ def test_an_own_kernel_that_cannot_be_had(word: str, message: str):
     assert told.value.hint
 
 
-def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch):
     install(
         here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told"
     )
@@ -207,7 +205,7 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert "mine" in known(GDN)
 
 
-def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch):
     install(here / "site", "a-kernel", mine="broken_module:f")
     monkeypatch.syspath_prepend(here / "site")
     with pytest.raises(
@@ -222,9 +220,7 @@ def test_the_kind_of_a_name_needs_no_import():
     assert kind_of(GDN, "fused_portable") == "bundled"
 
 
-def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(here: Path, monkeypatch):
     install(here / "one", "one", mine="kernels_of_a_user:plain")
     install(here / "two", "two", mine="kernels_of_a_user:told")
     monkeypatch.syspath_prepend(here / "one")

@@ -86,7 +86,7 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"]
 )
-def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch):
+def test_in_fp32_it_is_ssd(variant: str, monkeypatch):
     monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
         "plain": {},

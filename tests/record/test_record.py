@@ -50,9 +50,7 @@ def notes_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"^ssdprof: (.*)$", ran.stderr, re.MULTILINE)
 
 
-def test_a_recorded_server_runs_as_without(
-    server: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
     """Its input, output, bits and exit code; the calls of all of its processes are a capture."""
     ran = record("", sys.executable, str(server), "no", "fork", "spawn", text="from stdin")
     assert ran.returncode == 7, ran.stderr
@@ -187,9 +185,7 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
 
 
 def test_calls_that_cannot_be_recorded_are_left_alone(
-    chunked: Callable[..., Function],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    chunked: Callable[..., Function], capfd, monkeypatch
 ):
     """With gradients, while a compiler traces, inside a CUDA graph, and of other shapes."""
     function, given = chunked(), arguments()
@@ -218,9 +214,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
-    chunked: Callable[..., Function],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    chunked: Callable[..., Function], capfd, monkeypatch
 ):
     function, blocked = chunked(), threading.Event()
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
@@ -248,10 +242,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_gates_are_activated_for_calls_that_are_stored(
-    chunked: Callable[..., Function],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    stops: bool,
+    chunked: Callable[..., Function], capfd, monkeypatch, stops: bool
 ):
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
@@ -272,9 +263,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
     assert ended is stops
 
 
-def test_a_transposed_state_is_outside_the_budget(
-    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
-):
+def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Function], capfd):
     function = chunked(when="wrong")
     function(**arguments(), output_final_state=True, fault="transposed")
     assert stored() == 1
@@ -284,7 +273,7 @@ def test_a_transposed_state_is_outside_the_budget(
 
 
 def test_a_function_that_has_changed_is_named(
-    server: Path, chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+    server: Path, chunked: Callable[..., Function], capfd
 ):
     library = server.parent / "fla" / "ops" / "gated_delta_rule" / "chunk.py"
     library.write_text(library.read_text().replace("cu_seqlens", "offsets"))

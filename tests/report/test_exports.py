@@ -150,9 +150,7 @@ def test_csv_of_failures_and_of_nothing():
 
 
 @pytest.mark.parametrize("name", ["run-gdn", "bench-ssd", "prefill", "answers"])
-def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
-    name: str, tmp_path: Path
-):
+def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(name: str, tmp_path):
     stored = reports.load(Path(__file__).parents[1] / "goldens" / "reports" / f"{name}.json")[1]
     file = tmp_path / "baseline.json"
     file.write_text(exports.baseline(stored))

@@ -65,7 +65,7 @@ def test_the_verdict_is_first_and_last():
     assert lines[-1].startswith("In short: ")
 
 
-def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+def test_colour_only_where_it_is_wanted(monkeypatch):
     rendered = terminal.render(compose(report()))
     assert "\x1b[" in printed(rendered, force_terminal=True, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -397,9 +397,7 @@ def test_nothing_but_a_loc_is_touched():
     assert profiled.name_call_sites(text, SOURCES) == text
 
 
-def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(
-    tmp_path: Path,
-):
+def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(tmp_path):
     files = (
         '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
     )
@@ -414,7 +412,7 @@ def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_ar
     assert ".loc 1 7 12 //" in profiled.name_call_sites(ptx)
 
 
-def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch: pytest.MonkeyPatch):
+def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     profiled.install()
     hook = triton.knobs.runtime.add_stages_inspection_hook

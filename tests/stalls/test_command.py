@@ -111,7 +111,7 @@ def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 def test_stored_captures_are_profiled_and_everything_is_kept(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], tmp_path
 ):
     out = tmp_path / "out"
     answer = passing(f"stalls {captured} --out {out} --json")
@@ -132,7 +132,7 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
 
 
 def test_layers_libraries_and_own_kernels_are_profiled_by_name(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], tmp_path
 ):
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
     answer = passing(f"stalls {captured} --out {tmp_path}/o --layer 7 --impl {words} --json")
@@ -149,7 +149,7 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
 
 
 def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
-    captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path
 ):
     launches(
         SsdprofError(
@@ -193,7 +193,7 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
 def test_an_implementation_that_cannot_be_profiled_is_named(
     captured: Path,
     launches: Callable[[Any], None],
-    tmp_path: Path,
+    tmp_path,
     name: str,
     outcome: Any,
     told: str,
@@ -208,7 +208,7 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
 
 
 def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_there_is_named(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], tmp_path
 ):
     command = f"stalls {captured} --out {tmp_path}/o --impl fused"
     assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, f"{command} --layer 4").err
@@ -221,7 +221,7 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
 
 
 def test_where_ncu_cannot_work_triton_is_asked(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captured: Path, gpu: list[tuple[str, int]], tmp_path, monkeypatch
 ):
     def none() -> None:
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
@@ -241,7 +241,7 @@ def keep(folder: Path, report: Report) -> None:
     (folder / HEADER).write_text(dump(report))
 
 
-def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path):
+def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path):
     report = analyse([synthetic.report(synthetic.kernel())])
     file = tmp_path / "stalls.json"
     file.write_text(stall_files.dump(report))
@@ -257,9 +257,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Pat
             stall_files.load(file)
 
 
-def test_a_run_profiles_its_middle_layer(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
-):
+def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path):
     layers = tuple(map(layer, LAYERS))
     run = run_report(command=("ssdprof", "run", str(captured)))
     keep(tmp_path / "run", run.changed(processes=(run.first.changed(captured=layers),)))
@@ -279,14 +277,14 @@ def test_a_run_profiles_its_middle_layer(
     ],
 )
 def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
+    tmp_path, monkeypatch, changed: dict[str, Any], words: str
 ):
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))
     assert words in ending(ExitCode.BAD_INPUT, "stalls a").err
 
 
-def test_a_layer_of_a_run_is_captured_again(tmp_path: Path):
+def test_a_layer_of_a_run_is_captured_again(tmp_path):
     """The middle one at the longest prompt, unless others are asked for."""
     run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
     run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))

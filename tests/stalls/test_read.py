@@ -99,11 +99,7 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ],
 )
 def test_a_file_that_breaks_the_package_is_refused(
-    file: Path,
-    package: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    words: str,
+    file: Path, package: Callable[[str], None], monkeypatch, source: str, words: str
 ):
     package(source)
     if "sleep" in source:
@@ -131,7 +127,7 @@ def test_a_file_of_the_wrong_length_is_truncated(
     ],
 )
 def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
-    tmp_path: Path, package: Callable[[str], None], name: str, content: bytes
+    tmp_path, package: Callable[[str], None], name: str, content: bytes
 ):
     package(ONE_LAUNCH)
     (tmp_path / name).write_bytes(content)

@@ -218,7 +218,7 @@ def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path):
 # --- files that are broken
 
 
-def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path: Path):
+def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path):
     """And one that is longer than its blocks.  Damage inside a block leaves a file its stated
     length.
     """

@@ -213,7 +213,7 @@ def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[
 # --- torchrun
 
 
-def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch):
+def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     two[0].store.set("1/process", str(process.pid))
     deadline = time.monotonic() + 30
@@ -269,7 +269,7 @@ def test_variables_that_torchrun_does_not_set_are_refused(given: dict[str, str],
     assert "asks for" not in words or "unset WORLD_SIZE" in caught.value.hint
 
 
-def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_there_are_never_two_ranks_on_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
@@ -278,7 +278,7 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
-    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
+    two: tuple[Ranks, Ranks], monkeypatch
 ):
     """torchrun ends the others meanwhile.  If it does not, only they have the error."""
 

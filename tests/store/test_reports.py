@@ -250,7 +250,7 @@ def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_further_process_that_is_started_again_begins_anew(monkeypatch: pytest.MonkeyPatch):
+def test_a_further_process_that_is_started_again_begins_anew(monkeypatch):
     """What it had sampled before it failed does not count."""
     monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
     folder = store("one", samplers=2)
@@ -443,7 +443,7 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are():
     assert load("out")[1].first.ended == "no memory"
 
 
-def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
     class Full:
         def write(self, _: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -459,7 +459,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
     assert load("r")[1].cases == (case(),)
 
 
-def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch):
+def test_an_unwritable_folder_says_why(monkeypatch):
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
