@@ -64,7 +64,7 @@ def kl(case: Case) -> float:
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_relaxed_bf16_is_farther_than_exact(model: str):
+def test_relaxed_bf16_is_farther_than_exact(model):
     words = "--implementations unfused --layers 0 --gate kl:1e-10"
     answer = ending(1, f"answers {model} {SEQ} {words}")
     assert "unfused (relaxed, bf16 states) at 70 tokens: kl:1e-10: " in answer.shown
@@ -84,7 +84,7 @@ def test_relaxed_bf16_is_farther_than_exact(model: str):
 
 @pytest.mark.parametrize(("model", "operator"), [("demo", "ssd"), ("demo-gdn", "gdn")])
 @pytest.mark.parametrize("broken", [swapped_heads, without_decay])
-def test_a_broken_kernel_fails_the_gate(register: Register, model: str, operator: str, broken: Any):
+def test_a_broken_kernel_fails_the_gate(register: Register, model, operator, broken):
     register(operator, "broken", broken)
     words = f"answers {model} {SEQ} {ONE_PRECISION} --implementations unfused,broken --gate kl:1e-4"
     text = ending(1, f"{words} --generate 2").shown
@@ -159,9 +159,7 @@ def test_run_compares_answers_too():
 
 
 @pytest.mark.parametrize(("weights", "item"), [("own", 2), ("auto", 4)])
-def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(
-    tmp_path, weights: str, item: int
-):
+def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path, weights, item):
     """Without a GPU that is fp32, unless the user selects the model's dtype."""
     tiny_models.build("mamba2", torch.bfloat16).save_pretrained(tmp_path)
     words = f"--prompt random --weights {weights} --dry-run --json"

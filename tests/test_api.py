@@ -71,7 +71,7 @@ def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results):
 @pytest.mark.parametrize(
     ("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")]
 )
-def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file: str, begins: str):
+def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file, begins):
     assert ran.export(tmp_path / file).read_text().startswith(begins)
     with pytest.raises(BadInputError, match="exists"):
         ran.export(tmp_path / file)
@@ -86,14 +86,14 @@ def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file: str, beg
         ({"seq": 0}, "'0' is not a number of tokens."),
     ],
 )
-def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], words: str):
+def test_a_wrong_option_is_refused_at_once(given, words):
     with pytest.raises(BadInputError) as caught:
         ssdprof.run("demo", **given)
     assert words in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["run", "answers", "prefill", "bench"])
-def test_help_shows_the_options_of_the_command(name: str):
+def test_help_shows_the_options_of_the_command(name):
     kind = getattr(options, f"{name.capitalize()}Options")
     typed = {python for python, _, _ in options.flags(kind)} - {
         "json",
@@ -146,7 +146,7 @@ def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
         ),
     ],
 )
-def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str):
+def test_the_words_of_a_case(typed, changes, expected):
     found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(
         command=("ssdprof", *typed.split())
     )

@@ -54,7 +54,7 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)]
 )
-def test_a_percentage_with_or_without_its_sign(text: str, value: float):
+def test_a_percentage_with_or_without_its_sign(text, value):
     assert parse_percent("--smallest-difference", text) == pytest.approx(value)
 
 
@@ -86,7 +86,7 @@ def test_another_run_in_the_same_folder():
         ),
     ],
 )
-def test_how_a_command_ends(monkeypatch, raised: BaseException, code: int, words: str):
+def test_how_a_command_ends(monkeypatch, raised, code, words):
     def fail(*_: object) -> None:
         raise raised
 
@@ -238,7 +238,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: str):
+def test_streams_and_folders_that_are_of_no_use(command, code, words):
     done = shell(command)
     assert (done.returncode, done.stdout, bool(done.stderr)) == (code, "", bool(words))
     assert done.stderr.startswith(words)
@@ -250,7 +250,7 @@ def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: 
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
     ids=["encoding", "locale"],
 )
-def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, str]):
+def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment):
     Path("printing.py").write_text(
         "import json\n"
         "from ssdprof.commands import terminal\n"
@@ -272,7 +272,7 @@ def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, st
     ],
     ids=["SIGTERM", "inside generated code"],
 )
-def test_an_interrupt_of_any_kind_is_told(command: str):
+def test_an_interrupt_of_any_kind_is_told(command):
     Path("waiting.py").write_text(
         f"import os, signal, sys, time\nfrom ssdprof import cli\n{command}"
         "cli.app.command('wait')(command)\nsys.argv = ['ssdprof', 'wait']\ncli.main()\n"

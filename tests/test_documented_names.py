@@ -123,7 +123,7 @@ def test_every_name_of_the_kernels_in_the_glossary_is_in_the_code():
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_says_which_commands_need_a_gpu(command: str):
+def test_help_says_which_commands_need_a_gpu(command):
     """Those that end with exit code 3 on a machine without one, and no other."""
     needs = command in ("bench", "prefill", "stalls", "tune")
     said = re.search(r"[Nn]eeds\s+an\s+NVIDIA\s+GPU", COMMANDS[command].help)
@@ -133,7 +133,7 @@ def test_help_says_which_commands_need_a_gpu(command: str):
 @pytest.mark.parametrize(
     ("option", "value"), [("--dtype", "bf16"), ("--dtypes", "exact"), ("--states", "fp32")]
 )
-def test_an_option_means_the_same_in_every_command(option: str, value: str):
+def test_an_option_means_the_same_in_every_command(option, value):
     """By the help of all commands, which `test_goldens` compares with this file."""
     shown = (ROOT / "tests" / "goldens" / "options.txt").read_text().splitlines()
     declared = [line for line in shown if line.startswith(f"{option} ")]

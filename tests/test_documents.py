@@ -157,7 +157,7 @@ def test_the_documents_list_every_command_and_no_other_option():
 
 
 @pytest.mark.parametrize("mark", ["main", "test", "full"])
-def test_ci_finds_the_readme_commands(mark: str):
+def test_ci_finds_the_readme_commands(mark):
     """.ci/run reads the fenced block after the mark; there must be exactly one, with one line."""
     found = re.findall(
         rf"^<!-- ci: {mark} -->\n```\n(.+)\n```$", (ROOT / "README.md").read_text(), re.MULTILINE

@@ -89,7 +89,7 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*tiny_models.KDA, *tiny_models.IN_MEMORY])
-def test_a_kda_model_of_every_type_runs_from_its_folder(name: str):
+def test_a_kda_model_of_every_type_runs_from_its_folder(name):
     tiny_models.build(name).save_pretrained(name)
     passing(f"run {name} --prompt random --seq 24 --layers first:1 {ONE_PRECISION}")
     assert Outcome(latest()).passed

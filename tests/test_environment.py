@@ -23,7 +23,7 @@ def check(name: str) -> doctor.Check:
 
 @pytest.mark.parametrize(("version", "racy"), [("3.6.0", True), ("3.9.0", False)])
 def test_doctor_says_whether_the_compiler_makes_a_race_of_mamba_ssms_kernel(
-    version: str, racy: bool, monkeypatch
+    version, racy, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "INTERPRETED", False)
@@ -78,7 +78,7 @@ def test_each_operators_kernels_have_a_hash_of_their_own():
         ("ApplicationsClocksSetting", ""),
     ],
 )
-def test_reasons_are_nvmls_bits(monkeypatch, reason: str, word: str):
+def test_reasons_are_nvmls_bits(monkeypatch, reason, word):
     nvml = FakeNvml(reasons=getattr(pynvml, f"nvmlClocksEventReason{reason}"))
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
@@ -100,7 +100,7 @@ def test_a_driver_that_does_not_tell_its_version(monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch, broken: bool):
+def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch, broken):
     nvml = FakeNvml(broken=broken)
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
@@ -118,9 +118,7 @@ def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch, broken: bool
 
 
 @pytest.mark.parametrize(("fraction", "left"), [(1.0, 50), (0.5, 20)])
-def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(
-    fraction: float, left: int, monkeypatch
-):
+def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(fraction, left, monkeypatch):
     known = dict(mem_get_info=(40, 100), memory_allocated=30, memory_reserved=40)
     for name, value in (known | dict(get_per_process_memory_fraction=fraction)).items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
@@ -128,7 +126,7 @@ def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(
 
 
 @pytest.mark.parametrize("vendor", ["0x1022", "0x10de"])
-def test_a_driver_is_proposed_only_for_a_gpu(vendor: str, tmp_path, monkeypatch):
+def test_a_driver_is_proposed_only_for_a_gpu(vendor, tmp_path, monkeypatch):
     (tmp_path / "0000:00:01.0").mkdir()
     (tmp_path / "0000:00:01.0" / "vendor").write_text(f"{vendor}\n")
     monkeypatch.setattr(doctor, "_PCI", tmp_path)
@@ -145,7 +143,7 @@ def test_a_driver_is_proposed_only_for_a_gpu(vendor: str, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("capability", "count"), [("9.0", 1), ("10.0", 0)])
-def test_what_servers_choose_is_known_for_hopper(capability: str, count: int, monkeypatch):
+def test_what_servers_choose_is_known_for_hopper(capability, count, monkeypatch):
     monkeypatch.setattr(doctor, "gpu", lambda: SimpleNamespace(compute_capability=capability))
     assert [check.detail for check in doctor.served({"GDN": "flashinfer"})] == (
         ["flashinfer"] * count
@@ -202,7 +200,7 @@ def test_ncu_is_found_where_the_toolkit_puts_it(tmp_path, monkeypatch):
     ("name", "command"),
     [("HF_HUB_DOWNLOAD_TIMEOUT", "doctor"), ("HF_HUB_ETAG_TIMEOUT", "run demo --dry-run")],
 )
-def test_a_variable_that_the_hubs_client_cannot_read_is_named(name: str, command: str):
+def test_a_variable_that_the_hubs_client_cannot_read_is_named(name, command):
     """In a process of its own: the client reads its variables when it is imported."""
     done = python(*MODULE, *command.split(), **{name: "abc"})
     assert (done.returncode, done.stdout) == (2, "")
@@ -278,9 +276,7 @@ def test_a_password_in_the_hubs_address_is_masked(monkeypatch):
         (("2.13.0", "3.10.0"), "warn"),
     ],
 )
-def test_a_pair_of_torch_and_triton_that_no_test_ran_with_is_told(
-    versions: tuple[str, str], status: str
-):
+def test_a_pair_of_torch_and_triton_that_no_test_ran_with_is_told(versions, status):
     found = doctor._pair(*versions)
     assert found.status == status
     assert found.hint == ("" if status == "ok" else "Tested: 2.11 with 3.6; 2.13 with 3.6 or 3.9.")

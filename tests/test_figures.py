@@ -399,7 +399,7 @@ def test_figures_in_sentences_are_numbers_of_the_results():
 @pytest.mark.parametrize(
     "document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))]
 )
-def test_no_figure_is_of_unknown_origin(document: str):
+def test_no_figure_is_of_unknown_origin(document):
     log = "".join(file.read_text() for file in (ROOT / "benchmarks" / "log").glob("*.md"))
     log += (RESULTS / "README.md").read_text()
     known = {figure for place, figure in held() if place == document} | set(

@@ -339,7 +339,7 @@ def compare(texts: dict[str, str]) -> None:
         for group in GROUPS
     ],
 )
-def test_outputs(group: str, tmp_path):
+def test_outputs(group, tmp_path):
     compare(outputs(group, tmp_path))
 
 

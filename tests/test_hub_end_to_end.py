@@ -95,7 +95,7 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repo", ["org/private", "org/gated"])
-def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str):
+def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo):
     done = ssdprof("run", repo, *SHORT, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     folder, _ = reports.load(None)

@@ -80,7 +80,7 @@ def cases() -> dict[str, Case]:
     [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("not_isolated")
-def test_the_example_of_the_documents(here: Path, model: str, function: str):
+def test_the_example_of_the_documents(here: Path, model, function):
     write_example(here)
     shown = passing(f"run {model} {SHORT} --impl unfused,my_kernels:{function}").shown
     assert "PASSED: all 2 cases are within the error budget" in shown
@@ -125,7 +125,7 @@ def test_every_command_of_the_document_takes_the_example():
     ],
 )
 @pytest.mark.usefixtures("judged_once")
-def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str):
+def test_a_bad_kernel_fails_the_run_and_is_named(function, status, reason):
     name = f"bad_kernels:{function}"
     shown = ending(1, f"run demo {SHORT} --impl unfused,{name}").shown
     assert name in shown
@@ -166,7 +166,7 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(here: P
 
 @pytest.mark.usefixtures("not_isolated")
 @pytest.mark.parametrize("command", ["run", "answers"])
-def test_what_a_kernel_prints_is_no_data(here: Path, command: str, capfd):
+def test_what_a_kernel_prints_is_no_data(here: Path, command, capfd):
     """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"

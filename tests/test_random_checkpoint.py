@@ -68,7 +68,7 @@ def test_trained_weights_are_not():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_dimensions_are_the_real_models(name: str, tmp_path):
+def test_its_dimensions_are_the_real_models(name, tmp_path):
     written = MODELS[name]
     real = KNOWN[REPOS[name].casefold()]
     (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))

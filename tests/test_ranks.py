@@ -49,7 +49,7 @@ def test_a_world_size_that_is_no_number_is_refused(monkeypatch, tmp_path):
         ("run demo --answers --prefill", "--answers and --prefill"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(words: str, what: str, monkeypatch, tmp_path):
+def test_what_ranks_cannot_share_is_refused(words, what, monkeypatch, tmp_path):
     """Otherwise each rank would do all of the work, two of them on one GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -69,7 +69,7 @@ def test_more_ranks_than_layers_are_refused():
 
 @pytest.mark.parametrize("words", ["run demo --seq much", "run demo --sek 64"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_what_is_wrong_in_every_rank_is_told_by_the_first(words: str, ended: bool, monkeypatch):
+def test_what_is_wrong_in_every_rank_is_told_by_the_first(words, ended, monkeypatch):
     """ended: torchrun ends the other ranks, because the first one ended.  Otherwise the other ranks
     print the error.
     """
@@ -160,7 +160,7 @@ def test_two_ranks_write_the_bench_of_one_process(tmp_path, monkeypatch):
         "bench gdn --shape qwen3.5-9b --seq 1k,4k --impl unfused,fused",
     ],
 )
-def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path):
+def test_two_gpus_write_the_report_of_one_but_for_times(words, tmp_path):
     """Captures and therefore accuracies have equal bits; kernels and launches are equal too.
 
     Each rank tests the laws at the first of its own layers; a bench of ranks has no further
@@ -176,7 +176,7 @@ def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path, killed: int):
+def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path, killed):
     process = start("run demo --seq 256 --out run")
     file = tmp_path / "run" / f"cases.{killed}.jsonl"
     ranks = wait_for(

@@ -56,7 +56,7 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"chosen_by_itself": "one-gpu"}, "fits on one GPU"),
     ],
 )
-def test_failures(changes: dict[str, Any], words: str):
+def test_failures(changes, words):
     assert record_placement.failures({"disk-offload": row(chosen_by_itself="disk-offload")}) == []
     (found,) = record_placement.failures({"disk-offload": row(**changes)})
     assert words in found

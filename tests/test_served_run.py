@@ -60,7 +60,7 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch):
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_decode_steps_are_replayed_stored_and_told(model: str):
+def test_decode_steps_are_replayed_stored_and_told(model):
     answer = passing(f"run {model} --seq 24 --decode 2 --batch 2 --save-captures --out a {WHOLE}")
     _, report = reports.load("a")
     assert kinds(report) == {
@@ -137,7 +137,7 @@ def test_packed_sequences_are_one_call():
         ("demo-kda", "1/1 heads", "2"),
     ],
 )
-def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str):
+def test_a_rank_is_told_and_takes_stored_captures(model, words, fitting):
     answer = passing(f"run {model} --seq 24 --tensor-parallel 2 --save-captures --out a {FAST}")
     _, report = reports.load("a")
     assert report.tensor_parallel == 2

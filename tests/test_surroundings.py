@@ -45,7 +45,7 @@ def command(**variables: str) -> subprocess.Popen[str]:
         ),
     ],
 )
-def test_a_variable_that_no_library_understands_is_named(variable: str, value: str, words: str):
+def test_a_variable_that_no_library_understands_is_named(variable, value, words):
     with command(**{variable: value}) as process:
         _, err = process.communicate(timeout=100)
     assert process.returncode == 3

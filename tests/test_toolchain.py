@@ -151,13 +151,7 @@ NO_DRIVER, LIBRARY, FAILS = (
     ],
 )
 def test_what_is_lacking_is_named_with_one_command(
-    furnished: Path,
-    monkeypatch,
-    files: dict[str, str | None],
-    variables: dict[str, str],
-    name: str,
-    words: str,
-    command: str,
+    furnished: Path, monkeypatch, files: dict[str, str | None], variables, name, words, command
 ):
     for file, content in files.items():
         if content is None:
@@ -268,7 +262,7 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch):
 @pytest.mark.parametrize(
     ("seen", "why"), [(True, "Triton's interpreter is on"), (False, "torch sees none")]
 )
-def test_kernels_need_a_gpu_and_no_interpreter(monkeypatch, why: str, *, seen: bool):
+def test_kernels_need_a_gpu_and_no_interpreter(monkeypatch, why, *, seen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(toolchain, "INTERPRETED", seen)
     with pytest.raises(MissingCapabilityError, match=f"It needs an NVIDIA GPU, and {why}"):
@@ -320,9 +314,7 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch):
         (None, 12040, "0", "this torch is built without CUDA"),
     ],
 )
-def test_why_torch_uses_no_gpu(
-    monkeypatch, built: str | None, cuda: int, hidden: str | None, words: str
-):
+def test_why_torch_uses_no_gpu(monkeypatch, built, cuda, hidden, words):
     driver(monkeypatch, gpus=2, cuda=cuda)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

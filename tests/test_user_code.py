@@ -69,7 +69,7 @@ def run(body: str) -> str:
         ("child.tell('case'); time.sleep(2.5)", "0 0  None 0"),
     ],
 )
-def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str):
+def test_however_a_child_ends_its_parent_knows_and_ends(body, printed):
     assert run(body) == f"{printed}\n"
 
 
@@ -154,9 +154,7 @@ cli.main()
         ("import shutil; shutil.rmtree('out')", "pass", 3, "out cannot be written: it was removed"),
     ],
 )
-def test_a_command_reports_whatever_ended_its_child(
-    deed: str, later: str, code: int, words: str, tmp_path
-):
+def test_a_command_reports_whatever_ended_its_child(deed, later, code, words, tmp_path):
     done = python("-c", RUN.format(deed=deed, later=later), cwd=tmp_path)
     assert (done.returncode, words in done.stdout + done.stderr) == (code, True), (
         done.stdout + done.stderr
@@ -179,7 +177,7 @@ class Own(BaseException):
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Own("why"), KeyError("why")])
-def test_whatever_a_kernel_raises_is_an_error_of_its_case(error: BaseException):
+def test_whatever_a_kernel_raises_is_an_error_of_its_case(error):
     def kernel(_inputs: object) -> None:
         raise error
 

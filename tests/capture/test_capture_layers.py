@@ -49,7 +49,7 @@ def assert_close(actual: Inputs, expected: Inputs) -> None:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_segments_together_are_the_whole_prompt(name: str):
+def test_segments_together_are_the_whole_prompt(name):
     whole, one_piece = capture(name, segment_length=LENGTH)
     joined, segmented = capture(name, segment_length=40)
     sites = len(tiny_models.OPERATOR_LAYERS[name])
@@ -61,7 +61,7 @@ def test_segments_together_are_the_whole_prompt(name: str):
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
-def test_values_are_the_models_and_the_layout_is_a_kernels(name: str):
+def test_values_are_the_models_and_the_layout_is_a_kernels(name):
     model = tiny_models.build(name, torch.bfloat16).base_model
     passed = []
 
@@ -103,7 +103,7 @@ def test_only_wanted_layers_in_the_models_order():
 
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
-def test_one_layer_at_a_time(segment_length: int):
+def test_one_layer_at_a_time(segment_length):
     """When a layer arrives, the memory of the one before it is free."""
     alive = []
 
@@ -226,7 +226,7 @@ def test_a_layer_that_bypasses_its_operator_is_an_error():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
 def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
-    segment_length: int, error: type[BaseException]
+    segment_length, error: type[BaseException]
 ):
     model = tiny_models.build("nemotron_h").base_model
     site = find_mixers(model)[0]
@@ -260,7 +260,7 @@ def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
         ({"layers": ()}, "No layer was selected"),
     ],
 )
-def test_no_prompt_and_no_layer(options: dict[str, Any], words: str):
+def test_no_prompt_and_no_layer(options, words):
     with pytest.raises(BadInputError, match=words):
         capture("mamba2", **options)
 
@@ -278,7 +278,7 @@ def test_out_of_memory_says_what_to_do():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
-def test_segments_on_a_gpu(name: str):
+def test_segments_on_a_gpu(name):
     """Our GPU kernels and lower-right flash attention inside the model, in its usual dtype."""
     model = tiny_models.build(name, torch.bfloat16).base_model.cuda()
     whole, _ = capture(name, model=model, segment_length=LENGTH)

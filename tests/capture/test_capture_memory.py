@@ -14,7 +14,7 @@ from ssdprof.environment.machine import free_memory, host_memory
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_capture_bytes_are_those_of_the_captured_tensors(name: str):
+def test_capture_bytes_are_those_of_the_captured_tensors(name):
     model = tiny_models.shared(name).base_model
     captured, _ = capture(name, tiny_models.prompt(50), model=model)
     sizes = [
@@ -39,7 +39,7 @@ def test_ranks_share_the_hosts_memory(monkeypatch):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
-    version: int, monkeypatch, tmp_path
+    version, monkeypatch, tmp_path
 ):
     """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the
     limit.

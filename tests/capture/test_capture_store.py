@@ -80,7 +80,7 @@ def read_all(folder: Path) -> list[CapturedLayer]:
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
-def test_what_comes_back_is_what_was_stored(tmp_path, name: str):
+def test_what_comes_back_is_what_was_stored(tmp_path, name):
     first, *others = captured(name, torch.bfloat16)
     layers = [replace(first, remark="Each key head was taken once."), *others]
     with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
@@ -154,7 +154,7 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
 
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
-    tmp_path, mamba2: list[CapturedLayer], monkeypatch, at: int
+    tmp_path, mamba2: list[CapturedLayer], monkeypatch, at
 ):
     """Whichever of its changes of the folder is the last.  The next one leaves nothing of it."""
     with writer(tmp_path) as out:
@@ -225,7 +225,7 @@ def without_dt(file: Path) -> None:
         "a tensor is missing",
     ],
 )
-def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: str):
+def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words):
     file = stored / load(stored)[0].layers[1].file
     damage(file)
     with pytest.raises(BadInputError, match=words.format(file=file.name)):
@@ -261,7 +261,7 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
         (lambda layer: layer.pop("seqlen"), r"manifest\.json is damaged at layers\.0\.seqlen"),
     ],
 )
-def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words: str):
+def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words):
     edit(stored, lambda manifest: change(manifest["layers"][0]))
     with pytest.raises(BadInputError, match=words):
         read_all(stored)
@@ -280,14 +280,14 @@ def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], o
         (b"[" * 10**5, "is not valid JSON: it is nested too deeply"),
     ],
 )
-def test_a_damaged_manifest(stored: Path, content: bytes, words: str):
+def test_a_damaged_manifest(stored: Path, content, words):
     (stored / MANIFEST).write_bytes(content)
     with pytest.raises(BadInputError, match=words):
         load(stored)
 
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])
-def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener: str):
+def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
     """Simulated, because root may run the tests and may read every file."""
 
     def refuse(*_: object, **__: object) -> None:

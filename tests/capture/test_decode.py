@@ -40,7 +40,7 @@ def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name: str):
+def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
@@ -77,7 +77,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 16])
 @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "olmo_hybrid"])
-def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int):
+def test_steps_go_on_where_the_prompt_ended(name, segment_length):
     """The first step's initial state is the final state of the prompt's inputs, and so on from step
     to step.
     """
@@ -99,7 +99,7 @@ def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int):
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_tokens_are_those_that_the_model_would_generate(name: str):
+def test_the_tokens_are_those_that_the_model_would_generate(name):
     """The model's operators and ours round differently; the tiny models' margins are larger than
     the difference.
     """

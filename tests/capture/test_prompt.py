@@ -2,7 +2,6 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,7 +53,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("16k, 1k,512,1024", (16384, 1024, 512)),
     ],
 )
-def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs: str, lengths: tuple[int, ...]):
+def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs, lengths):
     assert parse_seqs(seqs) == lengths
 
 
@@ -77,7 +76,7 @@ NO_LENGTHS = [
 
 
 @pytest.mark.parametrize("seqs", [*NO_LENGTHS, "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
-def test_anything_else_is_refused_with_a_hint(seqs: str):
+def test_anything_else_is_refused_with_a_hint(seqs):
     with pytest.raises(BadInputError) as error:
         parse_seqs(seqs)
     assert error.value.exit_code == ExitCode.BAD_INPUT
@@ -147,7 +146,7 @@ def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(
     # far longer than expected; and: the first read ends inside the last required word
     [(60, 299), (8, 8)],
 )
-def test_it_reads_on_until_the_last_token_is_certain(tmp_path, letters: int, seqlen: int):
+def test_it_reads_on_until_the_last_token_is_certain(tmp_path, letters, seqlen):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * letters: 1}, unk_token="[UNK]"))
@@ -175,7 +174,7 @@ def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path):
         ({"seqlen": 150, "packed": (100, 50)}, "Ask for fewer or shorter sequences, "),
     ],
 )
-def test_the_hint_for_too_short_a_file_says_what_fits(tmp_path, lengths: dict[str, Any], hint: str):
+def test_the_hint_for_too_short_a_file_says_what_fits(tmp_path, lengths, hint):
     file = tmp_path / "short.txt"
     file.write_text("x" * 46)  # the demo's tokens are bytes
     with pytest.raises(BadInputError, match=r"it gives 46 tokens .* are needed") as error:
@@ -201,7 +200,7 @@ def test_the_default_text_can_be_too_short_as_well():
         ("folder", "directory"),
     ],
 )
-def test_a_file_that_gives_no_text_is_refused(tmp_path, content: bytes | str | None, message: str):
+def test_a_file_that_gives_no_text_is_refused(tmp_path, content: bytes | str | None, message):
     file = tmp_path if content == "folder" else tmp_path / "mine.txt"
     if isinstance(content, bytes):
         file.write_bytes(content)

@@ -89,9 +89,7 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 @pytest.mark.parametrize("outputs", [True, False])
 @pytest.mark.parametrize(("plant", "slots", "words"), FAULTS)
 @pytest.mark.usefixtures("in_empty_folder")
-def test_a_recorded_call_with_a_wrong_state_is_suspected(
-    plant: Plant, slots: tuple[int, ...], words: str, outputs: bool
-):
+def test_a_recorded_call_with_a_wrong_state_is_suspected(plant: Plant, slots, words, outputs):
     """Of recordings with outputs and the states of each call, and of pools without outputs."""
     torch.manual_seed(0)
     folder = recorded(
@@ -137,7 +135,7 @@ def test_the_capture_and_its_run_name_the_suspicion():
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "kimi_linear"])
 @pytest.mark.parametrize("serving", [Serving(chunk=16), Serving(decode=3)])
-def test_a_models_own_calls_pass_their_states_on(name: str, serving: Serving):
+def test_a_models_own_calls_pass_their_states_on(name, serving: Serving):
     """Row i is sequence i; the rows of one call are exchanged, which no call shows by itself."""
     captured, _ = capture(name, tiny_models.prompt(40, batch=2), serving)
     assert not faults_of(captured)

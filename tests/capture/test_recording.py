@@ -146,7 +146,7 @@ def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
-def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong: bool):
+def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong):
     """A pool that is read with V and K exchanged is one of the faults that servers had."""
     if wrong:
         repack(
@@ -176,7 +176,7 @@ def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Pa
 
 
 @pytest.mark.parametrize(("decay", "logarithm"), [(0.0, -math.inf), (1.0, 0.0)])
-def test_decays_become_logarithms(dump: Path, decay: float, logarithm: float):
+def test_decays_become_logarithms(dump: Path, decay, logarithm):
     repack(call(dump, 3) / "inputs.pt", lambda tensors: tensors["kwarg_g"].fill_(decay))
     layer = next(open_recording(dump, "flashinfer").layers())
     assert set(layer.inputs.tensors["g"].flatten().tolist()) == {logarithm}
@@ -278,7 +278,7 @@ def states_of_another_slot(file: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words: str):
+def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words):
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
@@ -423,7 +423,7 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
         ),
     ],
 )
-def test_a_damaged_folder_is_refused(tmp_path, damage: Callable[[Path], object], words: str):
+def test_a_damaged_folder_is_refused(tmp_path, damage: Callable[[Path], object], words):
     folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")

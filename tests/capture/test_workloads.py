@@ -54,7 +54,7 @@ def bench(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("bench", [True, False], indirect=True)
-def test_captures_travel_there_and_back(bench: str):
+def test_captures_travel_there_and_back(bench):
     """Only gates, and q and k that had to be normalised, are rounded."""
     assert "changes g by up to" in bench
     again = {layer.inputs.length: layer.inputs for layer in layers()}
@@ -227,6 +227,6 @@ def repack(name: str, tensor: torch.Tensor) -> None:
         (lambda: shutil.rmtree("bench/workloads"), "holds no workloads"),
     ],
 )
-def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words: str):
+def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words):
     damage()
     assert words in ending(2, *TAKE).err

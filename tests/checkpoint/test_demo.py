@@ -121,7 +121,7 @@ def test_its_token_ids_are_bytes(folder: Path):
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
 def test_its_logits_are_finite_over_4096_tokens(
-    folder: Path, loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype
+    folder: Path, loaded: tuple[Any, dict[str, Any]], dtype
 ):
     model = (
         loaded[0]

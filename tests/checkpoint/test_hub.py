@@ -184,7 +184,7 @@ def test_a_broken_connection_continues_where_it_broke(tiny_hub: MiniHub, monkeyp
 
 
 @pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
-def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch, at: str):
+def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch, at):
     """As with keep-alive connections: the server closes the connection instead of answering."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     tiny_hub.drops = at == "config"
@@ -266,7 +266,7 @@ def test_a_missing_repo_names_known_ones_like_it():
     ],
 )
 def test_a_repo_that_needs_a_token(
-    hub: MiniHub, saved: Save, monkeypatch, way: str, message: str, words: str, not_allowed: str
+    hub: MiniHub, saved: Save, monkeypatch, way, message, words, not_allowed
 ):
     hub.publish("org/one", saved("mamba2"), private=way == "private", gated=way == "gated")
     error = failure("org/one")
@@ -290,7 +290,7 @@ def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Sav
 
 
 @pytest.mark.parametrize("name", ["org/name/more", "org/na me", "a" * 300, "-x", "org/..", "", " "])
-def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name: str):
+def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name):
     assert failure(name).exit_code == ExitCode.BAD_INPUT
     assert hub.log == []
 
@@ -312,7 +312,7 @@ def cut_shard(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_on_the_hub(
-    hub: MiniHub, copied: Save, damage: Callable[[Path], object], code: int, words: str
+    hub: MiniHub, copied: Save, damage: Callable[[Path], object], code, words
 ):
     folder = copied("mamba2")
     damage(folder)
@@ -353,7 +353,7 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
         (403, "answered 403 for org/other. Check HF_TOKEN."),
     ],
 )
-def test_a_hub_that_does_not_help(tiny_hub: MiniHub, monkeypatch, down: int | None, words: str):
+def test_a_hub_that_does_not_help(tiny_hub: MiniHub, monkeypatch, down, words):
     monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
     fetch_all(open_model("org/tiny"))
     tiny_hub.down = down
@@ -385,7 +385,7 @@ def test_a_password_in_the_endpoint_is_masked(hub: MiniHub, monkeypatch, capsys)
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
-def test_an_endpoint_that_is_no_address(monkeypatch, endpoint: str):
+def test_an_endpoint_that_is_no_address(monkeypatch, endpoint):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.BAD_INPUT
@@ -404,7 +404,7 @@ def test_an_endpoint_that_is_no_address(monkeypatch, endpoint: str):
     ],
 )
 def test_settings_that_the_client_cannot_use(
-    tiny_hub: MiniHub, tmp_path, variables: dict[str, str], code: ExitCode, words: str
+    tiny_hub: MiniHub, tmp_path, variables, code: ExitCode, words
 ):
     """In a separate process, because the client reads them once."""
     hub = {"HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": ""}
@@ -436,9 +436,7 @@ def test_settings_that_the_client_cannot_use(
         ),  # from SSL_CERT_FILE, without a name
     ],
 )
-def test_what_keeps_a_file_from_being_fetched(
-    monkeypatch, raised: Exception, code: int, words: str
-):
+def test_what_keeps_a_file_from_being_fetched(monkeypatch, raised, code, words):
 
     def fail(*_: object, **__: object) -> None:
         raise raised

@@ -125,7 +125,7 @@ def with_exact_gates(
         ("kimi_linear", torch.float64),
     ],
 )
-def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype):
+def test_parameters_of_operators_keep_fp32(name, dtype):
     folder, exact = with_exact_gates(name, dtype)
     weights = loaded(folder)
     for (layer, leaf), gate in exact.items():
@@ -139,7 +139,7 @@ def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "kimi_linear"])
-def test_parameters_on_the_disk_keep_fp32(name: str):
+def test_parameters_on_the_disk_keep_fp32(name):
     folder, _ = with_exact_gates(name)
     located = open_model(str(folder))
     local = fetch(located)
@@ -174,7 +174,7 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_index_says_which_copy_of_a_tensor_counts(rows: int):
+def test_the_index_says_which_copy_of_a_tensor_counts(rows):
     """Copies of another shape must not count in sizes either."""
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
@@ -254,7 +254,7 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
 )
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
 def test_the_weight_that_does_not_fit_is_named(
-    name: str, change: Callable[[Weights], Weights], code: int, words: str, options: tuple[str, ...]
+    name, change: Callable[[Weights], Weights], code, words, options
 ):
     folder = checkpoint(name)
     rewrite(folder, change)
@@ -281,7 +281,7 @@ def test_a_file_beside_the_index_is_named():
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
-def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool):
+def test_names_that_wrappers_put_into_keys(name, wrapped, head):
     folder = checkpoint(name)
     expected = loaded(folder, head=head)
     rewrite(
@@ -292,7 +292,7 @@ def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
-def test_what_is_no_weight_may_be_stored_in_anything(dtype: torch.dtype):
+def test_what_is_no_weight_may_be_stored_in_anything(dtype):
     folder = checkpoint("granitemoehybrid")
     expected = loaded(folder)
     extra = {
@@ -331,7 +331,7 @@ def test_gptq_of_the_old_kind_is_named():
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
     ],
 )
-def test_a_quantisation_that_only_the_config_has_left_is_none(file: str, left: dict[str, Any]):
+def test_a_quantisation_that_only_the_config_has_left_is_none(file, left):
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
     edit_json(folder / file, **left)
@@ -344,7 +344,7 @@ def test_a_quantisation_that_only_the_config_has_left_is_none(file: str, left: d
 
 
 @pytest.mark.parametrize("files", [(), ("config.json",)])
-def test_checkpoints_of_a_training_run_are_named(files: tuple[str, ...]):
+def test_checkpoints_of_a_training_run_are_named(files):
     for step in (200, 1000):
         folder = Path("training") / f"checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -379,7 +379,7 @@ def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "part"), [("lm_head.weight", "head, lm_head,"), ("layers.1.mlp.up", "layers")]
 )
-def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str, part: str):
+def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
 
     def broken(weights: Weights) -> Weights:
@@ -412,7 +412,7 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch):
     "file",
     ["tiktoken.model", "tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"],
 )
-def test_a_tokenizer_that_is_not_read_is_named(file: str):
+def test_a_tokenizer_that_is_not_read_is_named(file):
     folder = checkpoint("qwen3_5_text")
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("")
@@ -423,7 +423,7 @@ def test_a_tokenizer_that_is_not_read_is_named(file: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SSD, *GDN])
-def test_models_decode_with_parameters_in_fp32(name: str):
+def test_models_decode_with_parameters_in_fp32(name):
     folder = checkpoint(name)
     kept = ("A_log", "D", "dt_bias")
     rewrite(
@@ -443,7 +443,7 @@ def test_models_decode_with_parameters_in_fp32(name: str):
         ("model.", "model.language_model.model."),
     ],
 )
-def test_keys_with_foreign_prefixes_load_or_are_named(before: str, after: str, head: bool):
+def test_keys_with_foreign_prefixes_load_or_are_named(before, after, head):
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder, head=head)
     rewrite(folder, renamed(before, after))
@@ -485,7 +485,7 @@ def test_an_adapter_is_named_and_never_silent():
     ("key", "tied"),
     [("score.weight", True), ("classifier.weight", False), ("model.score.weight", True)],
 )
-def test_a_classifier_predicts_no_tokens(key: str, tied: bool):
+def test_a_classifier_predicts_no_tokens(key, tied):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=tied)
     rewrite(folder, without("lm_head", **{key: torch.ones(2, 64)}))
     check_predictions_refused(folder, f"is a classifier, with '{key}' and no lm_head.weight")
@@ -499,9 +499,7 @@ def test_a_lost_head_is_named():
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (True, True), (None, True)])
-def test_the_outer_config_decides_whether_the_head_is_the_embedding(
-    outer: bool | None, inner: bool
-):
+def test_the_outer_config_decides_whether_the_head_is_the_embedding(outer: bool | None, inner):
     folder = checkpoint("qwen3_5_text")
     text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": inner}
     outside = {} if outer is None else {"tie_word_embeddings": outer}
@@ -518,13 +516,13 @@ def test_the_outer_config_decides_whether_the_head_is_the_embedding(
 @pytest.mark.parametrize(
     "value", ["flash_attention_2", "flash_attention_3", "made_up", {"": "flash_attention_2"}]
 )
-def test_the_attention_of_a_config_need_not_be_installed(key: str, value: object):
+def test_the_attention_of_a_config_need_not_be_installed(key, value):
     run(checkpoint("qwen3_5_text", **{key: value}), "--dry-run")
 
 
 @pytest.mark.parametrize("where", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_mlx_is_named(where: str, bits: int):
+def test_mlx_is_named(where, bits):
     folder = checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}})
     rewrite(folder, packed)
     answer, _ = run(folder, "--dry-run", code=2)
@@ -539,7 +537,7 @@ def check_decoded(folder: Path, decoded: Weights) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "block"), [(80, 32), (96, 64), (72, 128), (64, 32)])
-def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int):
+def test_blocks_of_fp8_may_be_cut_off(hidden, block):
     """96 in blocks of 64 would divide into two blocks of 48: equal blocks give wrong weights
     without an error.
     """
@@ -588,7 +586,7 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
-def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str):
+def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file):
     folder = checkpoint("qwen3_5_text")
     decoded = {}
 
@@ -612,7 +610,7 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str):
 @pytest.mark.parametrize(
     ("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())]
 )
-def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | None):
+def test_codes_without_a_scale_are_refused(codes, scale: tuple[int, ...] | None):
     folder = checkpoint("qwen3_5_text")
     weight = "model.layers.0.linear_attn.in_proj_qkv.weight"
     scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
@@ -629,7 +627,7 @@ def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
-def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str):
+def test_other_formats_of_modelopt_are_refused_by_name(file, algorithm):
     folder = checkpoint("qwen3_5_text")
     write_modelopt(folder, file, {"quant_algo": algorithm})
     rewrite(folder, packed)
@@ -661,7 +659,7 @@ def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str
         ({"heads": 1}, "has 'heads' = 1 in ssm_cfg"),
     ],
 )
-def test_options_of_original_mamba2(change: dict[str, Any], words: str):
+def test_options_of_original_mamba2(change, words):
     folder = checkpoint("mamba2")
     ssm = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32} | change
     config = {

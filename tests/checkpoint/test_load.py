@@ -67,9 +67,7 @@ def check_layers(model: Any, whole: Any, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_a_cut_model_computes_what_the_whole_one_does(
-    saved: Save, name: str, deepest_layer: int | None
-):
+def test_a_cut_model_computes_what_the_whole_one_does(saved: Save, name, deepest_layer):
     located = open_model(str(saved(name)))
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu")
@@ -83,7 +81,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name: str):
+def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name):
     located = open_model(str(saved(name)))
     model = load_model(fetch(located, head=True), device="cpu")
     ids = tiny_models.prompt(40)
@@ -117,7 +115,7 @@ def test_a_shared_block_stays_shared(tmp_path):
     ("text_type", "whole_type"), [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
 )
 def test_a_vision_language_repo_gives_its_language_model(
-    saved: Save, tmp_path, text_type: str, whole_type: str
+    saved: Save, tmp_path, text_type, whole_type
 ):
     folder = saved(text_type)
     text_config = json.loads((folder / "config.json").read_text())
@@ -191,7 +189,7 @@ def test_a_tokenizer_from_another_folder(saved: Save, copied: Save):
 
 
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
-def test_every_spelling_of_no_limit_loads(copied: Save, limit: object):
+def test_every_spelling_of_no_limit_loads(copied: Save, limit):
     folder = copied("mamba2")
     edit_config(folder, time_step_limit=limit)
     assert load(folder, 0).config.time_step_limit[1] == float("inf")
@@ -202,7 +200,7 @@ def test_every_spelling_of_no_limit_loads(copied: Save, limit: object):
     [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
 )
 def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
-    tmp_path, stored: torch.dtype, in_config: torch.dtype | None
+    tmp_path, stored, in_config: torch.dtype | None
 ):
     """The config decides, even if the files differ.  Without an entry, the dtype of most of the
     weights decides.
@@ -224,7 +222,7 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64])
-def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path, dtype: torch.dtype):
+def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path, dtype):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.2.mlp.up_proj.weight"
@@ -254,7 +252,7 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path, dty
     ],
 )
 def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_download(
-    copied: Save, monkeypatch, quantization: dict[str, Any], kind: type[SsdprofError], words: str
+    copied: Save, monkeypatch, quantization, kind: type[SsdprofError], words
 ):
     folder = copied("qwen3_5_text")
     edit_config(folder, quantization_config=quantization)
@@ -307,7 +305,7 @@ def test_weights_of_mxfp8_are_decoded(tmp_path):
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
-    copied: Save, change: dict[str, Any], deepest_layer: int | None, words: str
+    copied: Save, change, deepest_layer, words
 ):
     folder = copied("falcon_h1")
     edit_config(folder, **change)
@@ -331,7 +329,7 @@ def open_original(folder: Path) -> Model:
 
 @pytest.mark.parametrize("form", [PICKLE, SINGLE, INDEX])
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_the_original_format_loads(original_folder: Path, form: str, deepest_layer: int | None):
+def test_the_original_format_loads(original_folder: Path, form, deepest_layer):
     write_original(original_folder, original_state(), form)
     located = open_original(original_folder)
     assert located.ref.model_type == "mamba2"
@@ -350,7 +348,7 @@ def test_the_original_format_loads(original_folder: Path, form: str, deepest_lay
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bool):
+def test_the_original_format_loads_with_its_head(original_folder: Path, tied):
     """If the head is the embedding, checkpoints may or may not contain it."""
     edit_config(original_folder, tie_embeddings=tied)
     state = original_state()
@@ -370,7 +368,7 @@ def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bo
 @pytest.mark.parametrize("deepest_layer", [0, None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
-    original_folder: Path, form: str, deepest_layer: int | None, dtype: torch.dtype
+    original_folder: Path, form, deepest_layer, dtype
 ):
     """The config does not have it.  A few numbers of each head keep their stored dtype."""
     state = {key: value.to(dtype) for key, value in original_state().items()}
@@ -467,7 +465,7 @@ def changed(change: Callable[[Tensor], Any]) -> Callable[[Path], object]:
     ],
 )
 def test_a_pickle_is_a_table_of_floats(
-    original_folder: Path, damage: Callable[[Path], object], words: str
+    original_folder: Path, damage: Callable[[Path], object], words
 ):
     """In a dry run, too, which loads no values."""
     damage(original_folder / PICKLE)
@@ -479,7 +477,7 @@ def test_a_pickle_is_a_table_of_floats(
 
 
 @pytest.mark.parametrize("change", [{"d_model": 128}, {"n_layer": 4}, {"vocab_size": 10**6}])
-def test_an_original_config_that_is_not_its_weights(original_folder: Path, change: dict[str, int]):
+def test_an_original_config_that_is_not_its_weights(original_folder: Path, change):
     edit_config(original_folder, **change)
     with pytest.raises(
         (BadInputError, ModelUnavailableError), match=r"do not fit its config|lacks"

@@ -31,7 +31,7 @@ from ssdprof.errors import BadInputError
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_every_mixer_is_found(name: str):
+def test_every_mixer_is_found(name):
     for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
         sites = find_mixers(model)
         assert tuple(site.layer_index for site in sites) == tiny_models.OPERATOR_LAYERS[name]
@@ -97,7 +97,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
 @pytest.mark.parametrize("segment_length", [70, 32])
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
-    saved: Saved, name: str, segment_length: int
+    saved: Saved, name, segment_length
 ):
     located = open_model(str(saved(name)))
     local = fetch(located)
@@ -115,7 +115,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 
 
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
-def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str):
+def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name):
     """As with a GPU: the layers' weights are in main memory and move to the computing device, here
     the CPU.
     """
@@ -142,7 +142,7 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
-def test_hooks_leave_a_cache_where_its_layers_are(name: str):
+def test_hooks_leave_a_cache_where_its_layers_are(name):
     """For every name of the argument, which differs between models and versions of transformers."""
     model = tiny_models.shared(name).base_model
     with torch.no_grad():

@@ -165,7 +165,7 @@ def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", FAULTS)
-def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path):
+def test_a_regression_fails_the_job_and_nothing_else_does(job, tmp_path):
     fake = {"FAKE_TIMES": "1"} if job == "gpu" else {}
     check_job(job, tmp_path, QUICK, **fake)
 

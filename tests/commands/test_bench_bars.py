@@ -103,9 +103,7 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
 
 @pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
-def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
-    status: str, *, library: bool
-):
+def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status, *, library):
     good = timed()
     new = timed(created="2026-01-02T00:00:00+00:00")
     made = tuple(
@@ -194,7 +192,7 @@ def bars_of(operator: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_bar_holds_in_the_committed_results(operator: str):
+def test_every_bar_holds_in_the_committed_results(operator):
     cells = [
         cell
         for cell in recorded.committed("h200")

@@ -128,7 +128,7 @@ def test_conditions_on_times_need_a_gpu():
         ("base cells.json", "cells.json"),
     ],
 )
-def test_what_is_refused(words: str, complaint: str):
+def test_what_is_refused(words, complaint):
     Path("ssdprof.txt").write_text("no report")
     Path("picture.json").write_bytes(b"\x89PNG")
     Path("cells.json").write_text('{"cells": []}')
@@ -146,7 +146,7 @@ def test_what_is_refused(words: str, complaint: str):
         ("compare base same", "x.xml", ".md, .html, .htm, .json,"),  # has no JUnit
     ],
 )
-def test_a_suffix_without_a_format_is_refused(words: str, file: str, named: str):
+def test_a_suffix_without_a_format_is_refused(words, file, named):
     refused = Answer(f"{words} -o {file}")
     assert (refused.code, refused.out) == (2, "")
     assert f"{file}: no format has the suffix {Path(file).suffix}." in refused.err

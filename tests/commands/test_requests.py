@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
         (StallsOptions, {"seqlen": "2k", "model": None}, {"seqlen": 2048}),
     ],
 )
-def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: dict[str, Any]):
+def test_words_are_read(kind: Callable[..., Any], typed, read):
     given = {
         name: value for name, value in ({"model": "demo"} | typed).items() if value is not None
     }
@@ -84,7 +84,7 @@ def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: d
     ],
 )
 def test_two_precisions_unless_more_are_asked_for(
-    dtype: DType, intermediates: Any, states: tuple[DType, ...] | None, compared: list[str]
+    dtype: DType, intermediates, states: tuple[DType, ...] | None, compared
 ):
     assert list(map(str, precisions_for(dtype, intermediates, states))) == compared
 
@@ -162,7 +162,7 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path):
         ({"gate": ["match@1:99%"]}, "The gate 'match@1:99%' has an unknown place"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], words: str):
+def test_what_does_not_go_together(options, words):
     with pytest.raises(BadInputError, match=words):
         target.run(RunOptions(model="demo", **options))
     assert target.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2

@@ -163,9 +163,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("found", "passed", "fields"), OUTCOMES)
-def test_a_report_passes_if_all_of_it_was_compared_and_passed(
-    found: Report, passed: bool, fields: dict[str, Any]
-):
+def test_a_report_passes_if_all_of_it_was_compared_and_passed(found: Report, passed, fields):
     result = Outcome(found)
     shown = {name: getattr(result, name) for name in fields}
     names = {

@@ -121,7 +121,7 @@ def test_a_ratio_and_its_interval():
 
 
 @pytest.mark.parametrize("what", ["GPU", "driver", "Triton"])
-def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str):
+def test_times_of_different_machines_do_not_compare_and_speedups_do(what):
     other = {
         "GPU": {"name": "NVIDIA H100"},
         "driver": {"driver": "1.2"},
@@ -312,9 +312,7 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
 
 
 @pytest.mark.parametrize(("condition", "base", "new", "offenders"), OFFENCES)
-def test_a_condition_names_what_violates_it(
-    condition: str, base: Report, new: Report, offenders: list[str]
-):
+def test_a_condition_names_what_violates_it(condition, base: Report, new: Report, offenders):
     said = offences(compared(base, new, condition))[condition]
     assert len(said) == len(offenders), said
     assert all(one.startswith(begins) for one, begins in zip(said, offenders, strict=True)), said
@@ -388,9 +386,7 @@ def versions(**packages: str) -> dict[str, Any]:
         ({}, {"convolution": "torch"}, "other convolution: causal-conv1d 1.5, now torch"),
     ],
 )
-def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
-    fields: dict[str, Any], own: dict[str, Any], reason: str
-):
+def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(fields, own, reason):
     comparison = compared(cases.prefill(), slow_prefill(**own).changed(**fields), "speedup:base-3%")
     pair = pair_of(comparison, ROW)
     assert (pair.time, pair.call, len(pair.incomparable)) == (None, None, 1)

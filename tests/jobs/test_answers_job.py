@@ -102,7 +102,7 @@ def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
 
 
 @pytest.mark.parametrize(("chunk", "halved"), [(64, 32), (32, 16), (16, 16)])
-def test_noise_of_other_chunks(chunk: int, halved: int):
+def test_noise_of_other_chunks(chunk, halved):
     assert seen_by(job.in_other_chunks, replace(inputs(), chunk_size=chunk)).chunk_size == halved
 
 

@@ -111,7 +111,7 @@ def test_outputs_are_matched_with_another_one_than_the_baseline():
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 32)])
-def test_short_checks_are_shared_and_named(monkeypatch, sizes: tuple[int, ...]):
+def test_short_checks_are_shared_and_named(monkeypatch, sizes):
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
     compared = []
     whole = job.Comparer.compare
@@ -184,7 +184,7 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(capsys):
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])
-def test_further_processes_only_add_samples_and_say_nothing(fault: str, monkeypatch, capsys):
+def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, capsys):
     verified = []
     whole = compare.Comparer._accuracies
 
@@ -350,7 +350,7 @@ def library(operator: str) -> Implementation:
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
-    name: str, monkeypatch
+    name, monkeypatch
 ):
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))

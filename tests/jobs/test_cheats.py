@@ -81,9 +81,7 @@ class NothingReplayed(FakeTimer):
     ],
     ids=["stored memory", "a copy of stored memory", "nothing under capture", "stale memory"],
 )
-def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(
-    cheat: Any, timer: FakeTimer, why: str
-):
+def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(cheat, timer: FakeTimer, why):
     (entry,) = entries("cheat", 1.0)
     before = fingerprint(*entry.call.inputs.tensors.values())
     cheats(entry, cheat(entry))
@@ -271,7 +269,7 @@ def here(users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("in_a_thread", LATE),
     ],
 )
-def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str):
+def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function, why):
     code, found = run(function)
     assert (code, found["cheat"].device_us, found["cheat"].call_us) == (1, None, None), found[
         "cheat"
@@ -283,7 +281,7 @@ def test_a_cheat_on_a_gpu_has_a_reason_and_no_time(function: str, why: str):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("function", ["right", "by_content", "patching_the_clock"])
-def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: str):
+def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function):
     code, found = run(function)
     cheat = found["cheat"]
     honest = found["unfused"]

@@ -172,7 +172,7 @@ def groups(*, timed: bool = False) -> list[Entry]:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
-def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch, capacity: int):
+def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch, capacity):
     roomy = compared(groups())
     passes = []
     whole = module.compare_with_oracle
@@ -340,7 +340,7 @@ def test_what_goes_wrong_while_it_is_timed():
     ("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)]
 )
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
-    monkeypatch, precision: Precision, factor: float, largest: float
+    monkeypatch, precision: Precision, factor, largest
 ):
     scales = []
     changeable = module._changeable
@@ -478,9 +478,7 @@ FP32, FP16, BF16 = (Precision.named(f"exact, {one} states") for one in ("fp32", 
     ],
     ids=["it was not requested", "equal states", "a library that lacks the states"],
 )
-def test_the_baseline_runs_at_equal_states_if_it_has_them(
-    wanted: Any, baseline: str, fixed: Any, pairs: Any
-):
+def test_the_baseline_runs_at_equal_states_if_it_has_them(wanted, baseline, fixed, pairs):
     fused = get("ssd", "fused")
     first = replace(
         get("ssd", "unfused"),

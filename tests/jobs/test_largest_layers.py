@@ -129,7 +129,7 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> No
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_of_the_largest_models_fits_where_the_page_says(name: str, tmp_path, monkeypatch):
+def test_a_layer_of_the_largest_models_fits_where_the_page_says(name, tmp_path, monkeypatch):
     """One layer is in memory at a time, so the number of layers does not matter."""
     model = write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
@@ -190,7 +190,7 @@ def test_a_smaller_model_of_the_family_is_advised(tmp_path, monkeypatch):
         ("Nemotron-3-Super-120B-A12B", 8, "What fits: --seq 8192 or --layers first:1."),
     ],
 )
-def test_what_would_fit_is_advised(name: str, free: float, hint: str, tmp_path, monkeypatch):
+def test_what_would_fit_is_advised(name, free, hint, tmp_path, monkeypatch):
     """In addition to the memory for the computation."""
     write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))

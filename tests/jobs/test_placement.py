@@ -107,9 +107,7 @@ def beside(folder: Path) -> int:
         ([], 0.6, "disk-offload"),
     ],
 )
-def test_the_fastest_placement_that_fits(
-    granite: Path, monkeypatch, gpus: list[float], host: float, kind: str
-):
+def test_the_fastest_placement_that_fits(granite: Path, monkeypatch, gpus: list[float], host, kind):
     """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
     weights = target.weight_bytes
@@ -228,7 +226,7 @@ def save_in_fp8(folder: Path) -> None:
     ids=["experts one by one", "experts together", "fp8"],
 )
 def test_weights_that_transformers_writes_anew_are_counted(
-    save: Callable[[Path], None], whole: bool, tmp_path, monkeypatch
+    save: Callable[[Path], None], whole, tmp_path, monkeypatch
 ):
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
@@ -486,7 +484,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
     ids=["whole", "segments", "chunks", "decode", "packed"],
 )
 def test_the_predicted_peak_is_that_of_a_capture(
-    name: str, segment_length: int, serving: Serving, monkeypatch
+    name, segment_length, serving: Serving, monkeypatch
 ):
     """The prediction runs on the meta device, without memory."""
     # torch's CausalBias cannot be constructed under a dispatch mode.
@@ -508,7 +506,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
-def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path):
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name, tmp_path):
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     target = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
@@ -521,7 +519,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(nam
 
 @pytest.mark.parametrize("segment_length", [1024, 256])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_operator_calls_of_one_form_are_tried_once(name: str, segment_length: int, monkeypatch):
+def test_operator_calls_of_one_form_are_tried_once(name, segment_length, monkeypatch):
     """The predicted peak is the same as if every call were tried."""
     shapes, wanted = shapes_of(name)
     tried = []  # not the calls, because a call holds its tensors
@@ -665,7 +663,7 @@ def capped(size: int | None) -> Iterator[None]:
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 @pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
 def test_the_predicted_peak_of_a_gpu(
-    large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch
+    large_granite: Path, kind: PlacementKind, segment_length, monkeypatch
 ):
     """torch's count, under a cap that makes the offloads stream; on one GPU, because several would
     hold all weights.
@@ -687,7 +685,7 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
-def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int):
+def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
     """The cache of every layer is on the layer's GPU."""
     found = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
@@ -719,7 +717,7 @@ def on_host(inputs: Any) -> dict[str, Tensor]:
         (2 * 10**9, False, False, False),
     ],
 )
-def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, is_refused: bool):
+def test_a_large_download_needs_a_yes(size, cached, yes, is_refused):
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
     target = SimpleNamespace(
         located=SimpleNamespace(files=lambda *_, **__: found),

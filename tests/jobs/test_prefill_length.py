@@ -353,7 +353,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 @pytest.mark.parametrize(
     ("round_s", "moves"), [(0.1, True), (1.3, True), (1.4, False), (10.0, False), (math.inf, False)]
 )
-def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s: float, moves: bool):
+def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s, moves):
     plan = sampling_plan(round_s, 20.0, 0.01)
     assert (plan.warmup_rounds > 0) == moves
     if moves:

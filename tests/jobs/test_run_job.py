@@ -156,7 +156,7 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch):
 
 @needs_interpreter
 @pytest.mark.parametrize("stop_at", [5, 13])
-def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monkeypatch):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at, monkeypatch):
     plain = replay.Comparer
     began = []
 

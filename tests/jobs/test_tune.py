@@ -143,9 +143,7 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
         (KDA, KDA_HOPPER, generated("kda", LONG_GDN, 8192), "prep_block_k", {128}),
     ],
 )
-def test_what_the_candidates_vary(
-    tuning: Any, committed: Any, inputs: Any, fields: str, tried: set[object]
-):
+def test_what_the_candidates_vary(tuning, committed, inputs, fields, tried: set[object]):
     """A kernel takes all of them: they are read back as they are stored."""
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
     assert set(map(attrgetter(*fields.split()), configs)) == tried
@@ -174,7 +172,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer():
     ],
 )
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
-    headdim: int, dtype: torch.dtype, committed: SSDPortableConfig
+    headdim, dtype, committed: SSDPortableConfig
 ):
     """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to
     such rows.
@@ -263,7 +261,7 @@ def of(cases: Sequence[Case], name: str) -> Case:
 
 
 @pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
-def test_it_goes_to_the_fastest_axis_by_axis(fitting: int, turns: int, monkeypatch):
+def test_it_goes_to_the_fastest_axis_by_axis(fitting, turns, monkeypatch):
     """A configuration is written to the file and read back unchanged.  fitting: whose outputs are
     kept by graphs.
     """
@@ -350,7 +348,7 @@ def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
     ],
     ids=["noise", "a lucky place", "0.8 %", "wrong at length", "refused", "cannot be captured"],
 )
-def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str):
+def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why):
     outcome = found(fake)
     assert isinstance(outcome[1], str)
     assert why in outcome[1]
@@ -390,7 +388,7 @@ def test_a_wrong_candidate_is_named_and_never_found():
     ],
 )
 def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_the_search(
-    broken: str, result: str, why: str, monkeypatch
+    broken, result, why, monkeypatch
 ):
     """Otherwise all other candidates would be reported as failing."""
 
@@ -506,7 +504,7 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monk
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )
-def test_what_cannot_be_read_is_said(before: str, after: str, why: str):
+def test_what_cannot_be_read_is_said(before, after, why):
     file = kept()
     text = file.read_text()
     assert before in text
@@ -606,9 +604,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_from_words_to_kernels_that_take_the_find(
-    words: str, places: tuple[str, ...], plan: Callable[[], Any]
-):
+def test_from_words_to_kernels_that_take_the_find(words, places, plan: Callable[[], Any]):
     """The file is real: the next command reads it and says so, and its kernels use the
     configuration.
     """

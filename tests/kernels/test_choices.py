@@ -161,7 +161,7 @@ SLOW = ("ssd", "hopper")
     ("operator", "name"),
     [pytest.param(*one, marks=[pytest.mark.slow] * (one == SLOW)) for one in FROZEN],
 )
-def test_the_choices_are_the_frozen_ones(operator: str, name: str):
+def test_the_choices_are_the_frozen_ones(operator, name):
     digest = hashlib.sha256("\n".join(choices(operator, name)).encode()).hexdigest()[:16]
     assert digest == FROZEN[operator, name]
 

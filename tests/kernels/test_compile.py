@@ -47,7 +47,7 @@ PLACES += [("COMMON", one) for one in (89, 120)]  # L4 and RTX
 
 
 @pytest.mark.parametrize(("table", "capability"), PLACES)
-def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int):
+def test_kernels_fit_spill_little_and_are_safe(table, capability):
     """No product reads from a lost address, or registers that may be overwritten while it is in
     flight.  Products and
     sums are fused whatever Triton is set to: otherwise results and speeds would depend on an
@@ -74,7 +74,7 @@ def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_shipped_configurations_take_no_more_than_recorded(capability: int):
+def test_shipped_configurations_take_no_more_than_recorded(capability):
     """Every row of the committed configurations, with any Triton."""
     if not RECORDED.exists():
         pytest.skip(f"nothing was recorded with Triton {triton.__version__}")
@@ -90,7 +90,7 @@ def test_shipped_configurations_take_no_more_than_recorded(capability: int):
 
 @pytest.mark.skipif(NEWER, reason="recorded with the oldest Triton")
 @pytest.mark.parametrize("table", TABLES)
-def test_machine_code_is_the_recorded_one(table: str):
+def test_machine_code_is_the_recorded_one(table):
     """Names, resources and instructions of every kernel for sm_90."""
     recorded = json.loads(RECORDED.read_text())["90"]
     theirs = {name: text for name, text in recorded.items() if name.startswith(f"{table} ")}
@@ -152,5 +152,5 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("first", "second", "count"), FOUND)
-def test_finds_writes_to_operands_before_a_wait(first: str, second: str, count: int):
+def test_finds_writes_to_operands_before_a_wait(first, second, count):
     assert len(racy_writes(LOOP.format(first=first, second=second))) == count

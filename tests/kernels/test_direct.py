@@ -125,7 +125,7 @@ GROUPED |= {name: SIGNATURE[name] for name in ("strides", "scale", "SIZE")}
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "tensors in one argument"])
-def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped: bool):
+def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped):
     first = tensors()
     given = (first[0], first[1:]) if grouped else first
     launch = prepared(given, signature=GROUPED if grouped else SIGNATURE)
@@ -192,7 +192,7 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("compiled", UNUSUAL, ids=str)
-def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict[str, Any]):
+def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled):
     """Options that this package does not use, arguments of other kinds, other parameters."""
     assert direct_launch(Compiled(**compiled), tensors(), CONSTANTS) is None
     assert not driver.launches

@@ -107,7 +107,7 @@ def inputs_of(operator: str, case: str) -> Any:
     ("operator", "function", "case"),
     [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
 )
-def test_the_function_is_the_implementation(operator: str, function: Function, case: str):
+def test_the_function_is_the_implementation(operator, function: Function, case):
     inputs = inputs_of(operator, case)
     precision = Precision(intermediates="relaxed", state_dtype=BF16)
     inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
@@ -120,9 +120,7 @@ def test_the_function_is_the_implementation(operator: str, function: Function, c
 @pytest.mark.parametrize(
     ("operator", "unfused", "case"), [("gdn", gdn_unfused, GDNCase), ("kda", kda_unfused, KDACase)]
 )
-def test_the_unfused_functions_take_what_the_inputs_take(
-    operator: str, unfused: Any, case: type[GDNCase]
-):
+def test_the_unfused_functions_take_what_the_inputs_take(operator, unfused, case: type[GDNCase]):
     assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
     inputs = case(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
     given = {
@@ -140,7 +138,7 @@ GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DEL
     ("operator", "function", "case"), [GRAPHS[0], *slow(*GRAPHS[1:-2]), *GRAPHS[-2:]]
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
-    operator: str, function: Function, case: str
+    operator, function: Function, case
 ):
     inputs = inputs_of(operator[:3], case)
     precision = ("relaxed", BF16) if case == "step" else ("exact", FP32)
@@ -227,7 +225,7 @@ def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch):
     ],
     ids=["gdn fp32", "gdn bf16", "an ssd step"],
 )
-def test_a_plan_names_the_precision_that_has_the_same_bits(operator: str, case: Any, same: str):
+def test_a_plan_names_the_precision_that_has_the_same_bits(operator, case, same):
     inputs = case.inputs()
     implementation = get(operator, "fused")
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
@@ -258,7 +256,7 @@ STEPS = {
     ],
 )
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
-    case: SSDCase, kernel: Any, monkeypatch
+    case: SSDCase, kernel, monkeypatch
 ):
     inputs = case.inputs()
     one = STEP.inputs()
@@ -414,6 +412,6 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("function", SIGNATURES)
-def test_a_drop_in_has_the_signature_of_its_library(function: Any):
+def test_a_drop_in_has_the_signature_of_its_library(function):
     parameters = inspect.signature(function).parameters.values()
     assert [(one.name, one.default) for one in parameters] == list(SIGNATURES[function].items())

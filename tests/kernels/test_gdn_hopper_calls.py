@@ -119,7 +119,7 @@ def call(inputs: GDNInputs) -> GDNOutput:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
-    monkeypatch, launches: list[tuple[Any, ...]], name: str
+    monkeypatch, launches: list[tuple[Any, ...]], name
 ):
     case, config, number, operations = CASES[name]
     monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)

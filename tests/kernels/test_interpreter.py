@@ -35,7 +35,7 @@ def _helpers_kernel(offset_ptr, decay_ptr, log2_decay_ptr, strides, SIZE: tl.con
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_elementwise(dtype: torch.dtype):
+def test_elementwise(dtype):
     a, b = torch.randn(2, 64).to(dtype)
     found = torch.empty_like(a)
     _elementwise_kernel[(1,)](a, b, found, SIZE=64)
@@ -44,7 +44,7 @@ def test_elementwise(dtype: torch.dtype):
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
-def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype):
+def test_casts_round_to_nearest_even(source, target):
     values = torch.randn(64)
     ties = torch.tensor(
         [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, 0.0, -0.0, torch.inf]

@@ -108,9 +108,7 @@ def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards():
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
-    monkeypatch, enabled: bool, fails: bool
-):
+def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(monkeypatch, enabled, fails):
     kernel = Kernel(fails=fails)
     waited = []
     before = gc.isenabled()
@@ -200,7 +198,7 @@ def test_another_place_or_content_is_the_same_launch():
         "no warps",
     ],
 )
-def test_what_triton_would_tell_apart_is_told_apart(other: Any):
+def test_what_triton_would_tell_apart_is_told_apart(other):
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
 

@@ -66,7 +66,7 @@ CALLS = {
 
 @pytest.mark.parametrize("kernel", ["fused", "unfused"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monkeypatch):
+def test_the_drivers_launches_write_what_tritons_do(name, kernel, monkeypatch):
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
@@ -88,7 +88,7 @@ def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monk
 
 
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
-def test_calls_of_many_signatures_in_turns(precision: Any):
+def test_calls_of_many_signatures_in_turns(precision):
     fused.FUSED.launches.clear()
     prepared = 0
     for seed in range(3):
@@ -100,7 +100,7 @@ def test_calls_of_many_signatures_in_turns(precision: Any):
 
 
 @pytest.mark.parametrize("name", ["as it is", "z"])
-def test_profilers_are_told_of_every_launch(name: str):
+def test_profilers_are_told_of_every_launch(name):
     inputs = CASES[name].inputs()
     told = []
 

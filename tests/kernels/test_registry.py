@@ -51,7 +51,7 @@ def test_exported_names_are_there_and_no_other():
         (Precision(intermediates="relaxed"), torch.float32, torch.bfloat16),
     ],
 )
-def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expected: torch.dtype):
+def test_intermediate_dtype(precision: Precision, input_dtype, expected):
     assert precision.intermediate_dtype(input_dtype) == expected
 
 
@@ -65,6 +65,6 @@ def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expe
         ),
     ],
 )
-def test_a_precision_that_is_none_is_refused(arguments: dict[str, Any], message: str):
+def test_a_precision_that_is_none_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Precision(**arguments)

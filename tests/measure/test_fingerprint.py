@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_changed_bit_changes_it(dtype: torch.dtype):
+def test_one_changed_bit_changes_it(dtype):
     tensor = torch.randn(3, 50).to(dtype)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before

@@ -241,7 +241,7 @@ def raising(inputs: Any) -> Output:
         ("64 mixed calls", WrongInItsFortiethCall(), "call 40, row 1, head 0"),
     ],
 )  # fmt: skip
-def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str):
+def test_a_law_names_the_first_place(law, kernel: Kernel, place):
     assert place in tried(law, kernel)
 
 
@@ -261,7 +261,7 @@ def test_bits_are_compared_where_batch_invariance_is_declared():
 
 @pytest.mark.parametrize("operator", SHAPES)
 @pytest.mark.parametrize("law", [law for law in pools.LAWS if law not in ON_A_GPU])
-def test_a_good_kernel_keeps_every_law(law: str, operator: str):
+def test_a_good_kernel_keeps_every_law(law, operator):
     assert tried(law, good, operator) == ""
 
 
@@ -273,7 +273,7 @@ OURS = [
 
 
 @pytest.mark.parametrize(("operator", "name"), OURS)
-def test_our_kernels_keep_every_law(operator: str, name: str):
+def test_our_kernels_keep_every_law(operator, name):
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
     held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
@@ -284,7 +284,7 @@ def test_our_kernels_keep_every_law(operator: str, name: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["recurrent", "fused"])
 @pytest.mark.parametrize("operator", SHAPES)
-def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str):
+def test_our_kernels_keep_every_law_on_a_gpu(operator, name):
     one = kernels.get(operator, name)
     inputs = step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
@@ -321,7 +321,7 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
         ("fused", {"seqlen": 40}, False),
     ],
 )
-def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool):
+def test_only_calls_of_servers_are_tested(name, inputs, tested):
     assert pools.applies(kernels.get("gdn", name), step(**inputs)) == tested
 
 

@@ -224,7 +224,7 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (random_and_leaking, "causality"),
     ],
 )
-def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name: str):
+def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name):
     found = law(name, kernel, ssd())
     assert found.holds == "no"
     assert found.detail
@@ -377,7 +377,7 @@ def test_the_history_of_each_layer_is_probed():
 
 
 @pytest.mark.parametrize(("decay", "holds"), [(-30.0, "yes"), (-14.0, "no")])
-def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay: float, holds: str):
+def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay, holds):
     """2^decay: of the first positions' state where the kernel drops it."""
     given = ssd(dt_softplus=False, dt_bias=None)
     given.dt.fill_(0.1)
@@ -413,12 +413,7 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough():
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str,
-    sizes: str,
-    implementation: str,
-    tokens: dict[str, int],
-    dtype: str,
-    precision: Precision,
+    operator, sizes, implementation, tokens, dtype, precision: Precision
 ):
     given = generated(operator, sizes, device="cuda", dtype=dtype, **tokens)
     found = Prober(IsolatedFirstCall()).probe(
@@ -443,7 +438,7 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call():
 
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
-def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str):
+def test_another_library_gets_edge_inputs_in_rows_alone(kind, holds):
     assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 

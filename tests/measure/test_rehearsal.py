@@ -35,7 +35,7 @@ def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ssd, gdn])
-def test_a_good_kernel_passes(make: Any):
+def test_a_good_kernel_passes(make):
     assert verdict("good", make()) == ("ran", "")
 
 
@@ -75,7 +75,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
         ("not_a_tensor", "ssd", "must return tensors, and final_states is NoneType"),
     ],
 )
-def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str):
+def test_what_a_bad_kernel_does_is_told(function, operator, reason):
     found = try_call(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), Precision())
     assert found[0] == ("refused" if function == "refusing" else "failed")
     assert reason in found[1]
@@ -93,7 +93,7 @@ def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: st
         pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
     ],
 )
-def test_what_ends_the_other_process_is_told(function: str, reason: str):
+def test_what_ends_the_other_process_is_told(function, reason):
     assert verdict(function, ssd()) == ("failed", reason)
 
 

@@ -80,7 +80,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("together", [1, 4])  # draws that are evaluated at once, as on a GPU
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_named(fault: Callable[[Tensor, Tensor], Pair], together: int, monkeypatch):
+def test_a_fault_is_named(fault: Callable[[Tensor, Tensor], Pair], together, monkeypatch):
     monkeypatch.setattr("ssdprof.measure.accuracy._drawn_together", lambda *_: together)
     inputs = random_inputs(seqlen=LENGTH)
     found = reasons(inputs, *fault(*exact(inputs)))

@@ -127,9 +127,7 @@ LATER = "a later call raised ValueError: no more calls (test_timing.py:"
         (2 + PLAN.max_rounds, torch.OutOfMemoryError("2 GiB"), "b is not timed: no memory is left"),
     ],
 )
-def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
-    calls: int, error: Exception, why: str
-):
+def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls, error, why):
     class Fails(FakeRun):
         calls = 0
 
@@ -150,7 +148,7 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
 @pytest.mark.parametrize(
     "error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")]
 )
-def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception):
+def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error):
     found = time_in_turns(
         {"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine
     )
@@ -160,7 +158,7 @@ def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Except
 
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us", "check"])
-def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch, event: str):
+def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch, event):
     """A fault may depend on other contents of memory, and show when the output is looked at."""
     timed = getattr(FakeTimer, event, None)
 

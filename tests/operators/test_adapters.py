@@ -381,9 +381,7 @@ def agrees(implementation: Implementation, inputs: Any, precision: Precision) ->
 
 
 @pytest.mark.parametrize(("name", "inputs", "precision"), TERMS)
-def test_a_librarys_terms_are_met(
-    name: str, inputs: Any, precision: Precision, load: Load, calls: Calls
-):
+def test_a_librarys_terms_are_met(name, inputs, precision: Precision, load: Load, calls: Calls):
     """fla and FlashQLA get our tensors as they are."""
     implementation = load(name, inputs.operator)
     agrees(implementation, inputs, precision)
@@ -437,9 +435,7 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
 
 
 @pytest.mark.parametrize(("name", "call", "precision", "words"), REFUSED)
-def test_what_they_do_not_do(
-    name: str, call: Any, precision: Precision, words: str, load: Load, calls: Calls
-):
+def test_what_they_do_not_do(name, call, precision: Precision, words, load: Load, calls: Calls):
     inputs = of_ssd(**call) if isinstance(call, dict) else call
     implementation = load(name, inputs.operator)
     for function in (implementation.run, implementation.plan):
@@ -451,7 +447,7 @@ def test_what_they_do_not_do(
 @pytest.mark.parametrize(
     "name", ["mamba_ssm", "fla", "flash_qla", "flashinfer", "flashinfer_mtp", "vllm"]
 )
-def test_a_library_that_is_not_there_is_named(name: str, monkeypatch):
+def test_a_library_that_is_not_there_is_named(name, monkeypatch):
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
     monkeypatch.setitem(sys.modules, name.removesuffix("_mtp"), None)
     with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
@@ -529,7 +525,7 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 @pytest.mark.parametrize("states", [FP32, FP16])
 @pytest.mark.parametrize("intermediates", ["exact", "relaxed"])
 def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
-    load: Load, intermediates: Literal["exact", "relaxed"], states: torch.dtype
+    load: Load, intermediates: Literal["exact", "relaxed"], states
 ):
     precision = Precision(intermediates=intermediates, state_dtype=states)
     implementation = load("published")
@@ -589,7 +585,7 @@ def test_flash_kda_refuses_gates_whose_activations_it_cannot_undo(
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
 def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
-    name: str, load: Load, calls: Calls
+    name, load: Load, calls: Calls
 ):
     run = load(name, "gdn").run
     inputs = replace(of_gdn(), q=of_gdn().q.repeat(1, 1, 1, 2)[..., ::2])
@@ -613,7 +609,7 @@ def test_flashinfers_arguments(load: Load, calls: Calls):
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
-def test_copies_of_the_inputs_are_named(name: str, load: Load):
+def test_copies_of_the_inputs_are_named(name, load: Load):
     """So that v and the states can be changed at their addresses, as replays read them."""
     implementation = load(name, "gdn")
     inputs = of_gdn()
@@ -643,7 +639,7 @@ def of_model(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", RECURRENCES)
-def test_model_is_what_transformers_computes(operator: str):
+def test_model_is_what_transformers_computes(operator):
     model = required(resolve(operators.get(operator), "model"))
     inputs = of_model(operator)
     agrees(model, inputs, EXACT)

@@ -144,7 +144,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted():
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
-def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(monkeypatch, device: str, index: int):
+def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(monkeypatch, device, index):
     """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
     placed model.
     """
@@ -185,7 +185,7 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(monkeypatch, device: s
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
 )
-def test_an_own_kernel_that_cannot_be_had(word: str, message: str):
+def test_an_own_kernel_that_cannot_be_had(word, message):
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
     assert message in told.value.message
@@ -267,7 +267,7 @@ ON_GPU = SimpleNamespace(operator="gdn", device=torch.device("cuda"))
     ],
 )
 def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
-    registered: dict[str, Any], given: dict[str, Any], expected: str
+    registered: dict[str, Any], given, expected
 ):
     registered.update(given)
     assert computed(ON_GPU, print) == (expected, None)

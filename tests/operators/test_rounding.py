@@ -86,7 +86,7 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"]
 )
-def test_in_fp32_it_is_ssd(variant: str, monkeypatch):
+def test_in_fp32_it_is_ssd(variant, monkeypatch):
     monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
         "plain": {},
@@ -102,7 +102,7 @@ def test_in_fp32_it_is_ssd(variant: str, monkeypatch):
 @pytest.mark.parametrize(
     "variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"]
 )
-def test_in_fp32_it_is_gdn(variant: str):
+def test_in_fp32_it_is_gdn(variant):
     changes = {
         "plain": {},
         "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
@@ -137,7 +137,7 @@ def test_every_sequence_begins_with_its_own_state(make: Make):
 
 
 @pytest.mark.parametrize("length", [0, 150])
-def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int):
+def test_heads_side_by_side_are_computed_as_alone(make: Make, length):
     states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
     inputs = make(seqlen=150, batch=2, **states)
     span = Span(sequence=1, batch=1, start=0, stop=length)
@@ -161,13 +161,13 @@ def test_an_empty_sequence_keeps_its_state():
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_the_states_are_numbers_of_their_dtype(make: Make, dtype: torch.dtype):
+def test_the_states_are_numbers_of_their_dtype(make: Make, dtype):
     states = rounded(make(dtype=FP32), Precision(state_dtype=dtype))[1]
     assert torch.equal(states.to(dtype).float(), states)
 
 
 @pytest.mark.parametrize(("dtype", "unit_roundoff"), [(FP16, 2**-11), (BF16, 2**-8)], ids=str)
-def test_the_error_is_that_of_a_few_roundings(make: Make, dtype: torch.dtype, unit_roundoff: float):
+def test_the_error_is_that_of_a_few_roundings(make: Make, dtype, unit_roundoff):
     exact_out, exact_states = errors(make(dtype=dtype), Precision())
     relaxed_out, relaxed_states = errors(make(dtype=dtype), Precision(intermediates="relaxed"))
     # one rounding: uniform within half a spacing, rms between 0.29 and 0.58 of the unit roundoff

@@ -184,7 +184,7 @@ def named(operator: str, name: str) -> Implementation:
 
 @pytest.mark.parametrize("tokens", [1, 3, "every"])
 @pytest.mark.parametrize(("operator", "name"), NAMES)
-def test_a_step_is_the_recurrence(operator: str, name: str, tokens: Any):
+def test_a_step_is_the_recurrence(operator, name, tokens):
     """Twice: a call leaves its inputs as they were."""
     inputs = step(operator, seqlen=1 if tokens == 1 else 3, state_every=int(tokens == "every"))
     implementation = named(operator, name)
@@ -210,7 +210,7 @@ TABLES = {"a shared prefix", "drafted tokens", "indices of any form"}
 
 
 @pytest.mark.parametrize(("operator", "name"), NAMES)
-def test_laws_of_a_pool(operator: str, name: str):
+def test_laws_of_a_pool(operator, name):
     """Those that apply hold."""
     found = pools.try_laws(named(operator, name), step(operator), Precision(), quick=True)
     results = {probe.name.partition(": ")[2]: probe for probe in found}

@@ -96,7 +96,7 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
         ),
     ],
 )
-def test_a_layer_that_goes_wrong_is_named(server: Path, when: str, fault: str, line: str):
+def test_a_layer_that_goes_wrong_is_named(server: Path, when, fault, line):
     ran = record(f"--when {when} --keep 2", sys.executable, str(server), fault, "fork")
     assert notes_of(ran) == [line]
     assert len(read_manifest(Path("out")).layers) == 3
@@ -242,7 +242,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_gates_are_activated_for_calls_that_are_stored(
-    chunked: Callable[..., Function], capfd, monkeypatch, stops: bool
+    chunked: Callable[..., Function], capfd, monkeypatch, stops
 ):
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
@@ -348,7 +348,7 @@ SLEEP = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
     ("number", "ends"), [(signal.SIGTERM, -15), (signal.SIGINT, -2), (signal.SIGKILL, -9)]
 )
 def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
-    server: Path, number: signal.Signals, ends: int
+    server: Path, number: signal.Signals, ends
 ):
     """SIGKILL goes to the program: nothing can pass it on."""
     words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", "--", sys.executable, "-c"]

@@ -129,7 +129,7 @@ def slowed(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(every: bool):
+def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(every):
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
     stalls = [table("Stages", [{"stage": "scores"}], ())]
@@ -200,7 +200,7 @@ def worse(case: Case) -> Case:
     ],
 )
 @pytest.mark.parametrize("gpu", [False, True])
-def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu: bool):
+def test_what_became_of_accuracy_is_in_the_first_line(how, words, gpu):
     base = report(layers=(0,), precisions=(EXACT_FP32,), gpu=gpu)
     new = base.changed(cases=tuple(map(changed(how), base.cases)))
     (line,) = compared(base, new).verdict
@@ -208,7 +208,7 @@ def test_what_became_of_accuracy_is_in_the_first_line(how: Any, words: str, gpu:
 
 
 @pytest.mark.parametrize(("fused_us", "words"), [(1000.0, "2.00x"), (2100.0, "0.95x")])
-def test_a_prefill_is_in_short(fused_us: float, words: str):
+def test_a_prefill_is_in_short(fused_us, words):
     found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us))
     (line,) = in_short(found)
     assert line.text == (
@@ -226,7 +226,7 @@ def test_a_prefill_is_in_short(fused_us: float, words: str):
         ("run", "x/run", "BASE run, NEW x/run"),
     ],
 )
-def test_the_title_of_a_comparison_is_short(base: str, new: str, title: str):
+def test_the_title_of_a_comparison_is_short(base, new, title):
     whole = report(layers=(0,))
     found = compare((base, whole), (new, whole), smallest_difference=0.01)
     assert comparison.compose(found).title == f"ssdprof compare: {title}"

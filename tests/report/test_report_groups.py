@@ -73,9 +73,7 @@ def test_a_sum_weighs_each_call_by_its_time_and_leaves_out_what_was_not_timed():
         ((2.0, 1.0), "faster"),
     ],
 )
-def test_where_calls_disagree_the_interval_of_the_sum_decides(
-    ratios: tuple[float, float], verdict: str
-):
+def test_where_calls_disagree_the_interval_of_the_sum_decides(ratios: tuple[float, float], verdict):
     """In the third one, the interval is above 1, but not by 1 %."""
     assert summed(*((100.0, ratio) for ratio in ratios)).verdict == verdict
 

@@ -95,7 +95,7 @@ def test_heads_are_grouped_by_how_long_they_remember():
     ],
 )
 def test_the_sentence_names_the_smallest_pool_that_keeps_every_head(
-    made: tuple[Case, ...], sentence: str
+    made: tuple[Case, ...], sentence
 ):
     assert f"In short: {sentence}" in " ".join(printed(brief.render(of_states(*made))).split())
 

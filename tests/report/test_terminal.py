@@ -41,7 +41,7 @@ WRONG = result("inaccurate")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int):
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width):
     found = report(seqlens=(131_072, 1024), change=result("inaccurate", layers=(9,)), **HOT)
     text = printed(terminal.render(compose(found)), width)
     assert max(map(len, text.splitlines())) <= width
@@ -95,7 +95,7 @@ def rendered(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> li
     ],
 )
 def test_a_table_that_does_not_fit_is_split_behind_its_keys(
-    widths: tuple[int, ...], width: int, parts: list[tuple[int, ...]]
+    widths, width, parts: list[tuple[int, ...]]
 ):
     rows = (tuple(str(number) * width for number, width in enumerate(widths)),)
     lines = [line for line in rendered(rows, width) if line[0] == "0" * widths[0]]
@@ -134,7 +134,7 @@ def test_a_part_has_no_empty_rows_and_no_empty_columns():
     ],
     ids=["one length", "three lengths", "cpu", "failures"],
 )
-def test_it_fits_the_screen(found: Report, width: int):
+def test_it_fits_the_screen(found: Report, width):
     lines = printed(brief.render(found), width).splitlines()
     assert len(lines) <= 44
     assert max(map(len, lines)) <= width
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
     ],
     ids=["chunks", "packed", "steps"],
 )
-def test_what_a_server_sees_is_named(found: Report, words: str):
+def test_what_a_server_sees_is_named(found: Report, words):
     """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's
     length.
     """

@@ -150,7 +150,7 @@ def test_without_line_information_instructions_stand_for_lines():
         ("STAGES =", LineStage("", UNKNOWN)),
     ],
 )
-def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage):
+def test_a_line_has_the_stage_that_the_source_says(text, place: LineStage):
     assert parse(SOURCE).stage_of(line_of(text)) == place
     moved = parse("# a line more\n" * 7 + SOURCE)
     assert moved.stage_of(line_of(text) + 7) == place
@@ -184,7 +184,7 @@ def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage):
         ),
     ],
 )
-def test_lines_that_no_table_knows(source: str, line: int, place: LineStage):
+def test_lines_that_no_table_knows(source, line, place: LineStage):
     assert parse(source).stage_of(line) == place
     assert not parse(source.replace("STAGES", "X")).labelled or "jit" not in source
 
@@ -336,7 +336,7 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
 
 
 @pytest.mark.parametrize("operator", TABLES)
-def test_tables_name_stages_that_exist(operator: str):
+def test_tables_name_stages_that_exist(operator):
     known = TABLES[operator]
     for sha256, source in known.sources.items():
         assert len(sha256) == 64
@@ -383,7 +383,7 @@ SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": 
         (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),
     ],
 )
-def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str):
+def test_the_innermost_line_that_has_a_stage_is_named(loc, named):
     before = PTX + "  " + loc
     after = profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
     assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]

@@ -191,13 +191,7 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
     ],
 )
 def test_an_implementation_that_cannot_be_profiled_is_named(
-    captured: Path,
-    launches: Callable[[Any], None],
-    tmp_path,
-    name: str,
-    outcome: Any,
-    told: str,
-    code: int,
+    captured: Path, launches: Callable[[Any], None], tmp_path, name, outcome, told, code
 ):
     launches(outcome)
     answer = ending(code, f"stalls {captured} --out {tmp_path}/o --impl {name}")
@@ -277,7 +271,7 @@ def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, in
     ],
 )
 def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
-    tmp_path, monkeypatch, changed: dict[str, Any], words: str
+    tmp_path, monkeypatch, changed, words
 ):
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))

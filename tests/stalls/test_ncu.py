@@ -150,7 +150,7 @@ def test_no_secret_reaches_the_child():
         ),
     ],
 )
-def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: str):
+def test_every_error_of_ncu_has_its_sentence(output, message, hint):
     error = ncu.explain(output, 1)
     assert message in error.message
     assert hint in error.hint
@@ -235,7 +235,7 @@ def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path, monkeypatch):
     ],
 )
 def test_a_target_that_writes_no_launches_is_explained(
-    tmp_path, monkeypatch, written: object, code: int, error: ExitCode, told: str
+    tmp_path, monkeypatch, written, code, error: ExitCode, told
 ):
     """By what it wrote, else by its last words."""
 
@@ -338,7 +338,7 @@ def test_a_layer_that_is_not_there_ends_the_process(folder: Path, tmp_path, monk
         (MissingCapabilityError("There is no such thing here.", "Get one."), "no such thing", 3),
     ],
 )
-def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int):
+def test_whose_fault_it_is_decides_the_exit_code(error, message, code):
     refusal = profiled.refusal_of(error)
     assert message in refusal["message"]
     assert refusal["message"].endswith(".")

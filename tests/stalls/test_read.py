@@ -99,7 +99,7 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ],
 )
 def test_a_file_that_breaks_the_package_is_refused(
-    file: Path, package: Callable[[str], None], monkeypatch, source: str, words: str
+    file: Path, package: Callable[[str], None], monkeypatch, source, words
 ):
     package(source)
     if "sleep" in source:
@@ -111,7 +111,7 @@ def test_a_file_that_breaks_the_package_is_refused(
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
 def test_a_file_of_the_wrong_length_is_truncated(
-    file: Path, package: Callable[[str], None], content: bytes
+    file: Path, package: Callable[[str], None], content
 ):
     package(ONE_LAUNCH)
     file.write_bytes(content)
@@ -127,7 +127,7 @@ def test_a_file_of_the_wrong_length_is_truncated(
     ],
 )
 def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
-    tmp_path, package: Callable[[str], None], name: str, content: bytes
+    tmp_path, package: Callable[[str], None], name, content
 ):
     package(ONE_LAUNCH)
     (tmp_path / name).write_bytes(content)

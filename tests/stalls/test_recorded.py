@@ -76,7 +76,7 @@ def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
-def test_every_self_check_holds(unpacked: Path, name: str):
+def test_every_self_check_holds(unpacked: Path, name):
     report = analyse([raw(unpacked / f"{name}.ncu-rep")])
     checks = [
         pair
@@ -91,9 +91,7 @@ def test_every_self_check_holds(unpacked: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "idle"), [("fused", {"idle warps", "ahead"}), ("fused_portable", set())]
 )
-def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(
-    unpacked: Path, name: str, idle: set[str]
-):
+def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(unpacked: Path, name, idle):
     (kernel,) = kernels(unpacked, name)
     assert kernel.implementation == "fused"
     assert set(kernel.stages) >= ALGORITHM
@@ -114,7 +112,7 @@ def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(
 
 
 @pytest.mark.parametrize("name", ["unfused", "small/unfused"])
-def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name: str):
+def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name):
     found = kernels(unpacked, name)
     assert tuple(kernel.kernel for kernel in found) == UNFUSED
     (group,) = groups(analyse([raw(unpacked / f"{name}.ncu-rep")]))

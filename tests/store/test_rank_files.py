@@ -263,7 +263,7 @@ def test_a_process_alone_joins_nobody():
         ),
     ],
 )
-def test_variables_that_torchrun_does_not_set_are_refused(given: dict[str, str], words: str):
+def test_variables_that_torchrun_does_not_set_are_refused(given, words):
     with pytest.raises(BadInputError, match=words) as caught:
         join(OF_TORCHRUN | given)
     assert "asks for" not in words or "unset WORLD_SIZE" in caught.value.hint

@@ -135,9 +135,7 @@ def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it():
         (3000, Serving(chunk=1000), "3,000"),
     ],
 )
-def test_a_sequence_beyond_the_trained_context_is_noted(
-    seqlen: int, serving: Serving, longest: str | None
-):
+def test_a_sequence_beyond_the_trained_context_is_noted(seqlen, serving: Serving, longest):
     model = cases.checkpoint(trained_context=2048, siblings=())
     said = draft(**header(model=model, prompts=(cases.prompt(seqlen, serving=serving),))).notes
     begins = [f"The model was trained on 2,048 tokens and ran on {longest}: "] if longest else []
@@ -157,7 +155,7 @@ def test_a_sequence_beyond_the_trained_context_is_noted(
         ("m" * 300, "m" * 80),
     ],
 )
-def test_a_folder_is_named_after_the_subject_in_harmless_letters(model: str, expected: str):
+def test_a_folder_is_named_after_the_subject_in_harmless_letters(model, expected):
     assert safe_name(model) == expected
 
 
@@ -230,7 +228,7 @@ _PARTIAL = cases.report().changed(processes=(cases.report().first.changed(comple
         (DOCUMENT, "{}"),
     ],
 )
-def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str):
+def test_a_folder_that_holds_a_report_is_not_used_again(file, document):
     """Nor one with a document, to which no line can be added, and which would be read instead of
     what a run writes.
     """
@@ -357,7 +355,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted():
         ({"sources": lambda: [Path("new")]}, "from before new was changed"),
     ],
 )
-def test_another_request_does_not_go_on(fields: dict[str, Any], of: str):
+def test_another_request_does_not_go_on(fields, of):
     folder = interrupted()
     header_file = folder / "run.json"
     header_file.write_text(
@@ -386,7 +384,7 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users():
 
 @pytest.mark.parametrize("folder", ["new", "an empty one of the user", "removed meanwhile"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
-def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, folder: str):
+def test_a_report_that_ended_before_its_first_case_is_not_kept(error, folder):
     before = store("before")
     out = Path("out")
     if folder == "an empty one of the user":
@@ -412,7 +410,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
         ((of_answers(),), "1 case of answers."),
     ],
 )
-def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str):
+def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts):
     with (
         pytest.raises(KeyboardInterrupt) as caught,
         opened(Path("out"), Watcher(), **header()) as writer,
@@ -490,7 +488,7 @@ GOOD = dump(cases.report(layers=(0,)))
         (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],
 )
-def test_a_damaged_document_is_refused_with_the_place(text: str, words: str):
+def test_a_damaged_document_is_refused_with_the_place(text, words):
     for file in (Path("printed.json"), store("one", case()) / "run.json"):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words) as caught:
@@ -515,7 +513,7 @@ LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)
         ("\ud800", "not UTF-8"),
     ],
 )
-def test_a_damaged_line_is_refused_with_its_number(line: str, words: str):
+def test_a_damaged_line_is_refused_with_its_number(line, words):
     folder = store("one", case("unfused"))
     file = folder / "cases.0.jsonl"
     first, *rest = file.read_bytes().splitlines()
