@@ -59,12 +59,12 @@ def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def exact_kernels(registries_of_its_own: None) -> None:
-    """unfused and fused return the exact output: the interpreter is slow."""
+    """unfused, fused and recurrent return the exact output: the interpreter is slow."""
     from ssdprof.kernels import registry
     from ssdprof.measure.accuracy import oracle_output
 
     for key, old in list(registry._implementations.items()):
-        if key[1] in ("unfused", "fused"):
+        if key[1] in ("unfused", "fused", "recurrent"):
             registry._implementations[key] = replace(
                 old, run=lambda inputs, _precision: oracle_output(inputs)
             )

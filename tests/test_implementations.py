@@ -95,8 +95,7 @@ def test_the_example_of_the_documents(here: Path, model, function):
 @pytest.mark.usefixtures("not_isolated")
 def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path):
     write_example(here)
-    words = "--decode 1 --impl my_kernels:my_gdn_step"
-    passing("run demo-gdn --seq 16", words)
+    passing("run demo-gdn --seq 16 --layers 0 --decode 1 --impl my_kernels:my_gdn_step")
     steps = [case for case in latest().cases if case.implementation == "my_kernels:my_gdn_step"]
     assert {case.call and case.call.kind for case in steps} == {"decode"}
     assert {case.result for case in steps} == {"passed"}

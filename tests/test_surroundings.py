@@ -54,15 +54,9 @@ def test_a_variable_that_no_library_understands_is_named(variable, value, words)
     assert len(err) < 700
 
 
-def test_warnings_of_libraries_end_no_command():
-    with command(PYTHONWARNINGS="error") as process:
-        out, err = process.communicate(timeout=100)
-    assert (process.returncode, "PASSED" in out) == (0, True), err
-
-
-def test_a_reader_of_progress_that_goes_away_costs_nothing():
+def test_no_warning_of_a_library_and_no_reader_of_progress_that_goes_away_ends_a_command():
     """Progress is no data.  The reader goes before the first line, so that every line fails."""
-    with command() as process:
+    with command(PYTHONWARNINGS="error") as process:
         assert process.stderr
         process.stderr.close()
         assert process.stdout

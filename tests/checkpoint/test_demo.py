@@ -118,11 +118,14 @@ def test_its_token_ids_are_bytes(folder: Path):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+    ("dtype", "length"),
+    [
+        (torch.bfloat16, 1024),
+        pytest.param(torch.bfloat16, 4096, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 4096, marks=pytest.mark.slow),
+    ],
 )
-def test_its_logits_are_finite_over_4096_tokens(
-    folder: Path, loaded: tuple[Any, dict[str, Any]], dtype
-):
+def test_its_logits_are_finite(folder: Path, loaded: tuple[Any, dict[str, Any]], dtype, length):
     model = (
         loaded[0]
         if dtype == torch.float32
@@ -130,8 +133,8 @@ def test_its_logits_are_finite_over_4096_tokens(
     )
     assert model.dtype == dtype
     with torch.no_grad():
-        logits = model(torch.tensor([list(text.held_out()[:4096])]), use_cache=False).logits
-    assert logits.shape == (1, 4096, 256)
+        logits = model(torch.tensor([list(text.held_out()[:length])]), use_cache=False).logits
+    assert logits.shape == (1, length, 256)
     assert logits.isfinite().all()
 
 

@@ -130,7 +130,7 @@ def test_formats_of_states_are_rows_after_the_implementations():
     """int8 with its error is within the noise, and what keeps less is farther away."""
     names = ("fp32", "int8-carried", "int8", "test_answers_job:halved")
     formats = tuple(map(parse_state_format, names))
-    report = answered(64, implementations=("fused",), decode_states=formats)
+    report = answered(32, implementations=("fused",), decode_states=formats)
     decoded = [case for case in report.cases if case.implementation == "recurrent"]
     assert [case.precision for case in decoded] == [f"exact, {name} states" for name in names]
     assert report.cases[-4:] == tuple(decoded)
