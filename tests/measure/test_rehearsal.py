@@ -97,8 +97,9 @@ def test_what_ends_the_other_process_is_told(function, reason):
     assert verdict(function, ssd()) == ("failed", reason)
 
 
-def test_a_process_that_ended_without_a_word():
-    assert isolate._death(7, 1.0, "") == "its first call ended its process with exit code 7"
+@pytest.mark.parametrize(("last", "why"), [("", ""), ("No folder", ": No folder")])
+def test_a_process_that_ended_without_a_verdict(last, why):
+    assert isolate._death(7, 1.0, last) == f"its first call ended its process with exit code 7{why}"
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
