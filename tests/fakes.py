@@ -63,7 +63,7 @@ class FakeTimer(CudaTimer):
         self.known[run] = name, cost
         return (name, cost, run, output), output
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         name, cost, run, output = graph
         if output[0].numel() and bool(
             output[0].isnan().all()
@@ -111,13 +111,13 @@ def entries(
     cost: float | Callable[[int | None], float] = 100.0,
     *,
     precision: Precision = Precision(),  # noqa: B008
-    kind: Any = "bundled",
+    kind="bundled",
     chunk_sizes: Sequence[int | None] = (None,),
     baseline: Entry | None = None,
-    turns: object = None,
+    turns=None,
     spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output,
     wrong_chunk: int = 0,
-    **call: Any,
+    **call,
 ) -> list[Entry]:
     """An entry for each chunk size, with the right output, changed by `spoil`, that takes `cost`
     microseconds.
@@ -168,7 +168,7 @@ def entries(
 
 
 def compared(
-    *of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields: Any
+    *of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields
 ) -> dict[str, Case]:
     """The last case of each label, compared by the real comparator and timed by a fake timer.
 
@@ -191,7 +191,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     plain = kernels.get(operator, name)
     known = {}
 
-    def run(inputs: Any, precision: Precision) -> Any:
+    def run(inputs, precision: Precision):
         RAN.append((name, cost))
         if not real:
             return oracle_output(inputs)

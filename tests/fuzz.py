@@ -92,7 +92,7 @@ class Hang(BaseException): ...
 # --- damage
 
 
-def places(document: Any) -> Iterator[tuple[Any, Any]]:
+def places(document) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) at any depth."""
     for key in document if isinstance(document, dict) else range(len(document)):
         yield document, key
@@ -261,7 +261,7 @@ def of_report(draw: random.Random, file: Path) -> str:
     return impossible(json.loads(shown[shown.index("{") : shown.rindex("}") + 1]), code)
 
 
-def impossible(document: Any, code: int) -> str:
+def impossible(document, code: int) -> str:
     """What a report that may be printed cannot have."""
     datetime.fromisoformat(document["created"])
     if code == 0 and not all(process.get("complete") for process in document["processes"]):
@@ -437,7 +437,7 @@ def reports() -> None:
 def prepare() -> None:
     """Undamaged files in the current folder, and a limit for each command."""
 
-    def ring(*_: object) -> None:
+    def ring(*_) -> None:
         raise Hang
 
     signal.signal(signal.SIGALRM, ring)

@@ -50,7 +50,7 @@ class MiniHub(ThreadingHTTPServer):
             target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_) -> None:
         self.close()
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class MiniHub(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args) -> None:
         """Does nothing: the hub has its own log."""
 
     def do_GET(self) -> None:

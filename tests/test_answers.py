@@ -39,13 +39,13 @@ def register(exact_kernels: None) -> Register:
     return add
 
 
-def swapped_heads(inputs: Any, _precision: Any) -> Any:
+def swapped_heads(inputs, _precision):
     out, states = oracle_output(inputs)
     order = [1, 0, *range(2, out.shape[2])]
     return out[:, :, order], states[:, order]
 
 
-def without_decay(inputs: Any, _precision: Any) -> Any:
+def without_decay(inputs, _precision):
     """In one chunk nothing decays."""
     if hasattr(inputs, "g"):
         g = inputs.g.clone()
@@ -96,7 +96,7 @@ def test_a_broken_kernel_fails_the_gate(register: Register, model, operator, bro
 def test_the_layer_to_blame_comes_first(register: Register):
     seen = []
 
-    def broken_in_one(inputs: Any, precision: Any) -> Any:
+    def broken_in_one(inputs, precision):
         seen.append(1)
         return swapped_heads(inputs, precision)
 
@@ -116,10 +116,10 @@ def test_the_layer_to_blame_comes_first(register: Register):
 
 
 def test_what_an_implementation_raises_is_in_its_case(register: Register):
-    def refuse(_inputs: Any, _precision: Any) -> Any:
+    def refuse(_inputs, _precision):
         raise registry.UnsupportedError("not today")
 
-    def zeros_over_zeros(inputs: Any, _precision: Any) -> Any:
+    def zeros_over_zeros(inputs, _precision):
         out, states = oracle_output(inputs)
         return out / 0 * 0, states
 
@@ -132,7 +132,7 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register):
 
 
 def test_an_interruption_keeps_what_there_is(register: Register):
-    def interrupted(_inputs: Any, _precision: Any) -> Any:
+    def interrupted(_inputs, _precision):
         raise KeyboardInterrupt
 
     register("ssd", "slow", interrupted)

@@ -4,7 +4,6 @@ like a layer's.
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -184,25 +183,25 @@ def test_the_words_of_a_drawn_case():
 
 
 @pytest.fixture(scope="module")
-def inputs() -> Any:
+def inputs():
     return generated("ssd", "2x16x16x1", 70, dtype="fp32", layout="contiguous")
 
 
-def right(inputs: Any) -> Any:
+def right(inputs):
     return registry.get("ssd", "unfused").run(inputs, Precision())
 
 
-def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path, capsys):
-    def wrong(inputs: Any) -> Any:
+def test_a_function_is_judged_on_given_tensors(inputs, tmp_path, capsys):
+    def wrong(inputs):
         out, states = right(inputs)
         return out * 1.01, states
 
-    def overwrites(inputs: Any) -> Any:
+    def overwrites(inputs):
         output = right(inputs)
         inputs.x.zero_()
         return output
 
-    def raises(_inputs: Any) -> Any:
+    def raises(_inputs):
         raise ValueError("no such size")
 
     before = inputs.x.clone()
@@ -233,7 +232,7 @@ def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path, capsys):
     assert "ssdprof: given tensors, 70 tokens, no GPU" in repr(found)
 
 
-def test_what_cannot_be_compared_is_refused(inputs: Any):
+def test_what_cannot_be_compared_is_refused(inputs):
     with pytest.raises(SsdprofError, match="no implementation 'nothing'"):
         ssdprof.compare(inputs, ["nothing"])
     with pytest.raises(SsdprofError, match="mamba_ssm"):

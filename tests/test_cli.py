@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import Answer, ending
@@ -87,7 +86,7 @@ def test_another_run_in_the_same_folder():
     ],
 )
 def test_how_a_command_ends(monkeypatch, raised, code, words):
-    def fail(*_: object) -> None:
+    def fail(*_) -> None:
         raise raised
 
     monkeypatch.setattr(reports, "load", fail)
@@ -99,7 +98,7 @@ def test_how_a_command_ends(monkeypatch, raised, code, words):
 def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     monkeypatch, capsys, tmp_path
 ):
-    def fail(*_: object) -> None:
+    def fail(*_) -> None:
         raise ZeroDivisionError("somewhere deep at http://user:secret@host")
 
     monkeypatch.setattr(reports, "load", fail)
@@ -281,7 +280,7 @@ def test_an_interrupt_of_any_kind_is_told(command):
     assert (done.returncode, done.stderr) == (130, "interrupted: Nothing was kept.\n")
 
 
-def denied(suffix: str = "", prefix: str = "", dir: str = "", real: Any = tempfile.mkdtemp) -> Any:
+def denied(suffix: str = "", prefix: str = "", dir: str = "", real=tempfile.mkdtemp):
     if prefix != ".ssdprof-":  # of other folders
         return real(suffix, prefix, dir)
     raise PermissionError(errno.EACCES, "Permission denied")
@@ -300,7 +299,7 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
 
 
 def test_a_prompt_file_that_may_not_be_read(monkeypatch):
-    def refuse(*_: object) -> None:
+    def refuse(*_) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     Path("prompt.txt").write_text("words")

@@ -5,7 +5,6 @@ import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pynvml
 import pytest
@@ -218,7 +217,7 @@ def test_offline_mode_is_said(monkeypatch):
 
 
 def test_a_full_or_locked_cache_is_said(tmp_path, monkeypatch):
-    def with_free(size: int) -> Any:
+    def with_free(size: int):
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=size))
         return doctor._cache()
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import recorded
@@ -308,7 +307,7 @@ def floor_us(cell: Cell) -> float:
     return (case and case.floor_us) or 0.0
 
 
-def result(file: str) -> Any:
+def result(file: str):
     return json.loads((RESULTS / file).read_text())
 
 

@@ -168,7 +168,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     )
 
     def job(kind: str) -> Callable[..., tuple[Path, Report]]:
-        def returns(request: Any, *_: Any) -> tuple[Path, Report]:
+        def returns(request, *_) -> tuple[Path, Report]:
             folder = request.out or Path("runs/kept")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(reports.dump(stored(kind)))
@@ -176,7 +176,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
 
         return returns
 
-    def tune(*given: Any, **_: Any) -> Report:
+    def tune(*given, **_) -> Report:
         *_, on_search = given
         for segment in (4, None):
             on_search(found, *tuning_fakes.finding(32, segment))

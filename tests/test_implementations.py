@@ -235,31 +235,31 @@ def library(
     )
 
 
-def forgetful(inputs: Any) -> Any:
+def forgetful(inputs):
     """It computes packed sequences without their initial states."""
     if getattr(inputs, "cu_seqlens", None) is not None:
         inputs = inputs.after(None)
     return narrow(inputs)
 
 
-def narrow(inputs: Any) -> Any:
+def narrow(inputs):
     out, states = oracle_output(inputs)
     return out, states.bfloat16()
 
 
-def sloppy(inputs: Any) -> Any:
+def sloppy(inputs):
     """One element is wrong."""
     out, states = oracle_output(inputs)
     out[0, 3, 0, 0] += out.abs().max() / 10
     return out, states
 
 
-def doubled(inputs: Any) -> Any:
+def doubled(inputs):
     out, states = oracle_output(inputs)
     return out * 2, states
 
 
-def refuse(_inputs: Any) -> Any:
+def refuse(_inputs):
     raise UnsupportedError("shy: no chunks of 256")
 
 

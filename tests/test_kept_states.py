@@ -39,7 +39,7 @@ Planted = Callable[[Any, Callable[[Any], Output]], Output]  # (inputs, a right k
 def states(change: Callable[[Tensor], Tensor]) -> Planted:
     """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
 
-    def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
+    def kernel(inputs, right: Callable[[Any], Output]) -> Output:
         out, kept = right(inputs)
         of_sequences = kept.unflatten(0, (inputs.sequences, inputs.length))
         return out, change(of_sequences).flatten(0, 1).contiguous()
@@ -84,7 +84,7 @@ POOLED = {
 }
 
 
-def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Precision) -> Output:
+def wrong_column_in_place(reference: Implementation, inputs, precision: Precision) -> Output:
     written = inputs.write_indices.roll(1, 1)
     return gathered(reference, replace(inputs, write_indices=written), precision)
 
@@ -97,9 +97,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(operator, pool, m
     planted_kernels = POOLED if pool else PLANTED
     for name, kernel in planted_kernels.items():
 
-        def run(
-            inputs: Any, precision: Precision, name: str = name, kernel: Any = kernel
-        ) -> Output:
+        def run(inputs, precision: Precision, name: str = name, kernel=kernel) -> Output:
             RAN.append((name, 100.0))
             return kernel(
                 inputs, lambda inputs: reference.run(inputs.after(inputs.initial), precision)
@@ -170,7 +168,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator, pool
     several = [kernels.get(operator, name) for name in ("unfused", "fused", "recurrent")]
     for name, change in planted.items():
 
-        def run(inputs: Any, precision: Any, change: Any = change) -> Any:
+        def run(inputs, precision, change=change):
             return reference.run(change(inputs), precision)
 
         several.append(replace(reference, name=name, run=run, pools=True))
@@ -209,18 +207,18 @@ def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model):
     ]
 
 
-def right(inputs: Any) -> Output:
+def right(inputs) -> Output:
     out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
     return out, kept
 
 
-def changed_alone(inputs: Any) -> Output:
+def changed_alone(inputs) -> Output:
     """Wrong for single tokens."""
     out, kept = right(inputs)
     return out, kept if inputs.length > 1 else kept * 1.01
 
 
-def changed_in_the_middle(inputs: Any) -> Output:
+def changed_in_the_middle(inputs) -> Output:
     """Wrong for two tokens, which are left where two of four were accepted."""
     out, kept = right(inputs)
     return out, kept if inputs.length != 2 else kept.roll(1, 0)

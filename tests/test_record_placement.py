@@ -43,7 +43,7 @@ def test_a_tensor_that_differs_is_named(tmp_path, monkeypatch):
     assert measured["differing"] == ["a layer that is missing"]
 
 
-def row(**changes: Any) -> dict[str, Any]:
+def row(**changes) -> dict[str, Any]:
     return {"differing": [], "layers_compared": 3, "peak_by_predicted": 1.1} | changes
 
 

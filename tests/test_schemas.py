@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import cases
 import jsonschema
@@ -19,7 +18,7 @@ from ssdprof.store import reports
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-def keeps_to(name: str, document: Any) -> None:
+def keeps_to(name: str, document) -> None:
     jsonschema.validate(document, schema(name), cls=jsonschema.Draft202012Validator)
 
 

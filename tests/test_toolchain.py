@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -214,7 +213,7 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
     """A container that runs with its own user ID often has root's home."""
     stat = os.stat
 
-    def refuse(path: Any, **options: Any) -> os.stat_result:
+    def refuse(path, **options) -> os.stat_result:
         if str(path).startswith(f"{furnished}/root/"):
             raise PermissionError(13, "Permission denied", str(path))
         return stat(path, **options)
@@ -356,7 +355,7 @@ def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch):
     full.
     """
 
-    def refuse(_: object) -> tuple[int, int]:
+    def refuse(_) -> tuple[int, int]:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later.")
 
     found = doctor_of_a_slice(monkeypatch, refuse)

@@ -232,7 +232,7 @@ OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0):
     """A causal language model of family `name` in eval mode, on the CPU; the same weights for the
     same seed.
     """
@@ -256,7 +256,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
 
 
 @cache
-def shared(name: str) -> Any:
+def shared(name: str):
     """`build(name)` once per process, for tests that do not change the model."""
     return build(name)
 

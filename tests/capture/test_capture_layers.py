@@ -5,7 +5,6 @@ import gc
 import os
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_models
@@ -28,7 +27,7 @@ LENGTH = 90
 
 
 def capture(
-    name: str, *, ids: Tensor | None = None, segment_length: int = LENGTH, **options: Any
+    name: str, *, ids: Tensor | None = None, segment_length: int = LENGTH, **options
 ) -> tuple[list[CapturedLayer], int]:
     prompt = tiny_models.prompt(LENGTH) if ids is None else ids
     return exact.capture(name, prompt, segment_length=segment_length, **options)

@@ -46,7 +46,7 @@ def mamba2() -> list[CapturedLayer]:
     return captured("mamba2")
 
 
-def writer(folder: Path, name: str = "mamba2", **options: Any) -> CaptureWriter:
+def writer(folder: Path, name: str = "mamba2", **options) -> CaptureWriter:
     ref = tiny_models.checkpoint_ref(name)
     return CaptureWriter(
         folder, checkpoint=ref, prompts=[prompt()], segment_length=LENGTH, **options
@@ -68,7 +68,7 @@ def interrupt(folder: Path, layer: CapturedLayer) -> None:
         raise KeyboardInterrupt
 
 
-def edit(folder: Path, change: Any) -> None:
+def edit(folder: Path, change) -> None:
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -161,7 +161,7 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
         out.add(mamba2[0])
     count = itertools.count(1)
 
-    def dies(change: Any) -> Any:
+    def dies(change):
         return lambda *arguments, **options: (
             os._exit(9) if next(count) == at else change(*arguments, **options)
         )
@@ -290,7 +290,7 @@ def test_a_damaged_manifest(stored: Path, content, words):
 def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
     """Simulated, because root may run the tests and may read every file."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__) -> None:
         raise PermissionError(13, "Permission denied")
 
     if opener == "read_text":
@@ -301,7 +301,7 @@ def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
         read_all(stored)
 
 
-def denied(*_: object) -> None:
+def denied(*_) -> None:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -359,7 +359,7 @@ def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
     ]
 
 
-def _write_until_stopped(folder: Path, connection: Any) -> None:
+def _write_until_stopped(folder: Path, connection) -> None:
     with writer(folder):
         connection.send("writing")
         connection.recv()

@@ -2,8 +2,6 @@
 restored.
 """
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -15,7 +13,7 @@ from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 
-def logits(model: Any, segment: int = 40) -> Tensor:
+def logits(model, segment: int = 40) -> Tensor:
     return prefill(model, tiny_models.prompt(40), segment)
 
 

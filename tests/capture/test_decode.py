@@ -1,7 +1,6 @@
 """Decode steps: the model generates, and the inputs of its steps are captured."""
 
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import tiny_models
@@ -22,7 +21,7 @@ LENGTH = 40
 STEPS = 2
 
 
-def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def greedy(model, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Greedy generation of a causal language model: tokens (b, steps), and the last step's
     logits.
     """
@@ -51,7 +50,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
     computed = []
     seen = []
 
-    def recording(*args: Any, **kwargs: Any) -> Any:
+    def recording(*args, **kwargs):
         result = original(*args, **kwargs)
         computed.append(result[0] if isinstance(result, tuple) else result)
         return result
@@ -129,7 +128,7 @@ def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch):
 
     forward = type(site.module).forward
 
-    def bypassing(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def bypassing(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if hidden_states.shape[1] == 1:
             return hidden_states
         result: Tensor = forward(self, hidden_states, *args, **kwargs)

@@ -1,7 +1,5 @@
 """A prompt in segments, through whole and cut models, and the logits and tokens after it."""
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -41,7 +39,7 @@ def test_split(seqlen, segment_length, segments: list[tuple[int, int]]):
     assert split_prompt(seqlen, segment_length) == segments
 
 
-def run(model: Any, ids: Tensor, segment_length: int) -> Tensor:
+def run(model, ids: Tensor, segment_length: int) -> Tensor:
     with intercept(find_mixers(model), lambda call: call.replacement()):
         return prefill(model, ids, segment_length)
 
@@ -92,7 +90,7 @@ def test_a_model_with_attention_makes_its_own_cache():
 LENGTH = 70
 
 
-def hidden(model: Any, segment_length: int) -> Tensor:
+def hidden(model, segment_length: int) -> Tensor:
     prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, "tiny")
     return hidden_states(
         prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original()

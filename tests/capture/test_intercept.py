@@ -27,7 +27,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 LENGTH = 70  # two chunks and a part of one
 
 
-def logits(model: Any, **kwargs: Any) -> torch.Tensor:
+def logits(model, **kwargs) -> torch.Tensor:
     with torch.no_grad():
         return model(tiny_models.prompt(LENGTH), use_cache=False, **kwargs).logits
 
@@ -95,9 +95,9 @@ def test_a_call_from_an_unknown_mixer_is_an_error():
 
 
 def captured_without_transformers_operator(
-    name: str, model: Any, seqlen: int, monkeypatch: pytest.MonkeyPatch
+    name: str, model, seqlen: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[CapturedLayer]:
-    def forbidden(*_: Any, **__: Any) -> None:
+    def forbidden(*_, **__) -> None:
         raise AssertionError("transformers' own operator ran")
 
     site = find_mixers(model)[0]
@@ -119,7 +119,7 @@ def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name, monkeypatch):
     ran = set()
     get = kernels.get
 
-    def observed(operator: str, implementation: str) -> Any:
+    def observed(operator: str, implementation: str):
         ran.add((operator, implementation))
         return get(operator, implementation)
 

@@ -27,7 +27,7 @@ WORKLOADS = Path("bench/workloads/gdn", f"{PREFILL}.jsonl")
 ROUNDING = 2**-8  # relative, of a number in bf16
 
 
-def layers(folder: str = "bench", kind: Any = "flashinfer-bench") -> list[Any]:
+def layers(folder: str = "bench", kind="flashinfer-bench") -> list[Any]:
     return list(open_recording(Path(folder), kind).layers())
 
 

@@ -11,7 +11,7 @@ from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.weights import INDEX, SINGLE
 
 
-def edit_json(file: Path, **changes: object) -> None:
+def edit_json(file: Path, **changes) -> None:
     """Change entries of an object in a file, or write a new one."""
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | changes))

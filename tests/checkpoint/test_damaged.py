@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint.folders import edit_json
@@ -39,7 +38,7 @@ def demo(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO_FOLDERS["demo"], tmp_path / "demo"))
 
 
-def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
+def refused(folder: Path, file: str, **changes) -> BadInputError:
     """The error for a model with some keys of a file changed."""
     edit_json(folder / file, **changes)
     return error_of(folder)

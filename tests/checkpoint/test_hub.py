@@ -438,7 +438,7 @@ def test_settings_that_the_client_cannot_use(
 )
 def test_what_keeps_a_file_from_being_fetched(monkeypatch, raised, code, words):
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__) -> None:
         raise raised
 
     monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", fail)

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -35,7 +34,7 @@ GDN = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 SSD = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2")
 
 
-def checkpoint(name: str, **config: Any) -> Path:
+def checkpoint(name: str, **config) -> Path:
     """A saved tiny model in bf16, whose config has other entries."""
     folder = Path(name)
     tiny_models.build(name, torch.bfloat16).save_pretrained(folder)
@@ -398,7 +397,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part
 
 
 def test_a_full_temporary_folder_is_no_damage(monkeypatch):
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     model = open_model("demo")

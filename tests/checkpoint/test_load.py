@@ -33,12 +33,12 @@ from ssdprof.errors import (
 Save = Callable[[str], Path]
 
 
-def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
+def load(folder: Path, deepest_layer: int | None = None, **options):
     local = fetch(open_model(str(folder), **options), deepest_layer=deepest_layer)
     return load_model(local, device="cpu")
 
 
-def layer_outputs(model: Any, ids: Tensor) -> list[Tensor]:
+def layer_outputs(model, ids: Tensor) -> list[Tensor]:
     """The output of every decoder layer of a model with or without a head."""
     outputs = []
     layers = model.get_submodule("layers") if hasattr(model, "layers") else model.base_model.layers
@@ -55,11 +55,11 @@ def layer_outputs(model: Any, ids: Tensor) -> list[Tensor]:
     return outputs
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
+def edit_config(folder: Path, **changes) -> None:
     edit_json(folder / "config.json", **changes)
 
 
-def check_layers(model: Any, whole: Any, ids: Tensor) -> None:
+def check_layers(model, whole, ids: Tensor) -> None:
     """The layers of a cut model compute what the first ones of the whole model do."""
     for actual, expected in zip(layer_outputs(model, ids), layer_outputs(whole, ids), strict=False):
         assert torch.equal(actual, expected)

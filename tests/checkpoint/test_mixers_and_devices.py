@@ -155,7 +155,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name):
     assert sent[0]["another_name"] is sent[1] is cache
 
 
-def layers_of(model: Any, mapped: DeviceMap | None) -> dict[int | str, int]:
+def layers_of(model, mapped: DeviceMap | None) -> dict[int | str, int]:
     assert mapped is not None
     return {device: held.layers for device, held in weights_by_device(model, mapped).items()}
 

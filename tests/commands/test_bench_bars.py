@@ -44,7 +44,7 @@ seconds = 2.0
 
 @cache
 def timed(
-    fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any
+    fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields
 ) -> Report:
     """mamba_ssm takes 300 us and has two precisions, one of them slower.  A call costs 10 us
     more.

@@ -22,7 +22,7 @@ def compare(words: str) -> Answer:
     return Answer(f"compare {words}")
 
 
-def run(change: Callable[[Case], Case] = lambda case: case, **fields: object) -> Report:
+def run(change: Callable[[Case], Case] = lambda case: case, **fields) -> Report:
     return cases.two_layers(change=change, **fields)
 
 

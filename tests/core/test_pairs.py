@@ -207,7 +207,7 @@ def broken(result: str) -> Callable[[Case], Case]:
     )
 
 
-def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
+def answered(*, perplexity: float | None = 8.0, **own) -> Report:
     of = cases.band(**({"kl_mean": 1e-3, "top1_pct": 99.5} | own), perplexity=perplexity)
     return cases.answers(of_answers(bands=(of,)), of_answers(alone=9), of_answers(change="noise"))
 
@@ -338,7 +338,7 @@ def test_two_kinds_do_not_compare():
 # --- prefills
 
 
-def slow_prefill(**fields: Any) -> Report:
+def slow_prefill(**fields) -> Report:
     return cases.prefill(
         of_prefill("unfused", 2000.0, **fields), cases.slowed(1.05)(of_prefill(**fields))
     )

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from typing import Any
 
 import cases
 import pytest
@@ -252,7 +251,7 @@ def test_precisions_follow_the_dtype_of_the_inputs():
 # --- results
 
 
-def over(norm: str = "max") -> Any:
+def over(norm: str = "max"):
     fields = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
     use = BudgetUse(**fields)
     return accuracy(budget=(use,))

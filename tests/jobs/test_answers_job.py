@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from ssdprof.store.reports import load
 pytestmark = pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
 
 
-def answered(seqlen: int = 24, **wanted: Any) -> Report:
+def answered(seqlen: int = 24, **wanted) -> Report:
     asked = AnswersOptions(
         model="demo",
         prompt="random",
@@ -85,7 +84,7 @@ def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_lo
     assert reference(answered(implementations=("fused",), reference="oracle"))[0] == "fp64 oracle"
 
 
-def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
+def seen_by(noise, given: SSDInputs) -> SSDInputs:
     """The inputs that an operator gets."""
     seen = []
     mixer = SimpleNamespace(operator="ssd")

@@ -6,7 +6,6 @@ import math
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
     )
 
 
-def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
+def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields) -> Report:
     operator = fields.pop("operator", SSD)
     request = {
         "operator": operator.name,
@@ -116,7 +115,7 @@ def test_short_checks_are_shared_and_named(monkeypatch, sizes):
     compared = []
     whole = job.Comparer.compare
 
-    def counting(self: Any, entries: Any, label: str, verdicts: Any = None) -> Any:
+    def counting(self, entries, label: str, verdicts=None):
         compared.append((entries[0].call.inputs.x.shape[1], verdicts is None))
         return whole(self, entries, label, verdicts)
 
@@ -131,7 +130,7 @@ def test_short_checks_are_shared_and_named(monkeypatch, sizes):
 def test_an_interrupted_bench_leaves_what_it_has(monkeypatch):
     measured = job.CellBench.measured
 
-    def interrupted(bench: Any, cell: Cell, *rest: Any) -> Any:
+    def interrupted(bench, cell: Cell, *rest):
         if cell.tokens.seqlen == 40:
             raise KeyboardInterrupt
         return measured(bench, cell, *rest)
@@ -145,7 +144,7 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch):
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
     again = []
 
-    def noted(bench: Any, cell: Cell, *rest: Any) -> Any:
+    def noted(bench, cell: Cell, *rest):
         again.append(cell.tokens.seqlen)
         return measured(bench, cell, *rest)
 
@@ -188,7 +187,7 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
     verified = []
     whole = compare.Comparer._accuracies
 
-    def noted(self: Any, outputs: Any, label: str) -> Any:
+    def noted(self, outputs, label: str):
         verified.append(label)
         return whole(self, outputs, label)
 
@@ -244,7 +243,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     whole = compare.compare_with_oracle
     passes = []
 
-    def full(*given: Any, **rest: Any) -> Any:
+    def full(*given, **rest):
         passes.append(None)
         if len(passes) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
@@ -261,7 +260,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch):
     clock = [0.0]
     measured = job.CellBench.measured
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*given):
         found = measured(*given)
         clock[0] += 100
         return found
@@ -279,7 +278,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch):
 def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch):
     clock = [0.0]
 
-    def compiling(*_: object) -> None:
+    def compiling(*_) -> None:
         clock[0] += 200
         signal.raise_signal(signal.SIGALRM)  # the end of its time
 
@@ -332,7 +331,7 @@ SIZES = {"ssd": "2x16x16x1", "gdn": "1/2x16x16"}
 def library(operator: str) -> Implementation:
     """Another library, which computes the recurrence in 65 us."""
 
-    def run(inputs: Any, _precision: Any) -> Any:
+    def run(inputs, _precision):
         RAN.append(("library", 65.0))
         exact = ssd_recurrence(inputs) if operator == "ssd" else gdn_recurrence(inputs)
         kind = inputs.x.dtype if operator == "ssd" else inputs.v.dtype

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,7 +66,7 @@ def stale(entry: Entry) -> Callable[[], SSDOutput]:
 class NothingReplayed(FakeTimer):
     """A kernel that does nothing while its graph is captured."""
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         return float(graph[1])
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -116,7 +115,7 @@ def test_laws_are_told_whether_the_interpreter_ran_the_call():
 
 
 def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch):
-    def no_memory(*_args: object, **_kwargs: object) -> None:
+    def no_memory(*_args, **_kwargs) -> None:
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
     monkeypatch.setattr(module, "compare_with_oracle", no_memory)
@@ -177,7 +176,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch, cap
     passes = []
     whole = module.compare_with_oracle
 
-    def counted(inputs: Any, candidates: Any, **rest: Any) -> Any:
+    def counted(inputs, candidates, **rest):
         passes.append(len(candidates))
         return whole(inputs, candidates, **rest)
 
@@ -346,7 +345,7 @@ def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
     changeable = module._changeable
 
     @contextmanager
-    def noted(calls: Any) -> Iterator[Callable[[float], None]]:
+    def noted(calls) -> Iterator[Callable[[float], None]]:
         with changeable(calls) as scale:
             assert scale
 

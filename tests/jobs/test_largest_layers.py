@@ -93,14 +93,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 @cache
-def without_values(name: str) -> Any:
+def without_values(name: str):
     config = CONFIGS[name]()
     config.dtype = "bfloat16"
     with torch.device("meta"):
         return tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def write_without_values(name: str, folder: Path) -> Any:
+def write_without_values(name: str, folder: Path):
     """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
     model = without_values(name)
     model.config.save_pretrained(folder)

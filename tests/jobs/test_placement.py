@@ -67,7 +67,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(
-    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
+    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options
 ) -> Target:
     return find(
         ServedModelOptions(
@@ -305,7 +305,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch):
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
     copied = []
 
-    def copy_bytes_per_s(_: object, most: int) -> float:
+    def copy_bytes_per_s(_, most: int) -> float:
         copied.append(most)
         return 2e9
 
@@ -335,7 +335,7 @@ def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch):
     hidden = []
     fetch = placement.fetch
 
-    def noted(*given: Any, **rest: Any) -> Any:
+    def noted(*given, **rest):
         hidden.append(bool(are_progress_bars_disabled()))
         return fetch(*given, **rest)
 
@@ -383,7 +383,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(granite: Path
 # --- the memory that it needs
 
 
-def wide(name: str) -> Any:
+def wide(name: str):
     """A config with layers so wide that activations affect the peak."""
     common = {
         "vocab_size": 128,
@@ -431,7 +431,7 @@ def wide(name: str) -> Any:
     return configs[name]()
 
 
-def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
+def measured(model, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
     """Bytes of all tensors that are alive at once while the model's operators are captured."""
     for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
@@ -455,7 +455,7 @@ def shapes_of(name: str) -> tuple[Any, set[int]]:
     return shapes, {site.layer_index for site in find_mixers(shapes)}
 
 
-def layers_of(model: Any, name: str) -> Any:
+def layers_of(model, name: str):
     known = tiny_models.layer_refs(name)
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
 
@@ -566,7 +566,7 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer():
 def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
     kind: PlacementKind | None, granite: Path, monkeypatch
 ):
-    def fails(*_: Any, **__: Any) -> Any:
+    def fails(*_, **__):
         raise NotImplementedError("not on meta")
 
     monkeypatch.setattr(placement.memory, "predict_memory", fails)
@@ -704,7 +704,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def on_host(inputs: Any) -> dict[str, Tensor]:
+def on_host(inputs) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
 
 

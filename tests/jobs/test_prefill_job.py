@@ -38,17 +38,17 @@ class EqualTimes(FakeTimer):
     def __init__(self, _device: torch.device) -> None:
         super().__init__()
 
-    def record(self, run: Any) -> tuple[Any, Any]:
+    def record(self, run) -> tuple[Any, Any]:
         output = run()
         return (run, output), output
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         run, output = graph
         for own, new in zip(output, run(), strict=True):
             own.copy_(new)
         return 2.0
 
-    def call_us(self, run: Any) -> float:
+    def call_us(self, run) -> float:
         run()
         return 100.0
 
@@ -70,7 +70,7 @@ def timed(
     layers: str = "all",
     names: tuple[str, ...] = COMPARED,
     baseline: str = "unfused",
-    **fields: Any,
+    **fields,
 ) -> Report:
     asked = PrefillOptions(
         model="demo",
@@ -193,7 +193,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsewhere(
     users_folder: Path, monkeypatch
 ):
-    def tried(implementation: Any, *_: Any) -> list[isolate.CallVerdict]:
+    def tried(implementation, *_) -> list[isolate.CallVerdict]:
         hangs = implementation.name.endswith("second")
         return [("failed", "it hangs") if hangs else ("ran", "")]
 

@@ -37,13 +37,13 @@ LAYERS = 3
 LENGTH = 12
 
 
-def contender(name: str, run: Any = None, kind: Any = "bundled") -> Implementation:
+def contender(name: str, run=None, kind="bundled") -> Implementation:
     """It computes with the reference, which is faster here than kernels in the interpreter, unless
     `run` is given.
     """
     base = kernels.get("ssd", "reference")
 
-    def noted(inputs: Any, precision: Any) -> Any:
+    def noted(inputs, precision):
         RAN.append((name, US.get(name, 1.0)))
         return (run or base.run)(inputs, precision)
 
@@ -218,7 +218,7 @@ def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch):
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
 
-    def run(inputs: Any, precision: Any) -> Any:
+    def run(inputs, precision):
         word, _, case = next(line for line in reversed(told) if line != "alive").partition(" ")
         known.add(Case.model_validate_json(case).implementation if word == "case" and case else "")
         return kernels.get("ssd", "reference").run(inputs, precision)
@@ -228,18 +228,18 @@ def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch):
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    def run(*_: Any) -> Any:
+    def run(*_):
         raise error
 
     return run
 
 
-def nan(inputs: Any, precision: Any) -> Any:
+def nan(inputs, precision):
     out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
     return out * math.nan, final_states
 
 
-def zeros(inputs: Any, precision: Any) -> Any:
+def zeros(inputs, precision):
     out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
     return torch.zeros_like(out), final_states
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def captured(*chosen: int) -> RunOptions:
     return RunOptions(model="captures", layers=",".join(map(str, chosen)) or "all")
 
 
-def replayed(*layers: int, **wanted: Any) -> Report:
+def replayed(*layers: int, **wanted) -> Report:
     request = replace(captured(*layers), **wanted, out=Path("kept"), command=("ssdprof", "run"))
     folder, report = job.run(request, find_to_replay(request), None, Watcher())
     assert load(folder)[1] == report
@@ -108,7 +107,7 @@ def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch):
     fused = kernels.get("ssd", "fused")
     left = [1]
 
-    def once(*given: Any) -> Any:
+    def once(*given):
         left.pop()
         return fused.run(*given)
 
@@ -161,7 +160,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at, monkeypatc
     began = []
 
     class Noted(plain):  # type: ignore[misc, valid-type]
-        def compare(self, entries: Any, label: str, *rest: Any) -> Any:
+        def compare(self, entries, label: str, *rest):
             began.append(label)
             return super().compare(entries, label, *rest)
 

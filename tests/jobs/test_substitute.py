@@ -2,8 +2,6 @@
 every family.
 """
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -27,7 +25,7 @@ from ssdprof.measure.trace import work
 LENGTH = 40  # more than a chunk
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(tiny_models.prompt(LENGTH), use_cache=False).logits
 

@@ -86,7 +86,7 @@ gdn_inputs = partial(generated, "gdn", SMALL_GDN, layout="contiguous")
 # --- candidates
 
 
-def options(tuning: Any, committed: Any, inputs: Any) -> list[Any]:
+def options(tuning, committed, inputs) -> list[Any]:
     return [option for axis in tuning.axes(committed) for option in axis(committed, inputs)]
 
 
@@ -197,7 +197,7 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
 # --- from shapes and stored captures to problems
 
 
-def made(intermediates: Any = "exact") -> list[Problem]:
+def made(intermediates="exact") -> list[Problem]:
     cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 40, sequences=2))
     return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
@@ -226,17 +226,17 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 Found = tuple[tuple[Case, ...], TunedConfig | str]
 
 
-def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> Found:
+def found(fake: FakeTimer, problem: Problem | None = None, run=None) -> Found:
     problem = problem or ssd_problem("hopper", 1280)
 
     class Faked(Problem):
-        def run(self, inputs: Any, config: Any) -> Any:
+        def run(self, inputs, config):
             return (run or fake.run)(inputs, config)
 
     return search(Faked(**vars(problem)), fake)
 
 
-def value(outcome: Found, name: str) -> Any:
+def value(outcome: Found, name: str):
     _, find = outcome
     assert isinstance(find, TunedConfig), find
     return find.settings[name]
@@ -302,7 +302,7 @@ class PlacedTimer(FakeTimer):
         self.factors = {}
         self.recordings += 1
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         factor = self.factors.setdefault(graph[0], float(self.generator.uniform(0.96, 1.04)))
         return super().device_us(graph) * factor
 
@@ -317,7 +317,7 @@ def by_warps(better_at: tuple[int, ...]) -> FakeTimer:
 
 
 def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
-    def run(inputs: Any, config: Any) -> Any:
+    def run(inputs, config):
         output = fake.run(inputs, config)
         return output._replace(out=-output.out) if inputs.cu_seqlens is not None else output
 
@@ -571,7 +571,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     run = Problem.run
 
-    def noted(problem: Problem, inputs: Any, config: Any) -> Any:
+    def noted(problem: Problem, inputs, config):
         if isinstance(inputs, SSDInputs):
             return fake.run(inputs, config)
         fake.ran.append((config, inputs.length))
@@ -632,7 +632,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch, cache: Path):
     assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
     passing("tune --clear")
 
-    def interrupted(problem: Problem, timer: Any) -> Any:
+    def interrupted(problem: Problem, timer):
         if str(problem).startswith("4x16x16x1"):
             raise KeyboardInterrupt
         return search(problem, timer)

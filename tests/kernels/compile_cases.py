@@ -77,7 +77,7 @@ def ssd_recurrent(case: SSDCase, state_every: int = 0) -> None:
     recurrent_launch(inputs)(inputs)
 
 
-def drafted_in_place(inputs: Any) -> Any:
+def drafted_in_place(inputs):
     """With a slot of a pool for the state after each token."""
     table = torch.empty(inputs.sequences, inputs.length, dtype=torch.int32, device="meta")
     return replace(inputs, state_indices=table, accepted=table[:, 0], write_indices=table)
@@ -250,7 +250,7 @@ SSD_SMALL: Launches = {
 # --- GDN
 
 
-def gdn_portable(case: GDNCase, **changes: Any) -> None:
+def gdn_portable(case: GDNCase, **changes) -> None:
     inputs = on_meta(case.inputs())
     config = GDNPortableConfig.choose(inputs, divmod(capability(), 10), 132)
     gdn_portable_launch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)
@@ -430,7 +430,7 @@ def kda_unfused(case: KDACase, precision: Precision) -> None:
     kda_six_stages(on_meta(case.inputs()), precision)
 
 
-def kda_portable(case: KDACase, **changes: Any) -> None:
+def kda_portable(case: KDACase, **changes) -> None:
     inputs = on_meta(case.inputs())
     config = replace(KDAPortableConfig.choose(inputs), **changes)
     kda_portable_launch(inputs, EXACT, config, state_v_first=False)(inputs)

@@ -2,7 +2,6 @@ import fcntl
 import gc
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory holds NaN (or -1) until a kernel writes it."""
 
     def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        def allocate_poisoned(*args, **kwargs) -> Tensor:
             tensor = allocate(*args, **kwargs)
             tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
             return tensor
@@ -39,7 +38,7 @@ def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) ->
 
 
 @pytest.fixture
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """The `Target` that a test gets from `targets`."""
     emulate_on(monkeypatch, request.param.device, request.param.operator)
     return request.param

@@ -214,7 +214,7 @@ class Shared:
 
     layout = None
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content) -> None:
         self.content = content
 
     @property
@@ -227,7 +227,7 @@ class Shared:
             return torch.Size([len(self.content), *self.content[0].shape])
         return self.content.shape
 
-    def index(self, place: Any) -> Any:
+    def index(self, place):
         part = self.content[int(place)]
         return part[0] if isinstance(part, list) else Shared(part)
 
@@ -240,7 +240,7 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.content.view(shape))
 
-    def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+    def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout) -> Shared:
         """Views half rows or pairs of rows as rows, splits the rows, or views an operand's 16-bit
         rows, in blocks of 64 columns.
         """
@@ -257,7 +257,7 @@ class Shared:
         assert shape in (halves, pairs, [1, rows, *columns], [2, rows // 2, *columns])
         return Shared(self.content.view(shape))
 
-    def load(self, _layout: Any) -> Tensor:
+    def load(self, _layout) -> Tensor:
         return self.content.clone()
 
     def store(self, value: Tensor) -> None:
@@ -268,7 +268,7 @@ class Shared:
 class Pointer:
     """Elements of a tensor's memory, by offset.  Access outside of that memory is an error."""
 
-    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+    def __init__(self, memory: Tensor, offset=0) -> None:
         self.memory = memory
         self.offset = offset
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
@@ -280,16 +280,16 @@ class Pointer:
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((length,), (1,), 0), tensor.storage_offset())
 
-    def __add__(self, offset: Any) -> Pointer:
+    def __add__(self, offset) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
 
-    def __sub__(self, offset: Any) -> Pointer:
+    def __sub__(self, offset) -> Pointer:
         return Pointer(self.memory, self.offset - offset)
 
-    def __getitem__(self, index: Any) -> Pointer:
+    def __getitem__(self, index) -> Pointer:
         return Pointer(self.memory, self.offset[index])
 
-    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+    def places(self, mask) -> tuple[Tensor, Tensor]:
         offset = torch.as_tensor(self.offset)
         mask = torch.as_tensor(True if mask is None else mask)
         offset, mask = torch.broadcast_tensors(offset, mask)
@@ -302,7 +302,7 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor: an address, sizes, strides.  Reads outside of those sizes give zeros."""
 
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host) -> None:
         self.shape = host.shape
         self.strides = host.strides
         base = host.base
@@ -332,7 +332,7 @@ class Descriptor:
 class Product:
     """A matrix product that may not have been computed yet."""
 
-    def __init__(self, a: Any, b: Shared, accumulator: Any) -> None:
+    def __init__(self, a, b: Shared, accumulator) -> None:
         self.a = a
         self.b = b
         self.accumulator = accumulator
@@ -413,10 +413,10 @@ class Machine:
         def either(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda *values: of(*torch.broadcast_tensors(*map(torch.as_tensor, values)))
 
-        def layout(*_args: Any, **_kwargs: Any) -> None:
+        def layout(*_args, **_kwargs) -> None:
             return None
 
-        def specialize(functions: list[Any], _warps: Any, _registers: Any) -> None:
+        def specialize(functions: list[Any], _warps, _registers) -> None:
             self.turns.local.roles = functions
 
         return SimpleNamespace(
@@ -486,16 +486,14 @@ class Machine:
             self.turns.wait(lambda: meeting.phase != phase)
 
     @staticmethod
-    def load(
-        pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = ""
-    ) -> Tensor:
+    def load(pointer: Pointer, mask=None, other=0, cache_modifier: str = "") -> Tensor:
         del cache_modifier
         places, mask = pointer.places(mask)
         read = pointer.memory[places]
         return torch.where(mask, read, torch.as_tensor(other, dtype=read.dtype))
 
     @staticmethod
-    def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+    def store(pointer: Pointer, value: Tensor, mask=None) -> None:
         places, mask = pointer.places(mask)
         pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
 
@@ -549,7 +547,7 @@ class Machine:
         self.turns.wait()
 
     @staticmethod
-    def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    def allocate(dtype: torch.dtype, shape: list[int], layout) -> Shared:
         if layout == "barrier":
             return Shared([[Barrier()] for _ in range(shape[0])])
         return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
@@ -560,11 +558,11 @@ class Machine:
         def init(barrier: Barrier, count: int) -> None:
             barrier.count = barrier.pending = count
 
-        def wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
+        def wait(barrier: Barrier, parity, pred=True) -> None:
             if pred:
                 self.turns.wait(lambda: barrier.phase & 1 != int(parity))
 
-        def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        def arrive(barrier: Barrier, count: int = 1, pred=True) -> None:
             if pred:
                 barrier.arrive(count)
                 self.turns.wait()
@@ -587,15 +585,13 @@ class Machine:
             store_wait=lambda _count: self.turns.finish_copies(),
         )
 
-        def product(
-            a: Any, b: Shared, accumulator: Any, *, use_acc: bool = True, is_async: bool
-        ) -> Product:
+        def product(a, b: Shared, accumulator, *, use_acc: bool = True, is_async: bool) -> Product:
             assert is_async
             begun = Product(a, b, accumulator if use_acc else None)
             self.turns.local.begun = [*getattr(self.turns.local, "begun", []), begun]
             return begun
 
-        def product_wait(left: int, deps: list[Product]) -> Any:
+        def product_wait(left: int, deps: list[Product]):
             self.turns.wait()
             begun = self.turns.local.begun
             for one in begun[: len(begun) - left]:
@@ -678,9 +674,7 @@ class Machine:
         """Replaces `ssdprof.kernels.launch.Launcher`."""
         kernels = self.kernels()
 
-        def make(
-            jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]
-        ) -> Callable[..., None]:
+        def make(jitted, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
             if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
                 interpreted = Launcher(InterpretedFunction(jitted.fn), scalars, options)
                 return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
@@ -701,7 +695,7 @@ class Machine:
                     given[names.index("tensors") :] = [tuple(given[names.index("tensors") :])]
                 kernel(*given, *scalars, **constants)
 
-            def launch(count: int, *tensors: Any) -> None:
+            def launch(count: int, *tensors) -> None:
                 self.count = count
                 self.launch([partial(program, number, tensors) for number in range(count)])
 
@@ -723,14 +717,14 @@ class _LinearLayout:
 
     reg_bases = lane_bases = warp_bases = block_bases = ()
 
-    def __init__(self, _layout: Any, shape: list[int]) -> None:
+    def __init__(self, _layout, shape: list[int]) -> None:
         self.shape = shape
 
 
 class _Constant:
     """A class, because annotations use it too."""
 
-    def __new__(cls, value: Any) -> Any:
+    def __new__(cls, value):
         return value
 
 
@@ -743,11 +737,11 @@ _DTYPES = {  # of Triton
 }
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value):
     return value.tensor() if isinstance(value, Part) else value
 
 
-def _argument(value: Any) -> Any:
+def _argument(value):
     if isinstance(value, Tensor | Part):
         return Pointer.to(value)
     return value if value is None else Descriptor(value)

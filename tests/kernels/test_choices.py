@@ -110,7 +110,7 @@ def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
     )
 
 
-def planned(operator: str, name: str, inputs: Any, draw: random.Random) -> Any:
+def planned(operator: str, name: str, inputs, draw: random.Random):
     """The plan, or the refusal."""
     try:
         return asdict(kernels.get(operator, name).plan(inputs, draw.choice(PRECISIONS)))
@@ -118,7 +118,7 @@ def planned(operator: str, name: str, inputs: Any, draw: random.Random) -> Any:
         return str(error)
 
 
-def portable(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
+def portable(operator: str, _name: str, inputs, draw: random.Random):
     """The portable kernel's configuration on some GPU."""
     gpu, sms = draw.choice(GPUS)
     if operator == "ssd":
@@ -126,7 +126,7 @@ def portable(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any
     return asdict(GDNPortableConfig.choose(inputs, gpu, sms, batch_invariant=draw.random() < 0.3))
 
 
-def hopper(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
+def hopper(operator: str, _name: str, inputs, draw: random.Random):
     """The Hopper kernel's configuration, for inputs that it may refuse."""
     if operator == "ssd" and not program_count(inputs):
         return "half a pair of heads"

@@ -333,7 +333,7 @@ STEPS = [
 STEPS += [(0.5, 0.0), (0.01, -1e-39), (1e-38, -1e-38)]
 
 
-def steps_of_any_size(kernel: Target, **sizes: Any) -> SSDInputs:
+def steps_of_any_size(kernel: Target, **sizes) -> SSDInputs:
     """A head of each kind."""
     inputs = kernel.case(seqlen=60, heads=len(STEPS), initial_states=True, **sizes).inputs()
     step, A = torch.tensor(STEPS, device=inputs.x.device).T

@@ -56,7 +56,7 @@ def on_parts(segment: int) -> Target:
     return Target("gdn", gdn_hopper_by(config), device="cuda")
 
 
-def long(kernel: Target) -> Any:
+def long(kernel: Target):
     """A call in several waves of programs."""
     return MAMBA2 if kernel.operator == "ssd" else QWEN
 
@@ -98,7 +98,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(seqlen, changes, precision: Precis
 # --- graphs
 
 
-def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
+def assert_replays(call: Callable[[Any], Any], case) -> None:
     """On new inputs, with memory that holds NaN."""
     inputs = case.inputs()
     others = case.but(seed=1).inputs()

@@ -76,7 +76,7 @@ GDN_SIZES: dict[str, tuple[Any, ...]] = dict(
 )
 
 
-def generated(kind: Any, count: int, **fixed: Any) -> list[Any]:
+def generated(kind, count: int, **fixed) -> list[Any]:
     """Cases of random sizes, the same in every process.  fixed: what they have in common."""
     draw = random.Random(str(fixed))
     sizes = SSD_SIZES if kind is SSDCase else GDN_SIZES
@@ -235,7 +235,7 @@ def right() -> list[Any]:
     sizes: Any
 
     def add(
-        kernels: list[Any], cases: Iterable[Any], precisions: Any = (EXACT,), *, slow: bool = False
+        kernels: list[Any], cases: Iterable[Any], precisions=(EXACT,), *, slow: bool = False
     ) -> None:
         for kernel, case, precision in product(kernels, cases, precisions):
             marks = [*kernel.marks, *([pytest.mark.slow] if slow else [])]
@@ -248,7 +248,7 @@ def right() -> list[Any]:
                 )
             )
 
-    def by(run: Any, name: str, device: str, marks: list[Any]) -> list[Any]:
+    def by(run, name: str, device: str, marks: list[Any]) -> list[Any]:
         return [
             pytest.param(
                 replace(TARGETS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
@@ -517,7 +517,7 @@ def test_edge_inputs(kernel: Target, dtype):
         assert any(passes(kernel, form.make()) for form in kind)
 
 
-def passes(kernel: Target, inputs: Any) -> bool:
+def passes(kernel: Target, inputs) -> bool:
     """False if it refuses them."""
     try:
         output = kernel(inputs)

@@ -38,7 +38,7 @@ class FakeDriver:
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
 
-    def cuTensorMapEncodeTiled(self, where: int, *arguments: Any) -> int:
+    def cuTensorMapEncodeTiled(self, where: int, *arguments) -> int:
         """Encodes a map that begins with the address."""
         assert where % 64 == 0, "the driver requires it"
         kind, rank, address, sizes, strides, block, steps, *choices = arguments
@@ -48,7 +48,7 @@ class FakeDriver:
         ctypes.c_int64.from_address(where).value = address
         return 0
 
-    def cuLaunchKernel(self, *arguments: Any) -> int:
+    def cuLaunchKernel(self, *arguments) -> int:
         *numbers, parameters, extra = arguments
         assert extra is None
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64, 128: ctypes.c_int64}
@@ -65,9 +65,7 @@ class Compiled:
 
     function = FUNCTION
 
-    def __init__(
-        self, parameters: int = len(SIZES), signature: Any = SIGNATURE, **metadata: Any
-    ) -> None:
+    def __init__(self, parameters: int = len(SIZES), signature=SIGNATURE, **metadata) -> None:
         plain = dict(
             num_warps=4,
             shared=1000,
@@ -91,7 +89,7 @@ class Compiled:
         }
         self.launched: list[tuple[Any, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+    def __getitem__(self, grid: tuple[int, int, int]):
         return lambda *arguments: self.launched.append((grid, *arguments))
 
 
@@ -111,7 +109,7 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
     return rows(x.dtype, 16, block=(8, 64))(x), x, None, torch.zeros(3)
 
 
-def prepared(first: tuple[Any, ...], **compiled: Any) -> DirectLaunch:
+def prepared(first: tuple[Any, ...], **compiled) -> DirectLaunch:
     """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their
     addresses.
     """
@@ -212,7 +210,7 @@ class Kernel:
     @staticmethod
     def fn(rows, x, absent, y, strides, scale, SIZE) -> None: ...  # type: ignore[no-untyped-def]
 
-    def __getitem__(self, _grid: Any) -> Any:
+    def __getitem__(self, _grid):
         return lambda *_arguments, **_options: self.compiled
 
 

@@ -72,7 +72,7 @@ class Function:
     needed: tuple[str, ...]
     options: tuple[str, ...]
 
-    def __call__(self, inputs: Any, **overrides: Any) -> Any:
+    def __call__(self, inputs, **overrides):
         options = {name: getattr(inputs, name) for name in self.options}
         return self.run(*(getattr(inputs, name) for name in self.needed), **(options | overrides))
 
@@ -99,7 +99,7 @@ EVERY = [
 ]
 
 
-def inputs_of(operator: str, case: str) -> Any:
+def inputs_of(operator: str, case: str):
     return CASES[operator][case].inputs()
 
 
@@ -199,7 +199,7 @@ def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[s
     kernels = []
     run = InterpretedFunction.run
 
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self, *args, **kwargs):
         kernels.append(self.__name__)
         return run(self, *args, **kwargs)
 
@@ -276,7 +276,7 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
 # --- the signature of mamba_ssm
 
 
-def mamba(inputs: Any, **overrides: Any) -> Any:
+def mamba(inputs, **overrides):
     options = {
         name: getattr(inputs, name)
         for name in SSD_OPTIONS
@@ -307,7 +307,7 @@ def test_mamba_drop_in():
 # --- the signatures of flash-linear-attention
 
 
-def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -> Any:
+def fla(inputs, function=chunk_gated_delta_rule, **overrides):
     options = {
         name: getattr(inputs, name)
         for name in ("scale", "initial_state", "cu_seqlens", "g", "beta")
@@ -319,14 +319,14 @@ def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -
 BOTH = pytest.mark.parametrize("function", [chunk_gated_delta_rule, chunk_kda])
 
 
-def gdn_or_kda(function: Any) -> tuple[Function, Any]:
+def gdn_or_kda(function) -> tuple[Function, Any]:
     """The function that a drop-in stands on, and inputs of a batch."""
     of_kda = function is chunk_kda
     return (CHANNELS, KDA["batch"].inputs()) if of_kda else (DELTA, GDN["batch"].inputs())
 
 
 @BOTH
-def test_fla_drop_in(function: Any):
+def test_fla_drop_in(function):
     ours, inputs = gdn_or_kda(function)
     expected = ours(inputs)
     out, final_state = fla(inputs, function)
@@ -370,7 +370,7 @@ REFUSED = {
 
 
 @BOTH
-def test_fla_drop_in_refuses_by_name(function: Any):
+def test_fla_drop_in_refuses_by_name(function):
     _, inputs = gdn_or_kda(function)
     other = "return_intermediate_states" if function is chunk_kda else "head_first"
     for name in (*REFUSED, "cp_context", other):

@@ -67,9 +67,7 @@ class Recorder(TorchDispatchMode):
         self.operations: list[str] = []
         self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation, _types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         name = operation.overloadpacket.__name__
         if name not in POISON:
@@ -84,7 +82,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     """The arguments of every launch.  The launches do nothing."""
     made = []
 
-    def launcher(*_prepared: Any) -> Callable[..., None]:
+    def launcher(*_prepared) -> Callable[..., None]:
         return lambda _programs, *arguments: made.append(arguments)
 
     monkeypatch.setattr(launch, "Launcher", launcher)
@@ -145,7 +143,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
         assert (following - begin) % ALIGNMENT == 0
 
 
-def _base(argument: Any) -> Any:
+def _base(argument):
     """The tensor of a descriptor."""
     return getattr(argument, "base", argument)
 

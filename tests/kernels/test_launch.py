@@ -34,11 +34,11 @@ class Kernel:
         self._fails = fails
 
     @staticmethod
-    def fn(a: Any, b: Any, stride: Any, size: Any, BLOCK: Any, DEEP: Any) -> None:
+    def fn(a, b, stride, size, BLOCK, DEEP) -> None:
         """Has the names of its arguments."""
 
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*arguments: Any, **options: Any) -> Any:
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
             self.launches.append(("triton", grid, arguments, options))
             self.collecting.append(gc.isenabled())
             if self._fails:
@@ -52,7 +52,7 @@ class Compiled:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return lambda *arguments: self._kernel.launches.append(("compiled", grid, arguments, {}))
 
 
@@ -216,7 +216,7 @@ def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch):
     chosen = []
     choose = SSDPortableConfig.choose
 
-    def noted(*arguments: Any) -> SSDPortableConfig:
+    def noted(*arguments) -> SSDPortableConfig:
         chosen.append(choose(*arguments))
         return chosen[-1]
 

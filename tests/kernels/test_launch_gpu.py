@@ -4,7 +4,6 @@ Triton's launch.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def test_the_drivers_launches_write_what_tritons_do(name, kernel, monkeypatch):
     left = []
     launch = Launcher.__call__
 
-    def watched(self: Launcher, programs: int, *tensors: Any) -> None:
+    def watched(self: Launcher, programs: int, *tensors) -> None:
         launch(self, programs, *tensors)
         if self._direct is None:
             left.append(self.kernel.fn.__name__)
@@ -104,7 +103,7 @@ def test_profilers_are_told_of_every_launch(name):
     inputs = CASES[name].inputs()
     told = []
 
-    def note(metadata: Any) -> None:
+    def note(metadata) -> None:
         told.append(dict(metadata.get()))
 
     triton.knobs.runtime.launch_enter_hook.add(note)

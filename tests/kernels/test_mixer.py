@@ -2,8 +2,6 @@
 widths, groups.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from kernel_cases import BF16, FP16, FP32
@@ -110,7 +108,7 @@ def test_what_the_convolution_does_not_take_is_refused():
 # --- the norm
 
 
-def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings) -> Tensor:
     """The formula in fp64, in x's shape."""
     x = x.double()
     gate = gate.double()

@@ -102,7 +102,7 @@ def test_in_place(operator: str, turned, dtype):
         run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
 
 
-def pooled(inputs: Any, dtype: torch.dtype) -> Any:
+def pooled(inputs, dtype: torch.dtype):
     """Its states in slots of a pool with V before K; the others are NaN."""
     pool, slots = generate.pool(inputs.initial.to(dtype).mT, 2 * inputs.sequences)
     return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)

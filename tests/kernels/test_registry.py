@@ -1,7 +1,5 @@
 """Implementations by name, and the public names of `ssdprof.kernels`."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ def test_an_unknown_name_lists_the_known_ones():
 def test_a_name_is_taken_once(monkeypatch):
     monkeypatch.setattr(registry, "_implementations", {})
 
-    def plan(_inputs: Any, _precision: Precision) -> Plan:
+    def plan(_inputs, _precision: Precision) -> Plan:
         return Plan(variant="none", launches=0)
 
     mine = Implementation(

@@ -47,7 +47,7 @@ def fused(supports: str = "") -> Fused:
     everything.
     """
 
-    def unsupported(call: Any) -> str:
+    def unsupported(call) -> str:
         return supports or (
             "its rows" if any(map(is_scattered, (call.inputs.x, call.inputs.B))) else ""
         )

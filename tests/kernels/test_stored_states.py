@@ -48,7 +48,7 @@ def int16(states: Tensor) -> Tensor:
     return (states / unit).round() * unit
 
 
-def pool_states(inputs: Any, name: str, *steps: Any) -> torch.Tensor:
+def pool_states(inputs, name: str, *steps) -> torch.Tensor:
     """What the pool holds after the marked steps.  steps: of `stepped_states`."""
     _, states = stepped_states(inputs, parse_state_format(name), *steps)
     return states
@@ -117,7 +117,7 @@ def test_a_state_as_it_is_first_stored(operator, name):
         assert torch.equal(stored[0, i], rounded(state, name, ROW_AXIS[operator], random)), i
 
 
-def loop(inputs: Any, name: str, step: int, sequence: int) -> tuple[Tensor, Tensor]:
+def loop(inputs, name: str, step: int, sequence: int) -> tuple[Tensor, Tensor]:
     """Out, and the states after every step, of one sequence."""
     reference = get(inputs.operator, "reference").run
     axis = ROW_AXIS[inputs.operator]
@@ -177,7 +177,7 @@ def test_fp32_and_a_function_that_rounds_nothing_are_recurrent(
 # --- what a format does to sums
 
 
-def sums(addend: float, decay: float, seqlen: int, state: float = 0.0) -> Any:
+def sums(addend: float, decay: float, seqlen: int, state: float = 0.0):
     """state = decay * state + addend, in all 512 elements."""
     inputs = SSDCase(seqlen=seqlen, heads=1, headdim=32, initial_states=True).inputs()
     inputs = replace(inputs, x=torch.full_like(inputs.x, addend), B=torch.ones_like(inputs.B))
@@ -185,7 +185,7 @@ def sums(addend: float, decay: float, seqlen: int, state: float = 0.0) -> Any:
     return with_state(inputs, torch.full_like(inputs.initial, state))
 
 
-def random_sums(decay: float, seqlen: int) -> Any:
+def random_sums(decay: float, seqlen: int):
     inputs = sums(1.0, decay, seqlen)
     return replace(inputs, x=torch.randn(inputs.x.shape), B=torch.randn(inputs.B.shape))
 

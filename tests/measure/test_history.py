@@ -30,19 +30,19 @@ Forgotten = Callable[[Any, Span], Tensor]  # (inputs, window) -> of each head, (
 LIMIT = -14.0  # about 2^-20
 
 
-def by_the_largest_channel(inputs: Any, window: Span) -> Tensor:
+def by_the_largest_channel(inputs, window: Span) -> Tensor:
     """Whether the largest channel's sum of gates is below `LIMIT`: no bound for keys that mix."""
     sums = inputs.g[window.batch, window.start : window.stop].float().sum(0)
     return (sums.amax(-1) if sums.ndim == 2 else sums) < LIMIT
 
 
-def by_the_sum(inputs: Any, window: Span) -> Tensor:
+def by_the_sum(inputs, window: Span) -> Tensor:
     """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
     gate = operators.get(inputs.operator).oracle.gate(inputs, window)
     return gate.exponents[..., -1].sum(0) < LIMIT
 
 
-def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
+def dropping(window: int, forgotten: Forgotten, only: str, inputs):
     """Correct, but heads begin anew at each border of `window` tokens where the window after it is
     `forgotten`, and are read from that window's end on.
 
@@ -125,7 +125,7 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
 
 
 def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history():
-    def half(inputs: Any) -> Any:
+    def half(inputs):
         out, states = oracle_output(inputs)
         return out / 2, states
 
@@ -160,7 +160,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(chunk, dtype
 def test_turning_keys_have_the_shape_of_every_new_call():
     shapes = []
 
-    def noted(inputs: Any) -> Any:
+    def noted(inputs):
         shapes.append(tuple(inputs.v.shape))
         return oracle_output(inputs)
 
@@ -185,7 +185,7 @@ def test_turning_keys_have_the_shape_of_every_new_call():
 # --- the amplified history
 
 
-def fast(name: str, **changes: Any) -> Any:
+def fast(name: str, **changes):
     """Inputs whose heads forget e^-14 within 100 tokens or so."""
     if name == "ssd":
         decaying = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def named(function: str, operator: str = "ssd") -> Implementation:
     return resolve(operators.get(operator), f"bad_kernels:{function}")
 
 
-def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
+def verdict(function: str, inputs, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
     return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, Precision())
 
@@ -111,7 +110,7 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
-    def run(_command: list[str], **_options: Any) -> tuple[int, str]:
+    def run(_command: list[str], **_options) -> tuple[int, str]:
         done.append("run")
         return 1, ""
 
@@ -123,7 +122,7 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
 def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch):
     made = []
 
-    def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
+    def tried(one: Implementation, _several, precision: Precision, _limit_s: float):
         made.append((one.name, str(precision)))
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 

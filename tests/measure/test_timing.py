@@ -44,7 +44,7 @@ class FakeTimer(CudaTimer):
         run()
         return run.cost  # type: ignore[attr-defined]
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         self.events.append("device")
         return float(graph.cost) / 2
 
@@ -162,7 +162,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch, event)
     """A fault may depend on other contents of memory, and show when the output is looked at."""
     timed = getattr(FakeTimer, event, None)
 
-    def faulty(timer: FakeTimer, what: Any) -> Any:
+    def faulty(timer: FakeTimer, what):
         if what.cost == 100:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return timed(timer, what) if timed else ""
@@ -181,7 +181,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch, event)
 def test_a_patched_clock_changes_nothing(monkeypatch):
     """A user's kernel is imported later than `measure.timing`."""
 
-    def patched(*_: object, **__: object) -> float:
+    def patched(*_, **__) -> float:
         pytest.fail("the patch was called")
 
     monkeypatch.setattr(timing, "_current_stream", object)

@@ -49,11 +49,11 @@ class SimulatedGpu:
         self._call_placement[id(run)] = self._draw.normal(0, PLACEMENT)
         return (run, self._draw.normal(0, PLACEMENT)), run()
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         run, placement = graph
         return self._time(run, placement, DEVICE_NOISE)
 
-    def unseen(self, _run: Run, _samples: Any) -> str:
+    def unseen(self, _run: Run, _samples) -> str:
         return ""
 
     def call_us(self, run: Run) -> float:

@@ -61,9 +61,7 @@ def test_a_view_spans_what_its_strides_skip():
     assert span(torch.empty(2, 3, 5)[0, :, :4]) == 14
 
 
-def of_ssd(
-    dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any
-) -> SSDInputs:
+def of_ssd(dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields) -> SSDInputs:
     """size: batch, length, and heads and groups if they are not 2 and 1."""
     batch, seqlen, heads, groups = (*size, 2, 1)[:4]
     case = SSDCase(batch=batch, seqlen=seqlen, heads=heads, groups=groups, dtype=dtype)
@@ -78,7 +76,7 @@ def far(rows: int, stride: int) -> SSDInputs:
     return SSDInputs(x=x, dt=x[..., 0], A=A, B=B, C=B, chunk_size=128)
 
 
-def a_step(length: int = 1, **fields: Any) -> SSDInputs:
+def a_step(length: int = 1, **fields) -> SSDInputs:
     case = SSDCase(batch=2, seqlen=length, heads=4, headdim=8, groups=2, initial_states=True)
     return case.inputs(**fields)
 
@@ -86,12 +84,12 @@ def a_step(length: int = 1, **fields: Any) -> SSDInputs:
 WIDE = dict(key_dim=128, value_dim=128, initial_states=True)
 
 
-def of_gdn(length: int = 6, *, packed: bool = False, **sizes: Any) -> GDNInputs:
+def of_gdn(length: int = 6, *, packed: bool = False, **sizes) -> GDNInputs:
     tokens = dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
     return GDNCase(**WIDE | dict(values_per_key=2, dtype=FP16) | tokens | sizes).inputs()
 
 
-def of_kda(**sizes: Any) -> KDAInputs:
+def of_kda(**sizes) -> KDAInputs:
     """With gates and beta that are functions of bf16 numbers, so that nothing is rounded on the way
     back.
     """
@@ -104,7 +102,7 @@ def of_kda(**sizes: Any) -> KDAInputs:
 
 
 def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def forward(*arguments, **options):
         names = ("x", "dt", "A", "B", "C", "chunk_size")
         calls.append(dict(zip(names, arguments, strict=True)) | options)
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
@@ -115,16 +113,14 @@ def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
 def as_fla(calls: Calls) -> Callable[..., Any]:
     """q and k are normalised inside if requested."""
 
-    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **fields: Any) -> Any:
+    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **fields):
         calls.append({"q": fields["q"], "output_final_state": output_final_state})
         return gdn_recurrence(GDNInputs(**fields, use_qk_l2norm=use_qk_l2norm_in_kernel))
 
     return function
 
 
-def v_first(
-    kind: Any, initial_state: Any, *, use_qk_l2norm_in_kernel: bool, **fields: Any
-) -> tuple[Any, Any]:
+def v_first(kind, initial_state, *, use_qk_l2norm_in_kernel: bool, **fields) -> tuple[Any, Any]:
     """The recurrence with states that have V before K."""
     inputs = kind(
         **fields,
@@ -138,9 +134,7 @@ def v_first(
 def as_flashinfer(calls: Calls) -> Callable[..., Any]:
     """The chunked kernels: packed tokens, decays."""
 
-    def function(
-        *tensors: Any, output_final_state: bool, initial_state: Any, backend: str, **options: Any
-    ) -> Any:
+    def function(*tensors, output_final_state: bool, initial_state, backend: str, **options):
         assert output_final_state
         assert all(tensor.is_contiguous() for tensor in (*tensors, initial_state))
         tokens = dict(zip(QKV, tensors, strict=True))
@@ -157,9 +151,9 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
     """The kernel for a few tokens: raw gates, a pool of states."""
 
     def function(
-        q: Any, k: Any, v: Any, pool: Any, read: Any, A_log: Any, a: Any, dt_bias: Any, b: Any,
-        *, output_state_indices: Any, output: Any, use_qk_l2norm: bool, **options: Any,
-    ) -> Any:  # fmt: skip
+        q, k, v, pool, read, A_log, a, dt_bias, b,
+        *, output_state_indices, output, use_qk_l2norm: bool, **options,
+    ):  # fmt: skip
         calls.append({"q": q})
         assert not options.pop("disable_state_update")
         assert pool.is_contiguous()
@@ -173,8 +167,8 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
 
 
 def as_flash_kda(
-    *tensors: Any, out: Any, final_state: Any, A_log: Any, dt_bias: Any, lower_bound: float,
-    initial_state: Any, cu_seqlens: Any,
+    *tensors, out, final_state, A_log, dt_bias, lower_bound: float,
+    initial_state, cu_seqlens,
 ) -> None:  # fmt: skip
     """The gate and beta before their activations."""
     *tokens, scale = tensors
@@ -192,9 +186,7 @@ def as_flash_kda(
     final_state.copy_(result[1])
 
 
-def as_cudnn(
-    *tensors: Any, output_final_state: bool, plan_name: str, initial_state: Any, **options: Any
-) -> Any:
+def as_cudnn(*tensors, output_final_state: bool, plan_name: str, initial_state, **options):
     """Packed tokens."""
     assert output_final_state
     assert plan_name == "kda_hopper_cuda", "other plans are other kernels"
@@ -206,15 +198,15 @@ def as_cudnn(
     return out[0], states
 
 
-def as_vllm(*, output_final_state: bool, **fields: Any) -> Any:
+def as_vllm(*, output_final_state: bool, **fields):
     assert output_final_state
     return v_first(GDNInputs, **fields)
 
 
-def as_sglang(kind: Any) -> Callable[..., Any]:
+def as_sglang(kind) -> Callable[..., Any]:
     """A kernel that overwrites its arguments."""
 
-    def function(*, initial_state: Any, initial_state_indices: Any, **fields: Any) -> Any:
+    def function(*, initial_state, initial_state_indices, **fields):
         assert initial_state_indices.tolist() == list(range(len(initial_state)))
         out, states = v_first(kind, initial_state, **fields)
         initial_state.copy_(states)
@@ -258,7 +250,7 @@ def kernel_file(checkout: Path) -> Path:
     return checkout / "mamba_ssm/ops/triton/ssd_fused5.py"
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+def put(monkeypatch: pytest.MonkeyPatch, name: str, **members) -> None:
     """Installs a module of this name with `members`."""
     module = ModuleType(name)
     vars(module).update(members)
@@ -367,7 +359,7 @@ TERMS: list[tuple[str, Any, Precision]] = [
 ]
 
 
-def agrees(implementation: Implementation, inputs: Any, precision: Precision) -> None:
+def agrees(implementation: Implementation, inputs, precision: Precision) -> None:
     """Twice: a call leaves its inputs as they were."""
     expected = RECURRENCES[inputs.operator](inputs)
     for _ in range(2):
@@ -483,7 +475,7 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
 ):
     asked = []
 
-    def forward(*arguments: Any, state_dtype: Any = None, **_: Any) -> Any:
+    def forward(*arguments, state_dtype=None, **_):
         asked.append(state_dtype)
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
 
@@ -629,7 +621,7 @@ def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch)
 # --- transformers' own functions
 
 
-def of_model(operator: str) -> Any:
+def of_model(operator: str):
     """Inputs of 70 tokens, in two chunks."""
     if operator == "ssd":
         return a_step(70, chunk_size=64, dt_limit=(0.1, 2.0))
@@ -667,13 +659,13 @@ class Kernel:
         self.asked: list[dict[str, Any]] = []
         self.modes: list[bool] = []
 
-    def run(self, **arguments: Any) -> None:
+    def run(self, **arguments) -> None:
         self.asked.append(arguments)
         self.modes.append(_async_compile.active_mode.get() is not None)
 
 
 def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
-    def plain(x: Any, BLOCK: int) -> None:
+    def plain(x, BLOCK: int) -> None:
         pass
 
     configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
@@ -696,7 +688,7 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch):
     disk.
     """
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_) -> None:
         raise KeyboardInterrupt
 
     kernel = Kernel()

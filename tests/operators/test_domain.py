@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -24,11 +23,11 @@ from ssdprof.store import reports
 LENGTH = 40
 
 
-def doubts(inputs: Any) -> list[str]:
+def doubts(inputs) -> list[str]:
     return list(domain.doubts(operators.get(inputs.operator), inputs))
 
 
-def drawn(operator: str) -> Any:
+def drawn(operator: str):
     """Steps of SSD after softplus, and keys of unit length: the call asks for neither."""
     sizes = "4x16x16x1" if operator == "ssd" else "2/2x32x16"
     raw = generated(operator, sizes, LENGTH, dtype="fp32", layout="contiguous")

@@ -3,7 +3,6 @@ a call; forms of kernels that run only when they are named.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def generated(
     shortest: int | None = None,
     sizes: tuple[int, ...] = (),
     layout: Layout = "contiguous",
-) -> Any:
+):
     tokens = Tokens(sequences=sequences, seqlen=seqlen, shortest=shortest)
     generated = operators.get(operator).generated
     shape = generated.shape("small", *(sizes or SIZES[operator]))

@@ -242,7 +242,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:
-        def run(_inputs: Any, _precision: Any) -> Any:
+        def run(_inputs, _precision):
             if isinstance(found[name], Exception):
                 raise found[name]
             return found[name], None

@@ -27,8 +27,8 @@ Make = Callable[..., Any]
 
 
 def make_gdn(
-    seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any
-) -> Any:
+    seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields
+):
     sizes = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate)
     return GDNCase(seqlen=seqlen, batch=batch, **sizes).inputs(**fields)
 
@@ -39,11 +39,11 @@ def make(request: pytest.FixtureRequest) -> Make:
     return random_inputs if request.param == "ssd" else make_gdn
 
 
-def begun(inputs: Any, precision: Precision) -> Any:
+def begun(inputs, precision: Precision):
     return operators.get(inputs.operator).oracle.rounded(inputs, precision)
 
 
-def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
+def advanced(lo, inputs, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
     found: Output = lo.advance(
         inputs, span, operators.get(inputs.operator).oracle.gate(inputs, span)
@@ -51,13 +51,13 @@ def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     return found
 
 
-def size(inputs: Any) -> tuple[int, int]:
+def size(inputs) -> tuple[int, int]:
     """Sequences, and the tokens of each."""
     batch, length = (inputs.q if isinstance(inputs, GDNInputs) else inputs.x).shape[:2]
     return batch, length
 
 
-def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
+def rounded(inputs, precision: Precision, *, block: int = 10**6) -> Output:
     outs = []
     states = []
     sequences, length = size(inputs)
@@ -72,7 +72,7 @@ def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
     return torch.stack(outs), torch.stack(states)
 
 
-def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
+def errors(inputs, precision: Precision) -> tuple[float, float]:
     """RMS ratio of out and of final_states against the oracle."""
     chunked = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
     exact = chunked(inputs)

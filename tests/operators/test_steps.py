@@ -27,14 +27,14 @@ Given = dict[str, Any]  # arguments by name
 RECURRENCES = {"gdn": gdn_recurrence, "kda": kda_recurrence, "ssd": ssd_recurrence}
 
 
-def takes(names: str, compute: Callable[[Given], Any], **known: Any) -> Callable[..., Any]:
+def takes(names: str, compute: Callable[[Given], Any], **known) -> Callable[..., Any]:
     """names: of the positional arguments."""
     return lambda *values, **options: compute(
         known | dict(zip(names.split(), values, strict=True)) | options
     )
 
 
-def stepped(pack: Any, pool: Any, reads: Any, writes: Sequence[Any], bounds: Any, none: int) -> Any:
+def stepped(pack, pool, reads, writes: Sequence[Any], bounds, none: int):
     """out, zeros where nothing is read.  pool: of GDN V-first.
 
     reads, writes: the slot that each sequence begins with, and those of the states after its
@@ -57,7 +57,7 @@ def stepped(pack: Any, pool: Any, reads: Any, writes: Sequence[Any], bounds: Any
     return out
 
 
-def answered(given: Given, pack: Any, pool: Any, none: int) -> Any:
+def answered(given: Given, pack, pool, none: int):
     """By a table of slots, in place, or with all states in a buffer."""
     count = len(given["cu_seqlens"]) - 1
     slots = given["slots"]
@@ -76,7 +76,7 @@ def answered(given: Given, pack: Any, pool: Any, none: int) -> Any:
     return out
 
 
-def delta_rule(given: Given) -> Any:
+def delta_rule(given: Given):
     """GDN or KDA, from gates before their activations."""
     given = dict(given)
     pool = given["initial_state"]
@@ -110,7 +110,7 @@ def delta_rule(given: Given) -> Any:
     return (out, pool) if none == 0 else out
 
 
-def mamba(given: Given) -> Any:
+def mamba(given: Given):
     given = dict(given)
     x = given["x"]
     pool = given["pool"]

@@ -119,7 +119,7 @@ ORACLE = OracleSpec(
 # --- a mixer would call `toy_scan(x, a)`
 
 
-def bind(_mixer: object, x: Tensor, a: Tensor, **_dropped: object) -> BoundCall:
+def bind(_mixer, x: Tensor, a: Tensor, **_dropped) -> BoundCall:
     return ToyInputs(x=x, a=a), True, ""
 
 

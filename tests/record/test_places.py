@@ -225,7 +225,7 @@ class Scene:
                 values["D"] = values["D"].contiguous()
         return values
 
-    def call(self, given: dict[str, Any]) -> Any:
+    def call(self, given: dict[str, Any]):
         """What the function writes and returns.  It leaves what is padding."""
         out, states = self.outcome
         every, last = self.turned(states), self.turned(states[self.lengths.cumsum(0) - 1])

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -115,7 +114,7 @@ def chunked(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     finders = list(sys.meta_path)
     (server.parent / "calls").mkdir()
 
-    def installed(**changes: object) -> Function:
+    def installed(**changes) -> Function:
         settings = {
             "folder": str(server.parent / "calls"),
             "operators": ("gdn",),
@@ -220,7 +219,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
     keep = keeper.Keeper.keep
 
-    def wait(*arguments: Any, **options: Any) -> None:
+    def wait(*arguments, **options) -> None:
         blocked.wait()
         keep(*arguments, **options)
 
@@ -249,7 +248,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
     """
     activate, threads = delta_rule._activated, []
 
-    def activated(*arguments: Any, **options: Any) -> Any:
+    def activated(*arguments, **options):
         threads.append(threading.current_thread().name)
         return activate(*arguments, **options)
 

@@ -3,7 +3,6 @@ calls.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import cases
 import pytest
@@ -61,7 +60,7 @@ def changed(
     return change
 
 
-def result(word: str, *where: Any, **more: Any) -> Change:
+def result(word: str, *where, **more) -> Change:
     return changed(lambda case: failed(case, word), *where, **more)
 
 

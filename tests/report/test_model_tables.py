@@ -1,7 +1,5 @@
 """Reports of the whole model and comparisons: their tables and sentences."""
 
-from typing import Any
-
 import cases
 import pytest
 from cases import EXACT_FP32, answers, band, failed, of_answers, of_prefill, prefill, report, timed
@@ -105,9 +103,7 @@ def test_prefills_that_were_not_timed_are_named():
 # --- comparisons
 
 
-def compared(
-    base: Report, new: Report, *fail_if: str, every: bool = False, stalls: Any = ()
-) -> Document:
+def compared(base: Report, new: Report, *fail_if: str, every: bool = False, stalls=()) -> Document:
     allowed = list(map(parse_change, fail_if))
     found = compare(("a", base), ("b", new), smallest_difference=0.01, allowed=allowed)
     return comparison.compose(found, stalls, every=every)

@@ -1,7 +1,5 @@
 """Which cases may be compared and added up, and what their sums and pooled errors are."""
 
-from typing import Any
-
 import cases
 import pytest
 from cases import PRECISIONS, failed, in_calls, report, timed
@@ -38,7 +36,7 @@ def test_the_calls_of_a_run_that_was_broken_off_are_counted():
     assert places(groups(whole)) == "in chunks of 8 tokens of 24 tokens"
 
 
-def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) -> Series:
+def summed(*layers: tuple[float, float], width: float = 0.001, **fields) -> Series:
     """The sum of `fused` over layers of (its device time, its speedup).  fields: of the second
     layer's case.
     """
@@ -78,7 +76,7 @@ def test_where_calls_disagree_the_interval_of_the_sum_decides(ratios: tuple[floa
     assert summed(*((100.0, ratio) for ratio in ratios)).verdict == verdict
 
 
-def with_oracle(index: int, *, pct: float | None = None, **changes: Any) -> Case:
+def with_oracle(index: int, *, pct: float | None = None, **changes) -> Case:
     """A case of a layer with another deviation of its output.  pct: its only match, at tolerance
     0.
     """

@@ -34,7 +34,7 @@ def overflowing(step: int) -> float | None:
     return 1e-3 if step < 100 else None
 
 
-def of_states(*made: Case, **fields: object) -> Report:
+def of_states(*made: Case, **fields) -> Report:
     requested = tuple(map(cases.requested, made))
     return cases.of_cases("run", made, baseline="", requested=requested, **fields)
 

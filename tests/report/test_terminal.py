@@ -4,7 +4,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import cases
 import pytest
@@ -323,7 +322,7 @@ def test_each_run_has_its_verdict():
 
 
 def test_the_history_has_a_line_for_each_commit():
-    def run(number: int, commit: str, factor: float, **fields: Any) -> tuple[Path, Report]:
+    def run(number: int, commit: str, factor: float, **fields) -> tuple[Path, Report]:
         def change(case: Case) -> Case:
             times = (
                 one.changed(us=[[us * factor for us in turn] for turn in one.us])

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -76,7 +75,7 @@ def main() -> None:
         made.append(ptx)
         return rename(ptx)
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self, *args, grid, warmup: bool, **kwargs) -> None:
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         plain = assembled(made[-1])
         found[self.__name__] = {

@@ -72,11 +72,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it received."""
     jobs = []
 
-    def launch(job: ncu.Job, **_: object) -> Launched:
+    def launch(job: ncu.Job, **_) -> Launched:
         jobs.append((job.implementation, job.layer))
         return pretended(job.implementation, f"_{job.implementation}")
 
-    def profile(job: ncu.Job, launched: Launched, _program: str, file: Path, **_: object) -> float:
+    def profile(job: ncu.Job, launched: Launched, _program: str, file: Path, **_) -> float:
         assert launched.implementation == job.implementation
         file.write_text(job.implementation)
         return 1.0
@@ -100,7 +100,7 @@ def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Cal
     usual = ncu.launch
 
     def put(outcome: Launched | Exception) -> None:
-        def launch(job: ncu.Job, **options: Any) -> Launched:
+        def launch(job: ncu.Job, **options) -> Launched:
             if isinstance(outcome, Exception) and job.implementation != "fused":
                 raise outcome
             return outcome if isinstance(outcome, Launched) else usual(job, **options)
@@ -287,7 +287,7 @@ def test_a_layer_of_a_run_is_captured_again(tmp_path):
     os.utime(file, (0, 0))
     command = RunOptions(model="demo", prompt_file=file, chunk=256, decode=2)
 
-    def again(**asked: Any) -> ModelOptions:
+    def again(**asked) -> ModelOptions:
         request = stalls_job._of_run(run, StallsOptions(**asked))
         return stalls_job._captured_again(command, run, request)
 

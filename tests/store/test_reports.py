@@ -38,12 +38,12 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
 
 
-def header(kind: str = "run", target: str = "org/model", **fields: Any) -> dict[str, Any]:
+def header(kind: str = "run", target: str = "org/model", **fields) -> dict[str, Any]:
     known = {"kind": kind, "target": target, "command": ("ssdprof", kind), "baseline": "unfused"}
     return known | {"model": cases.checkpoint(), "environment": cases.environment()} | fields
 
 
-def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Path:
+def store(name: str | None, *made: Case, kind: str = "run", **fields) -> Path:
     with opened(RUNS / name if name else None, Watcher(), **header(kind, **fields)) as writer:
         for one in made or (case("unfused"), case()):
             writer.case(one)
@@ -303,7 +303,7 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work():
     assert (report.cases, report.complete) == ((case(),), False)
 
 
-def interrupted(*made: Case, **fields: Any) -> Path:
+def interrupted(*made: Case, **fields) -> Path:
     with (
         pytest.raises(KeyboardInterrupt, match=r"The same command with --out 'my run' goes on\."),
         opened(Path("my run"), Watcher(), **header(**fields)) as writer,
@@ -458,7 +458,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
 
 
 def test_an_unwritable_folder_says_why(monkeypatch):
-    def denied(*_: object, **__: object) -> None:
+    def denied(*_, **__) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", denied)
