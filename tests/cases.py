@@ -592,7 +592,6 @@ def prompt(seqlen: int, **fields) -> Prompt:
 
 
 def value(estimate: Estimate | None) -> float:
-    assert estimate
     return estimate.value
 
 

@@ -42,7 +42,6 @@ def test_logits_of_every_family_stay_the_same(name, segment):
 def test_the_form_is_found_by_a_probe(name, form: tuple[int, bool]):
     (norm,) = gated_norms(find_mixers(tiny_models.shared(name))[0])
     options = norm_form(norm)
-    assert options is not None
     assert (options["group_size"], options["norm_first"]) == form
 
 

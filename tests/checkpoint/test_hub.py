@@ -156,7 +156,6 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
     tokenizer = fetch_tokenizer(located)
     local = fetch(located)
     assert (local.folder / SINGLE).is_symlink()
-    assert tokenizer
     assert tokenizer.label == DEFAULT_TOKENIZER
     assert local.model.ref.trained_context == 2048
     assert PICKLE not in hub.downloads()

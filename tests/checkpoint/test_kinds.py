@@ -335,11 +335,7 @@ def test_a_quantisation_that_only_the_config_has_left_is_none(file, left):
     expected = loaded(folder)
     edit_json(folder / file, **left)
     check_loaded(folder, expected)
-    _, report = run(folder)
-    assert report
-    assert report.model
-    assert report.model.quantization is None
-    assert not any("quantised" in note for note in report.notes)
+    assert open_model(str(folder)).ref.quantization is None
 
 
 @pytest.mark.parametrize("files", [(), ("config.json",)])
@@ -472,7 +468,6 @@ def test_an_adapter_is_named_and_never_silent():
     answer, report = run(Path("qwen3_5_text"))
     words = "adapter_model.safetensors of qwen3_5_text is not applied"
     assert words in answer.err
-    assert report
     assert any(words in note for note in report.notes)
     rewrite(Path("qwen3_5_text"), renamed("in_proj_qkv.weight", "in_proj_qkv.base_layer.weight"))
     answer = ending(2, "capture", "qwen3_5_text", *PROMPT, "--dry-run")
@@ -694,7 +689,6 @@ def test_a_type_that_nobody_listed_works():
     spec = importlib.util.spec_from_file_location(
         "transformers.models.qwen3_5.modeling_made_up", file
     )
-    assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
@@ -715,8 +709,6 @@ def test_a_type_that_nobody_listed_works():
             json.dumps({"model_type": "made_up_omni", key: text, "audio_config": {}})
         )
         _, report = run(folder)
-        assert report
-        assert report.model
         assert (report.model.model_type, len(report.model.layers)) == ("made_up_omni", 3)
         Answer("runs")
         for file in Path("run").iterdir():

@@ -180,7 +180,6 @@ def test_a_tokenizer_from_another_folder(saved: Save, copied: Save):
     located = open_model(str(folder), tokenizer=str(saved("bamba")))
     assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
     tokenizer = fetch_tokenizer(located)
-    assert tokenizer
     assert tokenizer.label == "tiny-bamba"
     assert AutoTokenizer.from_pretrained(tokenizer.folder)("word9")["input_ids"] == [9]
     (folder / "empty").mkdir()

@@ -63,7 +63,6 @@ def test_words_are_read(kind: Callable[..., Any], typed, read):
     assert {name: getattr(found, name) for name in read} == read
     options = RunOptions(model="demo", packed="64x1k-4k")  # type: ignore[arg-type]
     packed = target.read(options).packed
-    assert packed is not None
     assert (packed.sequences, packed.shortest, packed.seqlen) == (64, 1024, 4096)
 
 

@@ -102,7 +102,6 @@ def test_a_ratio_and_its_interval():
     pair = pair_of(comparison)
     assert near(pair.time, 1 / 1.05)
     own = next(case for case in base.cases if case.name == FUSED).device_us
-    assert own is not None
     width = math.sqrt(2) * math.log(own.high / own.low) / 2  # of two independent intervals
     assert pair.time.low == pytest.approx(math.exp(-width) / 1.05)
     assert pair.time.high == pytest.approx(math.exp(width) / 1.05)
@@ -190,7 +189,6 @@ def less_exact(case: Case) -> Case:
     ):
         return case
     (out, states) = case.accuracy
-    assert out.vs_baseline
     assert case.workspace_bytes
     matches = tuple(one - 0.2 for one in out.vs_baseline.matches)
     worse = out.changed(
@@ -346,7 +344,6 @@ def slow_prefill(**fields) -> Report:
 
 def test_prefills_are_compared_by_their_call_times():
     pair = pair_of(compared(cases.prefill(), slow_prefill()), ROW)
-    assert pair.time is not None
     assert (pair.time, pair.verdict) == (pair.call, "slower")
     assert pair.time.value == pytest.approx(1 / 1.05)
     assert near(pair.over_baseline, 1 / 1.05)

@@ -230,7 +230,6 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
     assert {case.result for case in report.cases} == {"passed"}
     assert all(len({one.process for one in case.samples}) == 3 for case in report.cases)
     found = report.speedup(report.cases[1])
-    assert found is not None
     of_equal_times = 2.447 * math.sqrt(4 / 6 * SPREAD["device"] ** 2 / 3)
     assert (math.log(found.high / found.value) == pytest.approx(of_equal_times)) == (fault == "")
     assert found.low < found.value < found.high

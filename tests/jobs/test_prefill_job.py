@@ -99,7 +99,6 @@ def test_every_length_is_timed_the_shortest_first(monkeypatch):
     )
     assert (report.complete, report.missing, report.baseline) == (True, (), "unfused")
     assert results(report) == [(size, name, "passed") for size in (8, 12) for name in COMPARED]
-    assert report.model is not None
     for case in report.cases:
         prefill = task_of(case, Prefill)
         assert (prefill.layers, prefill.layer_count) == (report.model.layer_count,) * 2

@@ -130,7 +130,6 @@ def test_the_bundled_baseline_passes_at_all_six_precisions():
     }
     for case in report.cases:
         assert case.layer == LAYERS[1]
-        assert case.dims is not None
         assert case.dims.sizes["nheads"] == 2
         assert all((case.variant, case.plan, case.launches))
         exact = intermediates_of(case.precision) == "exact"
@@ -225,8 +224,6 @@ def test_on_a_gpu_everything_is_measured():
     (case,) = report.cases
     assert limits.device() == torch.device("cuda", 0)
     assert (case.result, report.ceilings is None) == ("passed", False), case.why
-    assert case.call_us is not None
-    assert case.device_us is not None
     assert case.call_us.value > case.device_us.value > 0
     assert case.workspace_bytes
     assert {launch.kernel for launch in case.launches} >= {

@@ -358,7 +358,6 @@ def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why):
         assert value(found(faster), "segment") == 4
     if "1%" in why:
         ratio = of(outcome[0], "segment 4").over(of(outcome[0], "committed"))
-        assert ratio is not None
         assert ratio.verdict(0.01) == "no difference"
     if "wrong" in why:
         assert list(of_result(outcome, "inaccurate")) == ["segment 4, ring 2"]

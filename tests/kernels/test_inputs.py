@@ -153,7 +153,6 @@ def test_chunk_table(lengths):
         cuts = [[begin, min(begin + 32, stop)] for begin in range(start, stop, 32)]
         expected += cuts
         counts.append(len(cuts))
-    assert chunks.spans is not None
     assert chunks.bounds is not None
     assert chunks.spans[: len(expected)].tolist() == expected
     unused = chunks.spans[len(expected) :]

@@ -21,7 +21,6 @@ def unrolled(inputs: SSDInputs) -> torch.Tensor:
     head.
     """
     x, dt, B, C = (getattr(inputs, name).double() for name in ("x", "dt", "B", "C"))
-    assert inputs.dt_bias is not None
     dt = torch.log1p(torch.exp(dt + inputs.dt_bias.double())).clamp(*inputs.dt_limit)
     out = torch.zeros_like(x)
     for b in range(x.shape[0]):
@@ -45,8 +44,6 @@ def test_ssd_recurrence_is_the_sum_it_stands_for():
 def test_skip_then_gate(skip):
     inputs = SSDCase(seqlen=5, skip=skip, gate=True).inputs()
     plain = ssd_recurrence(replace(inputs, D=None, z=None)).out
-    assert inputs.D is not None
-    assert inputs.z is not None
     D = inputs.D.double()
     z = inputs.z.double()
     expected = (

@@ -233,7 +233,6 @@ def test_baseline_and_floor_stand_beside_the_oracle():
         },
     )
     out = comparisons["right"][0]
-    assert out.vs_baseline is not None
     assert out.vs_baseline.against == "coarse"
     equal = 100 * (right.out == coarse.out).double().mean()
     assert out.vs_baseline.matches[0] == pytest.approx(float(equal))

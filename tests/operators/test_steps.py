@@ -227,6 +227,5 @@ def test_a_pool_without_a_slot_for_padding_is_refused():
     pool = torch.zeros(2, 2, 16, 16).mT
     inputs = replace(step("gdn"), initial_state=pool, state_indices=torch.arange(2))
     run = named("gdn", "vllm_step").in_place
-    assert run is not None
     with pytest.raises(UnsupportedError, match="slot 0 is padding"):
         run(inputs, Precision())

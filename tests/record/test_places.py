@@ -321,7 +321,6 @@ def test_a_call_is_read_as_inputs_and_output(operator, function, terms):
     if "every" not in terms:
         last = scene.lengths.cumsum(0) - 1
         expected, kept = expected[last], kept[last]
-    assert states is not None
     torch.testing.assert_close(states[: len(kept)][kept], expected[kept], rtol=1e-5, atol=1e-5)
     assert not states[: len(kept)][~kept].any()
     assert not states[len(kept) :].any()

@@ -21,7 +21,6 @@ from cases import (
 from report.shown import printed, row
 from report.test_contents import TWO, packed, result, steps
 
-from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_gate
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
@@ -323,13 +322,7 @@ def test_each_run_has_its_verdict():
 
 def test_the_history_has_a_line_for_each_commit():
     def run(number: int, commit: str, factor: float, **fields) -> tuple[Path, Report]:
-        def change(case: Case) -> Case:
-            times = (
-                one.changed(us=[[us * factor for us in turn] for turn in one.us])
-                for one in case.samples
-            )
-            return case.changed(samples=tuple(times)) if case.implementation == "fused" else case
-
+        change = cases.slowed(factor, lambda case: case.implementation == "fused")
         found = report(change=change, **fields).changed(id=str(number), commit=commit)
         return Path(str(number)), found
 
