@@ -274,7 +274,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch):
     assert "another library other, 9.9, at exact, bf16 states" in shown
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch):
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)

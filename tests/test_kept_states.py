@@ -157,10 +157,10 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator, monkey
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("operator", ["gdn", "ssd"])
 def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator, pool):
-    """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
+    """`bench --packed 5x1-9`: what runs is judged by the states that were given."""
     reference = kernels.get(operator, "reference")
     tokens = dict(sequences=5, shortest=1, pool=10 * pool)
-    inputs = generated(operator, SHAPES[operator], 24, **tokens)
+    inputs = generated(operator, SHAPES[operator], 9, **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from targets import slow
 
 RUN = (
     *("run", "demo", "--seq", "8", "--layers", "first:1", "--dtypes", "exact"),
@@ -28,21 +29,17 @@ def command(**variables: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
-        pytest.param(
-            "PYTORCH_JIT",
-            "nonsense",
-            "error: torch cannot be imported: Unknown setting",
-            marks=pytest.mark.slow,
+        *slow(
+            ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
+            ("PYTORCH_JIT", "nonsense", "error: torch cannot be imported: Unknown setting"),
+            (
+                "TORCHINDUCTOR_CACHE_DIR",
+                "/proc/x",
+                "error: transformers cannot be imported: [Errno",
+            ),
         ),
         ("PYTHONOPTIMIZE", "2", "error: Python runs without docstrings"),
         ("TORCH_COMPILE_DEBUG", "nonsense", "error: transformers cannot be imported: invalid lit"),
-        pytest.param(
-            "TORCHINDUCTOR_CACHE_DIR",
-            "/proc/x",
-            "error: transformers cannot be imported: [Errno",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_variable_that_no_library_understands_is_named(variable, value, words):

@@ -78,8 +78,7 @@ def test_no_factor_of_the_scores_is_above_1(gates):
 @pytest.mark.parametrize("gates", GATES)
 @targets(
     "kda unfused",
-    "kda wide",
-    slow=("kda recurrent", "kda tiny"),
+    slow=("kda wide", "kda recurrent", "kda tiny"),
     gpu=("kda unfused", "kda fused", "kda wide"),
 )
 def test_every_gate(kernel: Target, gates, dtype):

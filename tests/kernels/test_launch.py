@@ -3,9 +3,6 @@ right arguments.
 """
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import EXACT, RELAXED, SSDCase
+from torchrun import python
 
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import Constants, Launcher, kept, launch
@@ -62,31 +60,12 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused.FUSED, "launches", {})
 
 
-def python(*arguments: str, **environment: str) -> str:
-    """The output of another process."""
-    environ = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    } | environment
-    ran = subprocess.run(
-        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
 # --- importing kernels
 
 
-def test_triton_hashes_itself_beside_what_comes_before_the_first_call():
-    """In a process that only imports kernels, if they are for a GPU."""
-    code = "import torch; torch.cuda.device_count = lambda: 1"
-    code += "; from ssdprof.kernels import launch, ssd_fused; launch.wait_for_hash()"
-    code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
-    assert int(python("-c", code, TRITON_INTERPRET="0")) == 1
-
-
-DRIVER_REFUSED = """
+IMPORTED = """
 import torch
+from triton.runtime.cache import triton_key
 
 def start():
     raise AssertionError("the driver was started")
@@ -94,13 +73,20 @@ def start():
 torch.cuda._is_compiled = lambda: True
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = start
 torch.cuda._device_count_nvml = lambda: 1
-from ssdprof.kernels import device, ssd_fused
+from ssdprof.kernels import device, launch, ssd_fused
 print(device.INTERPRETED)
+launch.wait_for_hash()
+print(triton_key.cache_info().currsize)
 """
 
 
-def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards():
-    assert python("-c", DRIVER_REFUSED) == "False\n", "NVML was not asked"
+def test_importing_kernels_for_a_gpu_starts_a_hash_of_triton_and_no_driver(monkeypatch):
+    """The hash is made beside what comes before the first call; processes that are forked
+    afterwards start the driver.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ran = python("-c", IMPORTED)
+    assert ran.stdout == "False\n1\n", f"NVML was not asked, or {ran.stderr}"
 
 
 # --- one kernel
