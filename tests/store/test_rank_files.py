@@ -11,15 +11,14 @@ from pathlib import Path
 import cases
 import pytest
 from cases import case, layer
-from test_reports import header
+from test_reports import header, writing
 from torch.distributed import HashStore
 
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.ranks import Ranks, first_tells, follows, join, started
-from ssdprof.store.reports import Writer, load, opened
+from ssdprof.store.reports import Writer, load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -55,7 +54,7 @@ def writers(two: tuple[Ranks, Ranks]) -> Iterator[tuple[tuple[ExitStack, Writer]
     requested = tuple(map(cases.requested, MADE))
     stacks = ExitStack(), ExitStack()
     made = [
-        stack.enter_context(opened(Path("run"), Watcher(), ranks, **header(requested=requested)))
+        stack.enter_context(writing("run", ranks, requested=requested))
         for stack, ranks in zip(stacks, two, strict=True)
     ]
     yield tuple(zip(stacks, made, strict=True))
@@ -153,7 +152,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
         pytest.raises(
             MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\."
         ) as caught,
-        opened(Path("run"), Watcher(), ranks, **header()) as writer,
+        writing("run", ranks) as writer,
     ):
         writer.case(MADE[0])
         other.tell("1/open")
@@ -176,7 +175,7 @@ def test_other_ranks_name_a_first_rank_that_died(
         pytest.raises(
             MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."
         ),
-        opened(None, Watcher(), two[1], **header()) as writer,
+        writing(None, two[1]) as writer,
     ):
         writer.case(MADE[1])
         two[1].store.set("0/process", dead_process())
@@ -191,7 +190,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
     two[0].store.set("1/process", dead_process())
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died"),
-        opened(Path("run"), Watcher(), two[0], **header()) as writer,
+        writing("run", two[0]) as writer,
     ):
         writer.case(MADE[0])
     assert indices(kept()) == [0]
@@ -199,10 +198,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
 
 def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]):
     two[1].store.set("0/process", dead_process())
-    with (
-        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
-        opened(None, Watcher(), two[1], **header()),
-    ):
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), writing(None, two[1]):
         pytest.fail("there is no folder")
     two[0].tell("folder", "x")
     assert two[1].told("folder", 0) == "x"

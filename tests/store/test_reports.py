@@ -22,6 +22,7 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
+from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import (
     DOCUMENT,
     HEADER,
@@ -43,8 +44,13 @@ def header(kind: str = "run", target: str = "org/model", **fields) -> dict[str, 
     return known | {"model": cases.checkpoint(), "environment": cases.environment()} | fields
 
 
+def writing(folder: str | Path | None, ranks: Ranks | None = None, **fields):
+    """The context of a report in a folder."""
+    return opened(folder and Path(folder), Watcher(), ranks, **header(**fields))
+
+
 def store(name: str | None, *made: Case, kind: str = "run", **fields) -> Path:
-    with opened(RUNS / name if name else None, Watcher(), **header(kind, **fields)) as writer:
+    with writing(RUNS / name if name else None, kind=kind, **fields) as writer:
         for one in made or (case("unfused"), case()):
             writer.case(one)
     return writer.folder
@@ -57,9 +63,7 @@ def test_a_report_is_read_back_as_it_was_written():
     clocks = cases.clocks()
     left = LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
-    with opened(
-        None, Watcher(), **header(requested=requested, notes=("Random weights.",))
-    ) as writer:
+    with writing(None, requested=requested, notes=("Random weights.",)) as writer:
         for remark in ("Each key head was taken once.", "", "Each key head was taken once."):
             writer.note(remark)
         writer.case(case())
@@ -95,7 +99,7 @@ def test_a_report_is_read_back_as_it_was_written():
 def test_a_case_is_two_lines_and_its_errors_are_written_once():
     verified = case()
     done = case(samples=timed(50.0, 70.0))
-    with opened(None, Watcher(), **header()) as writer:
+    with writing(None) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
         writer.case(done)
@@ -115,7 +119,7 @@ def test_a_later_line_with_other_errors_or_a_fault_counts():
 
 
 def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it():
-    with opened(None, Watcher(), **header()) as writer:
+    with writing(None) as writer:
         for seconds in range(200):
             writer.update(seconds=float(seconds))
         writer.case(case(samples=(samples("device", 50.0, process=writer.process),)))
@@ -179,7 +183,7 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind():
     assert (latest("run"), latest("bench"), latest("prefill")) == (RUNS / "a", RUNS / "bench", None)
     assert load(None)[0] == RUNS / "a"
     assert load(None, "run", "bench")[0] == RUNS / "bench"
-    with opened(RUNS / "in work", Watcher(), **header()) as writer:
+    with writing(RUNS / "in work") as writer:
         writer.case(case())
         assert load(None)[0] == RUNS / "a"
     assert load(None)[0] == RUNS / "in work"
@@ -240,10 +244,7 @@ def test_a_folder_that_holds_a_report_is_not_used_again(file, document):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(BadInputError, match="holds a run already"):
         check_folder(folder)
-    with (
-        pytest.raises(BadInputError, match="holds a run already"),
-        opened(folder, Watcher(), **header()),
-    ):
+    with pytest.raises(BadInputError, match="holds a run already"), writing(folder):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
@@ -264,13 +265,10 @@ def test_a_further_process_that_is_started_again_begins_anew(monkeypatch):
 
 SECOND = """
 import os, sys
-from pathlib import Path
 from ssdprof.errors import BadInputError
-from ssdprof.progress import Watcher
-from ssdprof.store.reports import opened
-from test_reports import case, header
+from test_reports import case, writing
 try:
-    with opened(Path("shared"), Watcher(), **header()) as writer:
+    with writing("shared") as writer:
         print("got it", flush=True)
         writer.case(case())
         if sys.argv[1:]:
@@ -288,7 +286,7 @@ def second(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_writers_at_once_into_one_folder():
     """The second one is another process.  It fails, and does not affect the first."""
-    with opened(Path("shared"), Watcher(), **header()) as writer:
+    with writing("shared") as writer:
         held = second()
         assert held.stdout == "Another run is writing into shared.\n", held.stderr
         writer.case(case())
@@ -306,7 +304,7 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work():
 def interrupted(*made: Case, **fields) -> Path:
     with (
         pytest.raises(KeyboardInterrupt, match=r"The same command with --out 'my run' goes on\."),
-        opened(Path("my run"), Watcher(), **header(**fields)) as writer,
+        writing("my run", **fields) as writer,
     ):
         for one in made or (case("unfused"),):
             writer.case(one)
@@ -324,9 +322,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted():
     folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
     (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"task"')
     before = load(folder)[1]
-    with opened(
-        folder, Watcher(), **header(command=("ssdprof", "run", "m", "--out=my run"))
-    ) as writer:
+    with writing(folder, command=("ssdprof", "run", "m", "--out=my run")) as writer:
         assert writer.earlier == {case("unfused").name: case("unfused")}
         writer.case(case())
         writer.peaked(5)
@@ -363,7 +359,7 @@ def test_another_request_does_not_go_on(fields, of):
     )
     Path("new").touch()
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(BadInputError) as caught, opened(folder, Watcher(), **(header() | fields)):
+    with pytest.raises(BadInputError) as caught, writing(folder, **fields):
         pytest.fail("the folder was handed out")
     assert str(caught.value) == f"my run holds an interrupted run {of}."
     assert (
@@ -376,7 +372,7 @@ def test_another_request_does_not_go_on(fields, of):
 def test_lines_without_a_header_are_of_nobody_and_other_files_the_users():
     (interrupted() / "run.json").unlink()
     Path("my run", "cases.mine.jsonl").write_text("mine")
-    with opened(Path("my run"), Watcher(), **header()) as writer:
+    with writing("my run") as writer:
         assert writer.earlier == {}
     assert Path("my run", "cases.mine.jsonl").read_text() == "mine"
     assert load("my run")[1].cases == ()
@@ -389,10 +385,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error, folder):
     out = Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
-    with (
-        pytest.raises(type(error), match=r"no report is kept|no memory"),
-        opened(out, Watcher(), **header()) as writer,
-    ):
+    with pytest.raises(type(error), match=r"no report is kept|no memory"), writing(out) as writer:
         writer.note("Each key head was taken once.")
         if folder == "removed meanwhile":
             shutil.rmtree(out)
@@ -411,10 +404,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error, folder):
     ],
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts):
-    with (
-        pytest.raises(KeyboardInterrupt) as caught,
-        opened(Path("out"), Watcher(), **header()) as writer,
-    ):
+    with pytest.raises(KeyboardInterrupt) as caught, writing("out") as writer:
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
@@ -448,7 +438,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
 
     with (
         pytest.raises(MissingCapabilityError, match="disk is full") as caught,
-        opened(Path("r"), Watcher(), **header()) as writer,
+        writing("r") as writer,
     ):
         writer.case(case())
         monkeypatch.setattr(writer, "_file", Full())
@@ -464,7 +454,7 @@ def test_an_unwritable_folder_says_why(monkeypatch):
     monkeypatch.setattr(Path, "mkdir", denied)
     with (
         pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
-        opened(Path("r"), Watcher(), **header()),
+        writing("r"),
     ):
         pytest.fail("the folder was handed out")
 
