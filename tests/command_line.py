@@ -18,7 +18,7 @@ class Answer:
     code, stdout (`shown`: as one line), and stderr as one line.
     """
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str):
         words = shlex.split(" ".join(command))
         # which a bench's further processes repeat
         with patch.object(sys, "argv", ["ssdprof", *words]):

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from cases import layer
 
@@ -51,7 +50,7 @@ class FakeTimer(CudaTimer):
     calls: int = 0
     known: dict[Run, tuple[str, float]] = field(default_factory=dict)
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         """Does nothing: there is no memory to move."""
 
     def record(self, run: Run) -> tuple[Any, Any]:
@@ -207,7 +206,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     return replace(plain, run=run)
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
+def pretend_gpu(monkeypatch, *, real: bool = False):
     """`bench` runs without a GPU, and a timer has invented numbers.  real: kernels run in the
     interpreter.
     """

@@ -28,7 +28,7 @@ def test_a_function_that_is_not_there():
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> ssdprof.Results:
+def ran(tmp_path_factory) -> ssdprof.Results:
     folder = tmp_path_factory.mktemp("runs") / "run"
     return ssdprof.run(
         "demo", seq=40, layers="first:1", dtypes="exact", gate=["rms:2", "match:50%"], out=folder

@@ -27,7 +27,7 @@ from ssdprof.store import reports
 
 
 @pytest.fixture(autouse=True)
-def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def for_processes(in_empty_folder: None, monkeypatch):
     # for separate processes
     monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))
 
@@ -86,7 +86,7 @@ def test_another_run_in_the_same_folder():
     ],
 )
 def test_how_a_command_ends(monkeypatch, raised, code, words):
-    def fail(*_) -> None:
+    def fail(*_):
         raise raised
 
     monkeypatch.setattr(reports, "load", fail)
@@ -98,7 +98,7 @@ def test_how_a_command_ends(monkeypatch, raised, code, words):
 def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     monkeypatch, capsys, tmp_path
 ):
-    def fail(*_) -> None:
+    def fail(*_):
         raise ZeroDivisionError("somewhere deep at http://user:secret@host")
 
     monkeypatch.setattr(reports, "load", fail)
@@ -299,7 +299,7 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
 
 
 def test_a_prompt_file_that_may_not_be_read(monkeypatch):
-    def refuse(*_) -> None:
+    def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     Path("prompt.txt").write_text("words")

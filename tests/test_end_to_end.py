@@ -29,7 +29,7 @@ FAST = f"{SEQ} {ONE_LAYER} {ONE_PRECISION}"
 
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
-def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_run(request, tmp_path_factory) -> Path:
     """A folder with one `ssdprof run` of a demo at every precision, and the two output streams of
     the run.
     """
@@ -43,7 +43,7 @@ def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch) -> Path:
     """That folder as the current one, instead of an empty one."""
     monkeypatch.chdir(demo_run)
     return demo_run
@@ -217,7 +217,7 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch):
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path) -> Iterator[Start]:
     with starting(tmp_path) as start:
         yield partial(start, ranks=False)
 

@@ -247,7 +247,7 @@ def test_on_a_gpu_everything_about_it_is_known():
 def test_without_package_metadata_the_doctor_says_so(monkeypatch):
     """As if the sources ran without an installation."""
 
-    def absent(_: str) -> None:
+    def absent(_: str):
         raise PackageNotFoundError("ssdprof")
 
     monkeypatch.setattr(doctor, "requires", absent)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def prepared(tmp_path_factory) -> Iterator[None]:
     before = signal.getsignal(signal.SIGALRM)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY", "HF_HUB_OFFLINE", "NO_COLOR"):

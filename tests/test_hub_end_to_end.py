@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from minihub import TOKEN, MiniHub
@@ -39,7 +38,7 @@ def hub() -> Iterator[MiniHub]:
 
 
 @pytest.fixture
-def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+def ssdprof(hub: MiniHub, tmp_path, monkeypatch) -> Call:
     """Calls the command line with an empty cache and no token."""
     monkeypatch.chdir(tmp_path)
     inherited = {

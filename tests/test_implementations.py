@@ -50,7 +50,7 @@ def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:
 
 
 @pytest.fixture
-def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_isolated(monkeypatch):
     """Skips the first call in a separate process; these tests judge the results afterwards."""
     monkeypatch.setattr(
         isolate, "_tried", lambda _kernel, several, *_: [("ran", "")] * len(several)
@@ -58,7 +58,7 @@ def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def judged_once(not_isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def judged_once(not_isolated: None, monkeypatch):
     """Nor are laws tested: the output of one call is judged."""
     monkeypatch.setattr("ssdprof.measure.probes.Prober.probe", lambda *_, **__: ())
 
@@ -218,12 +218,8 @@ EXACT_BF16 = Precision(state_dtype=torch.bfloat16)
 
 
 def library(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    run: Callable[[Any], Any] = oracle_output,
-    *,
-    needs_gpu: bool = False,
-) -> None:
+    monkeypatch, name: str, run: Callable[[Any], Any] = oracle_output, *, needs_gpu: bool = False
+):
     """A stand-in for a library, with bf16 states like `mamba_ssm`."""
 
     of = dict(name=name, run=lambda inputs, _precision: run(inputs), kind="library", version="9.9")

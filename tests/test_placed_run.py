@@ -17,7 +17,7 @@ PLAIN = "run demo --seq 24 --dtypes exact --states fp32"
 
 
 @pytest.fixture(autouse=True)
-def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def little_memory(in_empty_folder: None, monkeypatch):
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = ServedModelOptions(model="demo", seqlens=(24,))
     target = find(request)

@@ -78,7 +78,7 @@ def test_its_dimensions_are_the_real_models(name, tmp_path):
 
 
 @pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
-def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def narrow(request, tmp_path, monkeypatch) -> Path:
     """A folder from the script, with the model's first four layers at a small width."""
     model = MODELS[request.param]
     small = dataclasses.replace(model, dimensions=model.dimensions | NARROW)

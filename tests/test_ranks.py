@@ -74,7 +74,7 @@ def test_what_is_wrong_in_every_rank_is_told_by_the_first(words, ended, monkeypa
     print the error.
     """
 
-    def sleep(_: float) -> None:
+    def sleep(_: float):
         if ended:
             raise KeyboardInterrupt
 
@@ -91,7 +91,7 @@ def test_what_is_wrong_in_every_rank_is_told_by_the_first(words, ended, monkeypa
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path) -> Iterator[Start]:
     with starting(tmp_path) as start:
         yield start
 

@@ -18,7 +18,7 @@ from ssdprof.store import reports
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-def keeps_to(name: str, document) -> None:
+def keeps_to(name: str, document):
     jsonschema.validate(document, schema(name), cls=jsonschema.Draft202012Validator)
 
 

@@ -32,12 +32,12 @@ from ssdprof.jobs.target import find
 from ssdprof.progress import Watcher
 
 
-def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
+def driver(monkeypatch, **options: int):
     monkeypatch.setattr(machine, "pynvml", FakeNvml(**options))
 
 
 @pytest.fixture
-def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def furnished(tmp_path, monkeypatch) -> Path:
     """A machine with all tools, in a folder: bin/gcc, bin/apt-get, include/Python.h,
     lib/libcuda.so.1.
     """
@@ -230,7 +230,7 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
     assert need("Python headers").status == "missing"
 
 
-def capture_demo(folder: Path) -> None:
+def capture_demo(folder: Path):
     request = ServedModelOptions(model="demo")
     capture(find(request), folder / "captures", overwrite=False, watcher=Watcher())
 
@@ -371,8 +371,7 @@ def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch):
 
 
 def doctor_of_a_slice(
-    monkeypatch: pytest.MonkeyPatch,
-    memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30),
+    monkeypatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
 ) -> dict[str, doctor.Check]:
     """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)

@@ -185,7 +185,7 @@ class Own(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Own("why"), KeyError("why")])
 def test_whatever_a_kernel_raises_is_an_error_of_its_case(error):
-    def kernel(_inputs) -> None:
+    def kernel(_inputs):
         raise error
 
     made = own_implementation(operators.get("ssd"), "k:f", kernel)

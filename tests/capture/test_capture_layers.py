@@ -33,7 +33,7 @@ def capture(
     return exact.capture(name, prompt, segment_length=segment_length, **options)
 
 
-def assert_close(actual: Inputs, expected: Inputs) -> None:
+def assert_close(actual: Inputs, expected: Inputs):
     assert type(actual) is type(expected)
     assert actual.scalars == expected.scalars
     assert actual.tensors.keys() == expected.tensors.keys()
@@ -105,7 +105,7 @@ def test_one_layer_at_a_time(segment_length):
     """When a layer arrives, the memory of the one before it is free."""
     alive = []
 
-    def on_layer(captured: CapturedLayer) -> None:
+    def on_layer(captured: CapturedLayer):
         gc.collect()
         assert [reference() for reference in alive] == [None] * len(alive)
         alive.append(weakref.ref(captured.inputs.tensors["dt"]))
@@ -157,7 +157,7 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(tmp_path, monkey
 def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(monkeypatch):
     """Writing to a mapped file on a full disk is a bus error."""
 
-    def refuse(_file: int, _start: int, size: int) -> None:
+    def refuse(_file: int, _start: int, size: int):
         if size > 100:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -234,7 +234,7 @@ def test_whatever_ends_a_capture_leaves_the_model_as_it_was(
     with torch.no_grad():
         before = model(ids)[0]
 
-    def interrupt(_: CapturedLayer) -> None:
+    def interrupt(_: CapturedLayer):
         raise error
 
     with pytest.raises(error):
@@ -264,7 +264,7 @@ def test_no_prompt_and_no_layer(options, words):
 
 
 def test_out_of_memory_says_what_to_do():
-    def on_layer(_: CapturedLayer) -> None:
+    def on_layer(_: CapturedLayer):
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
 
     with pytest.raises(

@@ -50,7 +50,7 @@ def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count
         else ("", "", "memory.max", "memory.current")
     )
 
-    def group(path: str, allowed: str, used: int, cached: int) -> None:
+    def group(path: str, allowed: str, used: int, cached: int):
         folder = tmp_path / controller / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / limit).write_text(f"{allowed}\n")

@@ -54,21 +54,21 @@ def writer(folder: Path, name: str = "mamba2", **options) -> CaptureWriter:
 
 
 @pytest.fixture
-def stored(tmp_path: Path, mamba2: list[CapturedLayer]) -> Path:
+def stored(tmp_path, mamba2: list[CapturedLayer]) -> Path:
     with writer(tmp_path) as out:
         for layer in mamba2:
             out.add(layer)
     return tmp_path
 
 
-def interrupt(folder: Path, layer: CapturedLayer) -> None:
+def interrupt(folder: Path, layer: CapturedLayer):
     """Ctrl-C after the first layer."""
     with writer(folder) as out:
         out.add(layer)
         raise KeyboardInterrupt
 
 
-def edit(folder: Path, change) -> None:
+def edit(folder: Path, change):
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -185,7 +185,7 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
 def flip(at: int, of: str = "") -> Callable[[Path], object]:
     """A bit of a byte, or of one in the middle of a tensor."""
 
-    def change(file: Path) -> None:
+    def change(file: Path):
         content = bytearray(file.read_bytes())
         place = at
         if of:
@@ -197,7 +197,7 @@ def flip(at: int, of: str = "") -> Callable[[Path], object]:
     return change
 
 
-def without_dt(file: Path) -> None:
+def without_dt(file: Path):
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "dt"}, file)
 
 
@@ -290,7 +290,7 @@ def test_a_damaged_manifest(stored: Path, content, words):
 def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
     """Simulated, because root may run the tests and may read every file."""
 
-    def refuse(*_, **__) -> None:
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     if opener == "read_text":
@@ -301,7 +301,7 @@ def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
         read_all(stored)
 
 
-def denied(*_) -> None:
+def denied(*_):
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
@@ -340,7 +340,7 @@ def disk_with_room_for(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
-    def fill() -> None:
+    def fill():
         with writer(tmp_path) as out:
             out.add(mamba2[0])
             with disk_with_room_for(10_000):
@@ -359,7 +359,7 @@ def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
     ]
 
 
-def _write_until_stopped(folder: Path, connection) -> None:
+def _write_until_stopped(folder: Path, connection):
     with writer(folder):
         connection.send("writing")
         connection.recv()

@@ -56,7 +56,7 @@ class Sigmoid(nn.Module):
 
     variance_epsilon = 1e-6
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(128))
 

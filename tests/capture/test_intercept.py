@@ -95,9 +95,9 @@ def test_a_call_from_an_unknown_mixer_is_an_error():
 
 
 def captured_without_transformers_operator(
-    name: str, model, seqlen: int, monkeypatch: pytest.MonkeyPatch
+    name: str, model, seqlen: int, monkeypatch
 ) -> list[CapturedLayer]:
-    def forbidden(*_, **__) -> None:
+    def forbidden(*_, **__):
         raise AssertionError("transformers' own operator ran")
 
     site = find_mixers(model)[0]

@@ -15,7 +15,7 @@ DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(tmp_path_factory) -> Path:
     """A BPE tokenizer with merges and with a special token before every text, as many checkpoints
     have.
     """

@@ -38,7 +38,7 @@ PREFILL = "chunk_gated_delta_rule"
 
 
 @pytest.fixture
-def dump(tmp_path: Path) -> Path:
+def dump(tmp_path) -> Path:
     shutil.unpack_archive(Path(__file__).parent / "flashinfer.tar.xz", tmp_path / "dump")
     return tmp_path / "dump"
 
@@ -47,7 +47,7 @@ def call(dump: Path, number: int) -> Path:
     return next(dump.glob(f"*_call{number:04d}"))
 
 
-def edit(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit(place: Path, change: Callable[[dict[str, Any]], object]):
     file = place / "metadata.jsonl"
     first, last = file.read_text().splitlines()
     metadata = json.loads(last)
@@ -55,7 +55,7 @@ def edit(place: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(f"{first}\n{json.dumps(metadata)}\n")
 
 
-def repack(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def repack(file: Path, change: Callable[[dict[str, torch.Tensor]], object]):
     tensors = torch.load(file, weights_only=True)
     change(tensors)
     torch.save(tensors, file)
@@ -166,7 +166,7 @@ def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong):
 
 
 def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Path):
-    def renamed(metadata: dict[str, Any]) -> None:
+    def renamed(metadata: dict[str, Any]):
         metadata["input_metadata"]["arg_5"] = 0.5  # scale, positional
         metadata["input_metadata"]["kwarg_use_qk_l2norm_in_kernel"] = True
 
@@ -216,21 +216,21 @@ def test_every_process_has_its_own_passes(dump: Path):
     assert recorded.left_out == "Left out: 4 calls of a warm-up."
 
 
-def truncated(file: Path) -> None:
+def truncated(file: Path):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flipped(file: Path) -> None:
+def flipped(file: Path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def with_code(file: Path) -> None:
+def with_code(file: Path):
     torch.save({"arg_0": Path}, file)
 
 
-def states_of_another_slot(file: Path) -> None:
+def states_of_another_slot(file: Path):
     repack(file, lambda tensors: tensors["kwarg_state_indices"].fill_(3))
 
 

@@ -19,7 +19,7 @@ LENGTH = 50
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor):
     assert actual.shape == expected.shape
     assert difference(actual, expected) < FP32_ROUNDING
 

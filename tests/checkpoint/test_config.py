@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +74,7 @@ QWEN3_5 = {
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Open:
+def opened(tmp_path) -> Open:
     def write(config: dict[str, Any]) -> Model:
         (tmp_path / "config.json").write_text(json.dumps(config))
         return open_model(str(tmp_path))

@@ -34,7 +34,7 @@ def error_of(folder: Path) -> BadInputError:
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Path:
+def demo(tmp_path) -> Path:
     return Path(shutil.copytree(DEMO_FOLDERS["demo"], tmp_path / "demo"))
 
 

@@ -24,7 +24,7 @@ SLICE = 16384  # bytes of held-out text; the whole text takes too long here
 
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
-def demo(request: pytest.FixtureRequest) -> str:
+def demo(request) -> str:
     return request.param
 
 

@@ -294,7 +294,7 @@ def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name):
     assert hub.log == []
 
 
-def cut_shard(folder: Path) -> None:
+def cut_shard(folder: Path):
     shard = min(folder.glob("model-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
 
@@ -437,7 +437,7 @@ def test_settings_that_the_client_cannot_use(
 )
 def test_what_keeps_a_file_from_being_fetched(monkeypatch, raised, code, words):
 
-    def fail(*_, **__) -> None:
+    def fail(*_, **__):
         raise raised
 
     monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", fail)

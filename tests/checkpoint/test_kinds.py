@@ -42,7 +42,7 @@ def checkpoint(name: str, **config) -> Path:
     return folder
 
 
-def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> None:
+def rewrite(folder: Path, change: Callable[[Weights], Weights]):
     file = folder / "model.safetensors"
     save_file(
         {key: weight.contiguous() for key, weight in change(load_file(file)).items()},
@@ -69,7 +69,7 @@ def loaded(folder: Path, *, head: bool = False) -> Weights:
     return load_model(fetch(open_model(str(folder)), head=head), device="cpu").state_dict()
 
 
-def check_loaded(folder: Path, expected: Weights, *, head: bool = False) -> None:
+def check_loaded(folder: Path, expected: Weights, *, head: bool = False):
     weights = loaded(folder, head=head)
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
@@ -85,7 +85,7 @@ def run(folder: Path, *options: str, code: int = 0) -> tuple[Answer, Report | No
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 
-def check_predictions_refused(folder: Path, words: str, code: int = 2) -> None:
+def check_predictions_refused(folder: Path, words: str, code: int = 2):
     """Each command that needs the head is refused with these words."""
     for command in (("answers",), ("run", "--decode", "1")):
         answer = ending(code, command[0], str(folder), *PROMPT, *command[1:])
@@ -158,7 +158,7 @@ def test_parameters_on_the_disk_keep_fp32(name):
     assert not torch.equal(rounded, whole)
 
 
-def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
+def in_two_files(folder: Path, later: Weights, *, named: bool = True):
     """Layer 0 is in a first file, by the index; a second file has the rest and `later` copies."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -393,7 +393,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part
 
 
 def test_a_full_temporary_folder_is_no_damage(monkeypatch):
-    def full(*_, **__) -> None:
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     model = open_model("demo")
@@ -523,7 +523,7 @@ def test_mlx_is_named(where, bits):
     assert f"is of MLX's format, with {bits} bits in groups of 64" in answer.err
 
 
-def check_decoded(folder: Path, decoded: Weights) -> None:
+def check_decoded(folder: Path, decoded: Weights):
     weights = loaded(folder)
     assert decoded
     for key, weight in decoded.items():
@@ -571,7 +571,7 @@ def test_blocks_of_fp8_may_be_cut_off(hidden, block):
     check_decoded(folder, decoded)
 
 
-def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
+def write_modelopt(folder: Path, file: str, codes: dict[str, str]):
     """Describe the weights as NVIDIA's tool does, in the config or in a file beside it."""
     if file == "config.json":
         edit_json(folder / file, quantization_config={"quant_method": "modelopt", **codes})

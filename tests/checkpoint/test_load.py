@@ -55,11 +55,11 @@ def layer_outputs(model, ids: Tensor) -> list[Tensor]:
     return outputs
 
 
-def edit_config(folder: Path, **changes) -> None:
+def edit_config(folder: Path, **changes):
     edit_json(folder / "config.json", **changes)
 
 
-def check_layers(model, whole, ids: Tensor) -> None:
+def check_layers(model, whole, ids: Tensor):
     """The layers of a cut model compute what the first ones of the whole model do."""
     for actual, expected in zip(layer_outputs(model, ids), layer_outputs(whole, ids), strict=False):
         assert torch.equal(actual, expected)
@@ -317,7 +317,7 @@ def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
 
 
 @pytest.fixture
-def original_folder(tmp_path: Path) -> Path:
+def original_folder(tmp_path) -> Path:
     write_original(tmp_path, original_state(), PICKLE)
     return tmp_path
 
@@ -400,7 +400,7 @@ A_LOG = "backbone.layers.0.mixer.A_log"
 
 
 def in_archive(program: bytes) -> Callable[[Path], object]:
-    def write(file: Path) -> None:
+    def write(file: Path):
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("archive/data.pkl", program)
             archive.writestr("archive/version", "3\n")
@@ -408,14 +408,14 @@ def in_archive(program: bytes) -> Callable[[Path], object]:
     return write
 
 
-def flip_a_bit(file: Path) -> None:
+def flip_a_bit(file: Path):
     """Of a weight."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
-def larger_storage(file: Path) -> None:
+def larger_storage(file: Path):
     """The pickled size of a storage is larger than the storage."""
     with zipfile.ZipFile(file) as source:
         contents = {name: source.read(name) for name in source.namelist()}

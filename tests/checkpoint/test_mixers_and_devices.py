@@ -74,7 +74,7 @@ CPU = torch.device("cpu")
 MIXTURES = ("granitemoehybrid", "qwen3_next", "nemotron_h")
 
 
-def check_same(actual: list[CapturedLayer], expected: list[CapturedLayer]) -> None:
+def check_same(actual: list[CapturedLayer], expected: list[CapturedLayer]):
     for layer, other in zip(actual, expected, strict=True):
         assert (layer.layer, layer.call) == (other.layer, other.call)
         assert layer.inputs.tensors.keys() == other.inputs.tensors.keys()

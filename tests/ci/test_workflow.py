@@ -121,7 +121,7 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
     return Played(not failed, log, summary.read_text(), reports, artifact, told)
 
 
-def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
+def check_job(job: str, folder: Path, options: str, **environment: str):
     """On the main branch, on a pull request that changes nothing, and on one whose fused kernel got
     worse.
     """

@@ -150,9 +150,7 @@ device = {{ must = {must} }}
 """
 
 
-def check_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, must: int, *gpus: str
-) -> int | str | None:
+def check_files(folder: Path, monkeypatch, must: int, *gpus: str) -> int | str | None:
     """The exit code of the script, for a result of each GPU."""
     (folder / "bars.toml").write_text(A_BAR.format(must=must))
     for number, name in enumerate(gpus):

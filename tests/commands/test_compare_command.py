@@ -26,14 +26,14 @@ def run(change: Callable[[Case], Case] = lambda case: case, **fields) -> Report:
     return cases.two_layers(change=change, **fields)
 
 
-def kept(name: str, report: Report) -> None:
+def kept(name: str, report: Report):
     folder = Path("runs", name)
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(reports.dump(report.changed(id=name)))
 
 
 @pytest.fixture(autouse=True)
-def runs_in_folder(in_empty_folder: None) -> None:
+def runs_in_folder(in_empty_folder: None):
     kept("base", run())
     kept("same", run())
     kept("slow", run(cases.slowed(1.05, lambda case: case.implementation == "fused")))

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:
+def pretended_gpu(monkeypatch, users_folder: Path):
     pretend_gpu(monkeypatch)
     RAN.clear()
 
@@ -154,10 +154,10 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch):
 
 
 @pytest.fixture
-def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def sampled_here(monkeypatch):
     """Further processes are calls in this one."""
 
-    def sample_again(folder: Path, number: int) -> None:
+    def sample_again(folder: Path, number: int):
         monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
         sample.main()
 
@@ -193,7 +193,7 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
 
     usual = FakeTimer.device_us
 
-    def sample_again(folder: Path, number: int) -> None:
+    def sample_again(folder: Path, number: int):
         with pytest.MonkeyPatch.context() as patch:
             if fault == "slow":
                 patch.setattr(
@@ -277,7 +277,7 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch):
 def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch):
     clock = [0.0]
 
-    def compiling(*_) -> None:
+    def compiling(*_):
         clock[0] += 200
         signal.raise_signal(signal.SIGALRM)  # the end of its time
 

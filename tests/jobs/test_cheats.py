@@ -33,7 +33,7 @@ OTHER_NUMBERS = "with other numbers at the same addresses of the inputs, out, he
 NOT_FINITE = "elements are not finite"
 
 
-def cheats(entry: Entry, run: Callable[[], SSDOutput]) -> None:
+def cheats(entry: Entry, run: Callable[[], SSDOutput]):
     cheating = replace(entry.call.implementation, run=lambda *_: run())
     entry.call = replace(entry.call, implementation=cheating)
 
@@ -107,7 +107,7 @@ def test_what_a_thread_computes_after_the_call_is_no_output(monkeypatch):
     def later(output: SSDOutput) -> SSDOutput:
         empty = SSDOutput(*map(torch.zeros_like, output))
 
-        def compute() -> None:
+        def compute():
             was_read.wait(60)
             for target, tensor in zip(empty, output, strict=True):
                 target.copy_(tensor)
@@ -248,7 +248,7 @@ def us(estimate: Estimate | None) -> float:
 
 
 @pytest.fixture
-def here(users_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(users_folder: Path, monkeypatch):
     (users_folder / "cheating_kernels.py").write_text(KERNELS)
     # is as before at the end
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", torch.cuda.Event.elapsed_time)

@@ -115,7 +115,7 @@ def test_laws_are_told_whether_the_interpreter_ran_the_call():
 
 
 def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch):
-    def no_memory(*_args, **_kwargs) -> None:
+    def no_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
     monkeypatch.setattr(module, "compare_with_oracle", no_memory)
@@ -297,7 +297,7 @@ def test_nothing_is_faster_than_the_roof():
 
 
 def test_what_goes_wrong_while_it_is_timed():
-    def zero(name: str, output: SSDOutput) -> None:
+    def zero(name: str, output: SSDOutput):
         if name == "racy":
             output.out[0, 9, 1].zero_()
 
@@ -349,7 +349,7 @@ def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
         with changeable(calls) as scale:
             assert scale
 
-            def note(number: float) -> None:
+            def note(number: float):
                 scales.append(number)
                 scale(number)
 

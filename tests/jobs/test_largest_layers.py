@@ -121,7 +121,7 @@ def write_without_values(name: str, folder: Path):
     return model
 
 
-def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> None:
+def gpu_with(monkeypatch, free: int, *, host: int = 0):
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
     monkeypatch.setattr(placement, "host_memory", lambda: host)

@@ -42,7 +42,7 @@ INPUTS = 2**20  # more than twice the captured inputs of a layer
 
 
 @pytest.fixture(scope="session")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def granite(tmp_path_factory) -> Path:
     """A mixture of experts with layers of about 3 MB, without a tokenizer."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=128,
@@ -76,7 +76,7 @@ def asked(
     )
 
 
-def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
+def memory(monkeypatch, gpus: list[int], host: int):
     """A machine with this much free memory."""
     monkeypatch.setattr(
         limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu")
@@ -190,7 +190,7 @@ def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     assert choose(asked(granite)).record.kind == "disk-offload"
 
 
-def save_in_fp8(folder: Path) -> None:
+def save_in_fp8(folder: Path):
     """Qwen3.5 with the projections of its MLPs in fp8."""
     tiny_models.shared("qwen3_5_text").save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
@@ -617,7 +617,7 @@ LONG = 16384
 
 
 @pytest.fixture(scope="module")
-def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_granite(tmp_path_factory) -> Path:
     """Layers of 0.27 GB, large enough to detect streaming."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=1024,

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("users_folder")
 class EqualTimes(FakeTimer):
     """All calls take the same time, for every implementation."""
 
-    def __init__(self, _device: torch.device) -> None:
+    def __init__(self, _device: torch.device):
         super().__init__()
 
     def record(self, run) -> tuple[Any, Any]:
@@ -54,7 +54,7 @@ class EqualTimes(FakeTimer):
 
 
 @pytest.fixture
-def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu_needed(monkeypatch):
     for operator in ("ssd", "gdn"):
         for name in COMPARED:  # the reference is faster than the interpreter
             reference = replace(kernels.get(operator, "reference"), name=name)
@@ -137,7 +137,7 @@ def test_a_budget_that_is_spent_leaves_lengths_out_by_name():
 def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch):
     whole: Callable[..., None] = job._Length._whole_prefill
 
-    def interrupted(self: job._Length, name: str) -> None:
+    def interrupted(self: job._Length, name: str):
         if name == "fused":
             raise KeyboardInterrupt
         whole(self, name)

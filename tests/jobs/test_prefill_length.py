@@ -59,7 +59,7 @@ def unseen(run: Callable[[], object]) -> Trace:
 class Ticking:
     """A clock on which every prefill and every profile takes a second."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = 0.0
 
     def now(self) -> float:

@@ -67,9 +67,7 @@ needs_interpreter = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def cache(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Path]:
+def cache(request, monkeypatch, tmp_path) -> Iterator[Path]:
     """The folder of stored configurations; without a real GPU, this machine has the GPU `GPU`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -297,7 +295,7 @@ class PlacedTimer(FakeTimer):
     recordings = 0
     factors: dict[object, float]
 
-    def reallocate(self, generator: np.random.Generator) -> None:
+    def reallocate(self, generator: np.random.Generator):
         self.generator = generator
         self.factors = {}
         self.recordings += 1
@@ -560,7 +558,7 @@ def test_clear_needs_no_gpu():
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended_gpu(monkeypatch):
     """By its timer 8 warps are twice as fast.  Kernels run in the interpreter, and their outputs
     are right.
     """

@@ -113,7 +113,7 @@ def recorded_form(table: str, capability: int) -> dict[str, str]:
 class _AbsentGpu:
     """Replaces the driver that Triton queries before it compiles."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int):
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
@@ -242,7 +242,7 @@ def _compile_all(
     kernels = []
     run = JITFunction.run
 
-    def compile_only(self, *args, grid, warmup: bool, **kwargs) -> None:
+    def compile_only(self, *args, grid, warmup: bool, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels.append(_resources(kernel))
 

@@ -264,7 +264,7 @@ def with_steps(inputs: SSDInputs, step: float | Tensor, A: float | None = None) 
 # --- comparisons
 
 
-def assert_bitwise(output, expected) -> None:
+def assert_bitwise(output, expected):
     for name, a, b in zip(("out", "final_states"), output, expected, strict=True):
         assert torch.isfinite(a).all(), f"{name} is not finite"
         assert torch.equal(a, b), name
@@ -281,14 +281,14 @@ def head_errors(output, exact) -> tuple[Tensor, Tensor]:
     return of_tensors[0], of_tensors[1]
 
 
-def assert_no_less_exact(output, other, exact) -> None:
+def assert_no_less_exact(output, other, exact):
     """No head has an error that is more than 1 % larger than the other output's."""
     both = (head_errors(each, exact) for each in (output, other))
     for name, errors, others in zip(("out", "final_states"), *both, strict=True):
         assert (errors <= 1.01 * others).all(), f"{name}: {(errors / others).tolist()}"
 
 
-def assert_close(output, exact, limit: float) -> None:
+def assert_close(output, exact, limit: float):
     """The error of every head."""
     for name, errors in zip(("out", "final_states"), head_errors(output, exact), strict=True):
         assert (errors <= limit).all(), f"{name}: {errors.tolist()}"

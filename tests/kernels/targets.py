@@ -103,7 +103,7 @@ class Target:
         kind = {"gdn": GDNCase, "kda": KDACase}[self.operator]
         return kind(**on_device | here | self.sizes | changes | lengths)
 
-    def assert_right(self, output, inputs, precision: Precision = EXACT) -> None:
+    def assert_right(self, output, inputs, precision: Precision = EXACT):
         limits = self.gpu_limits if self.device == "cuda" else self.limits
         limit = limits.get(output.out.dtype) if precision == EXACT else None
         if limit is None:

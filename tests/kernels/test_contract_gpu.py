@@ -98,7 +98,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(seqlen, changes, precision: Precis
 # --- graphs
 
 
-def assert_replays(call: Callable[[Any], Any], case) -> None:
+def assert_replays(call: Callable[[Any], Any], case):
     """On new inputs, with memory that holds NaN."""
     inputs = case.inputs()
     others = case.but(seed=1).inputs()

@@ -234,9 +234,7 @@ def right() -> list[Any]:
     case: Any
     sizes: Any
 
-    def add(
-        kernels: list[Any], cases: Iterable[Any], precisions=(EXACT,), *, slow: bool = False
-    ) -> None:
+    def add(kernels: list[Any], cases: Iterable[Any], precisions=(EXACT,), *, slow: bool = False):
         for kernel, case, precision in product(kernels, cases, precisions):
             marks = [*kernel.marks, *([pytest.mark.slow] if slow else [])]
             name = (

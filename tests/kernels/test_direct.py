@@ -65,7 +65,7 @@ class Compiled:
 
     function = FUNCTION
 
-    def __init__(self, parameters: int = len(SIZES), signature=SIGNATURE, **metadata) -> None:
+    def __init__(self, parameters: int = len(SIZES), signature=SIGNATURE, **metadata):
         plain = dict(
             num_warps=4,
             shared=1000,
@@ -94,7 +94,7 @@ class Compiled:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def driver(monkeypatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(launching, "cuda_driver", lambda: fake)
     active = SimpleNamespace(
@@ -204,11 +204,11 @@ def test_without_a_driver_triton_launches(monkeypatch):
 class Kernel:
     """Replaces a kernel that Triton compiles at its first launch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.compiled = Compiled()
 
     @staticmethod
-    def fn(rows, x, absent, y, strides, scale, SIZE) -> None: ...  # type: ignore[no-untyped-def]
+    def fn(rows, x, absent, y, strides, scale, SIZE): ...  # type: ignore[no-untyped-def]
 
     def __getitem__(self, _grid):
         return lambda *_arguments, **_options: self.compiled

@@ -53,7 +53,7 @@ def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tenso
     }
 
 
-def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
+def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs):
     """Two evaluations round differently, so their errors differ by chance.  The sequences' spread
     gives the scale.
     """
@@ -109,7 +109,7 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way, shape, dty
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> list[SSDInputs]:
+def captured(tmp_path_factory) -> list[SSDInputs]:
     """The demo model's layers, cut into sequences."""
     folder = tmp_path_factory.mktemp("captures") / "demo"
     result = CliRunner().invoke(

@@ -194,7 +194,7 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells():
 # --- plans
 
 
-def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(call: Callable[[], Any], monkeypatch) -> list[str]:
     """The names of the kernels that the call launches."""
     kernels = []
     run = InterpretedFunction.run

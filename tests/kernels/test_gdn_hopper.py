@@ -47,7 +47,7 @@ def same(a: GDNOutput, b: GDNOutput) -> bool:
     return all(map(torch.equal, a, b))
 
 
-def assert_right(result: GDNOutput, inputs: GDNInputs) -> None:
+def assert_right(result: GDNOutput, inputs: GDNInputs):
     assert_close(result, gdn_chunked(inputs), LIMITS[inputs.q.dtype])
 
 
@@ -136,16 +136,16 @@ def test_final_states_with_v_before_k(device: str, sizes):
 # --- heads that forget slowly
 
 
-def mixed(inputs: GDNInputs) -> None:
+def mixed(inputs: GDNInputs):
     """Head 0 does not forget, heads 1 and 2 forget, and head 3 forgets in the second half."""
     inputs.g[..., 0], inputs.g[:, :320, 3] = -1e-4, -1e-4
 
 
-def forgets_until_500(inputs: GDNInputs) -> None:
+def forgets_until_500(inputs: GDNInputs):
     inputs.g[:, 500:] = 0.0
 
 
-def last_is_slow(inputs: GDNInputs) -> None:
+def last_is_slow(inputs: GDNInputs):
     inputs.g[..., -1] = -1e-4
 
 

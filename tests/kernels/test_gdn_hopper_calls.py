@@ -62,7 +62,7 @@ CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
 class Recorder(TorchDispatchMode):
     """Runs torch operations and records them and the bytes that they allocate."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.operations: list[str] = []
         self.nbytes = 0
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def launches(monkeypatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of every launch.  The launches do nothing."""
     made = []
 

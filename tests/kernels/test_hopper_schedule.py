@@ -38,7 +38,7 @@ def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken():
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> SSDInputs:
+def hopper(monkeypatch) -> SSDInputs:
     """Inputs that pretend to be on a Hopper GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))

@@ -80,7 +80,7 @@ def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch):
     offset = torch.empty(2, dtype=torch.int64)
     decay = torch.empty(2)
 
-    def launch() -> None:
+    def launch():
         _helpers_kernel[(2,)](offset, decay, torch.tensor([-1.0, 0.0]), (10, 3), SIZE=2)
 
     launch()

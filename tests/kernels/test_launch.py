@@ -25,14 +25,14 @@ class Kernel:
     kernel.
     """
 
-    def __init__(self, *, compiles: bool = True, fails: bool = False) -> None:
+    def __init__(self, *, compiles: bool = True, fails: bool = False):
         self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self.collecting: list[bool] = []  # whether garbage is collected while Triton compiles
         self._compiles = compiles
         self._fails = fails
 
     @staticmethod
-    def fn(a, b, stride, size, BLOCK, DEEP) -> None:
+    def fn(a, b, stride, size, BLOCK, DEEP):
         """Has the names of its arguments."""
 
     def __getitem__(self, grid):
@@ -47,7 +47,7 @@ class Kernel:
 
 
 class Compiled:
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel):
         self._kernel = kernel
 
     def __getitem__(self, grid):
@@ -55,7 +55,7 @@ class Compiled:
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_kept(monkeypatch):
     monkeypatch.setattr(launching, "_kept", {})
     monkeypatch.setattr(fused.FUSED, "launches", {})
 

@@ -72,7 +72,7 @@ def test_the_drivers_launches_write_what_tritons_do(name, kernel, monkeypatch):
     left = []
     launch = Launcher.__call__
 
-    def watched(self: Launcher, programs: int, *tensors) -> None:
+    def watched(self: Launcher, programs: int, *tensors):
         launch(self, programs, *tensors)
         if self._direct is None:
             left.append(self.kernel.fn.__name__)
@@ -103,7 +103,7 @@ def test_profilers_are_told_of_every_launch(name):
     inputs = CASES[name].inputs()
     told = []
 
-    def note(metadata) -> None:
+    def note(metadata):
         told.append(dict(metadata.get()))
 
     triton.knobs.runtime.launch_enter_hook.add(note)

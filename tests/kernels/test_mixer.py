@@ -37,7 +37,7 @@ def convolved(
     return out * torch.sigmoid(out) if silu else out
 
 
-def assert_close(out: Tensor, expected: Tensor) -> None:
+def assert_close(out: Tensor, expected: Tensor):
     assert (out.double() - expected).abs().max() <= EPS[out.dtype] * expected.abs().max()
 
 

@@ -155,7 +155,7 @@ def test_launches_that_block(kernel: str):
     run(sys.executable, __file__, kernel, CUDA_LAUNCH_BLOCKING="1")
 
 
-def main(kernel: str, *names: str) -> None:
+def main(kernel: str, *names: str):
     for name in names or KERNELS[kernel]:
         case, precision = (SSD_CASES if TARGETS[kernel].operator == "ssd" else GDN_CASES)[name]
         inputs = case.inputs()

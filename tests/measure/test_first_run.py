@@ -58,7 +58,7 @@ def test_an_interrupt_that_c_code_made_another_error_of_is_still_one():
 def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch, lost):
     """Its culprit is named; an error that leaves the GPU is not touched."""
 
-    def synchronize(_: torch.device) -> None:
+    def synchronize(_: torch.device):
         if lost:
             raise RuntimeError("CUDA error")
 

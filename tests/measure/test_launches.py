@@ -43,7 +43,7 @@ def compiled(block: int, handle: int):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(tmp_path_factory) -> Iterator[None]:
     """A cache filled by another process, because this one cannot compile after a test has
     interpreted a kernel.
     """
@@ -56,7 +56,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def launch(handle: int) -> None:
+def launch(handle: int):
     triton.knobs.runtime.launch_enter_hook(
         LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0})
     )

@@ -10,7 +10,7 @@ from ssdprof.measure.roofline import with_occupancy
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch):
     sizes = {"max_threads_per_multi_processor": 2048, "shared_memory_per_multiprocessor": 233_472}
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0, **sizes)

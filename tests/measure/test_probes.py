@@ -37,7 +37,7 @@ class Here(IsolatedFirstCall):
     def verdict(self, *_) -> CallVerdict:
         return "ran", ""
 
-    def prepare(self, *_) -> None: ...
+    def prepare(self, *_): ...
 
 
 def probed(
@@ -157,7 +157,7 @@ def with_the_states_of_a_length_that_chunks_divide(inputs):
 class WithTheFirstBounds:
     """Keeps the boundaries of packed sequences by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.bounds: dict[Any, torch.Tensor] = {}
 
     def __call__(self, inputs):
@@ -260,7 +260,7 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
     kept = {}
     own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
 
-    def keep(law: str, *call) -> None:
+    def keep(law: str, *call):
         kept[law] = call
 
     with only("edge inputs"):

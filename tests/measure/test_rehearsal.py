@@ -19,7 +19,7 @@ from ssdprof.operators.implementations import resolve
 
 
 @pytest.fixture(autouse=True)
-def kernels(users_folder: Path, small_guards: None) -> None:
+def kernels(users_folder: Path, small_guards: None):
     copy(Path(__file__).with_name("bad_kernels.py"), users_folder)
 
 

@@ -17,7 +17,7 @@ B = ("device", "b")
 class Clock:
     """Time passes only while something is sampled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = 0.0
         self.calls: list[Name] = []
         self.recordings = 0

@@ -28,10 +28,10 @@ class FakeTimer(CudaTimer):
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[str] = []
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         self.events.append("reallocate")
 
     def record(self, run: Run) -> tuple[Any, Any]:
@@ -53,7 +53,7 @@ class FakeTimer(CudaTimer):
 
 
 class FakeRun:
-    def __init__(self, cost: float, error: Exception | None = None) -> None:
+    def __init__(self, cost: float, error: Exception | None = None):
         self.cost = cost
         self.error = error
 
@@ -102,7 +102,7 @@ def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch):
         recorded.append(weakref.ref(recording[0]))
         return recording
 
-    def checked(timer: FakeTimer, generator: np.random.Generator) -> None:
+    def checked(timer: FakeTimer, generator: np.random.Generator):
         assert [one() for one in recorded] == [None] * len(recorded)
         relocate(timer, generator)
 

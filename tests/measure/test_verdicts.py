@@ -27,7 +27,7 @@ INTERRUPTED = 0.03  # the share of calls that take up to twice as long
 
 
 class Work:
-    def __init__(self, us: float) -> None:
+    def __init__(self, us: float):
         self.us = us
 
     def __call__(self) -> SSDOutput:
@@ -37,12 +37,12 @@ class Work:
 class SimulatedGpu:
     device = torch.device("cpu")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int):
         self._draw = np.random.default_rng(seed)
         self._samples = 0
         self._call_placement: dict[int, float] = {}
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         self._call_placement = {}
 
     def record(self, run: Run) -> tuple[Any, Any]:

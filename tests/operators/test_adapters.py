@@ -169,7 +169,7 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
 def as_flash_kda(
     *tensors, out, final_state, A_log, dt_bias, lower_bound: float,
     initial_state, cu_seqlens,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """The gate and beta before their activations."""
     *tokens, scale = tensors
     assert all(tensor.is_contiguous() for tensor in (*tokens, out, A_log, dt_bias, final_state))
@@ -237,7 +237,7 @@ def _fused5_ssd(x, dt, A, B, C, D, **options):
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path) -> Path:
     """Of the published kernel."""
     folder = tmp_path / "mamba_ssm" / "ops" / "triton"
     folder.mkdir(parents=True)
@@ -250,7 +250,7 @@ def kernel_file(checkout: Path) -> Path:
     return checkout / "mamba_ssm/ops/triton/ssd_fused5.py"
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, **members) -> None:
+def put(monkeypatch, name: str, **members):
     """Installs a module of this name with `members`."""
     module = ModuleType(name)
     vars(module).update(members)
@@ -266,7 +266,7 @@ SERVERS = {
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def servers(monkeypatch, tmp_path) -> Iterator[None]:
     """Packages that patch others when they are imported, so that they may not be run, around
     modules with stand-ins.
     """
@@ -297,7 +297,7 @@ def calls() -> Calls:
 
 
 @pytest.fixture
-def load(calls: Calls, checkout: Path, servers: None, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load(calls: Calls, checkout: Path, servers: None, monkeypatch) -> Load:
     """A library's implementation by its name and operator.  The adapter must set fla's variable
     before it imports its operator.
     """
@@ -359,7 +359,7 @@ TERMS: list[tuple[str, Any, Precision]] = [
 ]
 
 
-def agrees(implementation: Implementation, inputs, precision: Precision) -> None:
+def agrees(implementation: Implementation, inputs, precision: Precision):
     """Twice: a call leaves its inputs as they were."""
     expected = RECURRENCES[inputs.operator](inputs)
     for _ in range(2):
@@ -655,17 +655,17 @@ class Kernel:
     every call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[dict[str, Any]] = []
         self.modes: list[bool] = []
 
-    def run(self, **arguments) -> None:
+    def run(self, **arguments):
         self.asked.append(arguments)
         self.modes.append(_async_compile.active_mode.get() is not None)
 
 
 def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
-    def plain(x, BLOCK: int) -> None:
+    def plain(x, BLOCK: int):
         pass
 
     configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
@@ -688,7 +688,7 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch):
     disk.
     """
 
-    def interrupted(*_) -> None:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     kernel = Kernel()

@@ -73,7 +73,7 @@ def here(users_folder: Path) -> Path:
     return users_folder
 
 
-def install(folder: Path, distribution: str, **points: str) -> None:
+def install(folder: Path, distribution: str, **points: str):
     """Writes the files of an installed distribution that registers entry points."""
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -235,7 +235,7 @@ def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(here: Pa
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def registered(monkeypatch) -> dict[str, Any]:
     """Implementations by name that replace the bundled ones: an exception is raised, another value
     is the output.
     """

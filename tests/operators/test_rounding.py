@@ -34,7 +34,7 @@ def make_gdn(
 
 
 @pytest.fixture(params=["ssd", "gdn"])
-def make(request: pytest.FixtureRequest) -> Make:
+def make(request) -> Make:
     """Makes the inputs of an operator."""
     return random_inputs if request.param == "ssd" else make_gdn
 

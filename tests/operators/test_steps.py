@@ -165,7 +165,7 @@ MODULES: dict[str, Given] = {
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def libraries(monkeypatch):
     for name, members in MODULES.items():
         module = ModuleType(name)
         vars(module).update(members)

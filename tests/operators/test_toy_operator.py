@@ -27,7 +27,7 @@ LAYERS = (layer(0, "toy"), layer(3, "toy"))
 
 
 @pytest.fixture(autouse=True)
-def registered(registries_of_its_own: None, in_empty_folder: None) -> None:
+def registered(registries_of_its_own: None, in_empty_folder: None):
     operators.register(toy.OPERATOR)
     toy.register_implementations()
 

@@ -58,7 +58,7 @@ def running_sum(inputs: ToyInputs, precision: Precision) -> Output:
     return out, state
 
 
-def register_implementations() -> None:
+def register_implementations():
     for name in ("unfused", "fused"):
         plan = Plan(variant="torch", launches=0, reason="a loop")
         register(

@@ -66,7 +66,7 @@ class Scene:
     place: Place
     terms: dict[str, Any]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.generator = torch.Generator().manual_seed(0)
         self.names = RECORDED[self.place.library]["functions"][name_of(self.place)].split()
         self.is_ssd = self.place.operator == "ssd"

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def server(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
@@ -107,7 +107,7 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture
-def chunked(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Function]]:
+def chunked(server: Path, monkeypatch) -> Iterator[Callable[..., Function]]:
     """Gives the library's function, recorded with other settings than those of the command."""
     monkeypatch.syspath_prepend(server.parent)
     finders = list(sys.meta_path)
@@ -217,7 +217,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
     keep = keeper.Keeper.keep
 
-    def wait(*arguments, **options) -> None:
+    def wait(*arguments, **options):
         blocked.wait()
         keep(*arguments, **options)
 

@@ -300,7 +300,7 @@ def theirs(text: str = TEXT) -> RawKernel:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(monkeypatch):
     monkeypatch.setattr(
         Stages,
         "together",

@@ -29,7 +29,7 @@ from ssdprof.store.reports import HEADER, dump
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(tmp_path, monkeypatch) -> Path:
     """A report that was recorded elsewhere."""
     monkeypatch.setattr(
         "ssdprof.commands.kernels.read",
@@ -51,7 +51,7 @@ def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere
 
 
 @pytest.fixture
-def captured(tmp_path: Path) -> Path:
+def captured(tmp_path) -> Path:
     return store_layers(tmp_path / "captures", SSDCase(seqlen=64, dtype=torch.bfloat16))
 
 
@@ -68,7 +68,7 @@ def pretended(name: str, *kernels: str) -> Launched:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def gpu(monkeypatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it received."""
     jobs = []
 
@@ -93,13 +93,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+def launches(gpu: list[tuple[str, int]], monkeypatch) -> Callable[[Any], None]:
     """Sets what the launch of every implementation but `fused` gives: an error, or an
     implementation's launches.
     """
     usual = ncu.launch
 
-    def put(outcome: Launched | Exception) -> None:
+    def put(outcome: Launched | Exception):
         def launch(job: ncu.Job, **options) -> Launched:
             if isinstance(outcome, Exception) and job.implementation != "fused":
                 raise outcome
@@ -216,7 +216,7 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
 def test_where_ncu_cannot_work_triton_is_asked(
     captured: Path, gpu: list[tuple[str, int]], tmp_path, monkeypatch
 ):
-    def none() -> None:
+    def none():
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)
@@ -229,7 +229,7 @@ def test_where_ncu_cannot_work_triton_is_asked(
 # --- stalls of a run
 
 
-def keep(folder: Path, report: Report) -> None:
+def keep(folder: Path, report: Report):
     folder.mkdir(parents=True)
     (folder / HEADER).write_text(dump(report))
 

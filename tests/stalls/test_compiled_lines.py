@@ -72,7 +72,7 @@ def truth(
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+def compiled(tmp_path_factory) -> dict[str, Compiled]:
     path = os.pathsep.join([str(TESTS / "kernels"), str(TESTS.parent)])
     cache = str(tmp_path_factory.mktemp("cache"))
     environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}

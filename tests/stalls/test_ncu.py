@@ -263,7 +263,7 @@ def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch) -> list[str]:
     """The calls, in order."""
     seen = []
     monkeypatch.setattr(profiled, "resolve", lambda *_: counting(seen))
@@ -287,7 +287,7 @@ def counting(seen: list[str]) -> Implementation:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return store_layers(tmp_path / "captures", SSDCase(seqlen=32, dtype=torch.bfloat16))
 
 

@@ -44,20 +44,20 @@ METRICS = {
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def package(tmp_path, monkeypatch) -> Callable[[str], None]:
     """Replaces ncu_report by a module, for child processes."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
 
-    def put(source: str) -> None:
+    def put(source: str):
         (folder / "ncu_report.py").write_text(source)
 
     return put
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     path = tmp_path / "r.ncu-rep"
     path.write_bytes(WHOLE)
     return path

@@ -56,7 +56,7 @@ SAMPLED = ("unfused", "fused", "fused_portable", "fused_portable_before", "small
 
 
 @pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reports")
     for file in DATA.rglob("*.xz"):
         target = folder / file.relative_to(DATA).with_suffix("")

@@ -34,7 +34,7 @@ MADE = [case(layer=layer(index)) for index in range(4)]
 
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Ranks, Ranks]:
+def two(monkeypatch) -> tuple[Ranks, Ranks]:
     monkeypatch.setattr(Ranks, "divided", False)
     store = HashStore()
     for rank in range(2):
@@ -274,7 +274,7 @@ def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
 ):
     """torchrun ends the others meanwhile.  If it does not, only they have the error."""
 
-    def interrupted(_: float) -> None:
+    def interrupted(_: float):
         raise KeyboardInterrupt
 
     first, second = ({"WORLD_SIZE": "2", "RANK": rank} for rank in "01")

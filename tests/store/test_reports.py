@@ -433,7 +433,7 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are():
 
 def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
     class Full:
-        def write(self, _: bytes) -> None:
+        def write(self, _: bytes):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with (
@@ -448,7 +448,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
 
 
 def test_an_unwritable_folder_says_why(monkeypatch):
-    def denied(*_, **__) -> None:
+    def denied(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", denied)
