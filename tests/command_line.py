@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.cli import app
+from ssdprof.core.report import Report
+from ssdprof.store import reports
 
 DEMOS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "demo")) for name in DEMO_FOLDERS]
 
@@ -34,6 +36,10 @@ def ending(code: int, *command: str) -> Answer:
     answer = Answer(*command)
     assert answer.code == code, answer.err
     return answer
+
+
+def latest(*kinds: str) -> Report:
+    return reports.load(None, *kinds)[1]
 
 
 def passing(*command: str) -> Answer:

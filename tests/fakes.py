@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from cases import layer
 
@@ -15,6 +16,7 @@ from ssdprof.core.target import Ceilings
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels import registry
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -29,6 +31,9 @@ from ssdprof.operators.ssd import OPERATOR as SSD
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
+)
 QUICK = SamplingPlan(
     warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3
 )

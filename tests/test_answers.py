@@ -11,13 +11,12 @@ import pytest
 import tiny_models
 import torch
 from cases import task_of
-from command_line import DEMOS, Answer, ending, passing
+from command_line import DEMOS, Answer, ending, latest, passing
 
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.kernels import registry
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -54,10 +53,6 @@ def without_decay(inputs, _precision):
     return oracle_output(replace(inputs, A=torch.zeros_like(inputs.A)))
 
 
-def latest(kind: str = "answers") -> Report:
-    return reports.load(None, kind)[1]
-
-
 def kl(case: Case) -> float:
     """Of all positions."""
     return task_of(case, Answers).bands[0].kl_mean
@@ -69,7 +64,7 @@ def test_relaxed_bf16_is_farther_than_exact(model):
     answer = ending(1, f"answers {model} {SEQ} {words}")
     assert "unfused (relaxed, bf16 states) at 70 tokens: kl:1e-10: " in answer.shown
     assert "GATE FAILED: kl:1e-10: " in answer.err
-    report = latest()
+    report = latest("answers")
     found = {str(case.precision): kl(case) for case in report.cases if case.is_gated}
     assert list(found) == ["exact, fp32 states", "relaxed, bf16 states"]  # the default
     assert found["exact, fp32 states"] < 1e-11 < 1e-10 < found["relaxed, bf16 states"]
@@ -126,7 +121,7 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register):
     register("ssd", "shy", refuse)
     register("ssd", "nan", zeros_over_zeros)
     ending(1, f"answers demo {SEQ} {ONE_PRECISION} --implementations shy,nan,unfused")
-    gated = [case for case in latest().cases if case.is_gated]
+    gated = [case for case in latest("answers").cases if case.is_gated]
     assert [case.result for case in gated] == ["refused", "nonfinite", "passed"]
     assert gated[0].reason == "not today"
 
@@ -139,17 +134,18 @@ def test_an_interruption_keeps_what_there_is(register: Register):
     words = f"answers demo {SEQ} {ONE_PRECISION} --implementations unfused,slow --out runs/kept"
     told = ending(130, words).err
     assert "marked as partial: 3 cases of answers" in told
-    report = latest()
+    report = latest("answers")
     assert (report.complete, len(report.cases)) == (False, 3)
     register("ssd", "slow", lambda inputs, _precision: oracle_output(inputs))
     assert "runs/kept has 3 cases, and goes on" in passing(words).err
-    assert (latest().complete, len(latest().cases), latest().cases[:3]) == (True, 4, report.cases)
+    whole = latest("answers")
+    assert (whole.complete, len(whole.cases), whole.cases[:3]) == (True, 4, report.cases)
 
 
 @pytest.mark.usefixtures("exact_kernels")
 def test_run_compares_answers_too():
     shown = passing(f"run demo --seq 40 --layers 1 {ONE_PRECISION} --answers").shown
-    report = latest("run")
+    report = latest()
     assert len(report.of_calls) == 2
     assert {
         (task_of(case, Answers).layers, task_of(case, Answers).weights)

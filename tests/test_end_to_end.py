@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from command_line import DEMOS, Answer, ending, passing
+from command_line import DEMOS, Answer, ending, latest, passing
 from report.pages import Page
 from torchrun import Start, starting, wait_for
 
@@ -50,10 +50,6 @@ def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch) -> Path:
 
 
 demo_alone = pytest.mark.parametrize("demo_run", DEMOS, indirect=True)
-
-
-def latest() -> Report:
-    return reports.load(None)[1]
 
 
 def read(document: str) -> Report:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer, ending, passing
+from command_line import Answer, ending, latest, passing
 from documented_kernels import DOCUMENT, write_example
 from fakes import inputs
 
@@ -35,7 +35,6 @@ from ssdprof.operators.generate import Library
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import LIBRARIES
 from ssdprof.report.statements import CONSEQUENCES
-from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
 SEQ = "--seq 40"
@@ -61,10 +60,6 @@ def not_isolated(monkeypatch):
 def judged_once(not_isolated: None, monkeypatch):
     """Nor are laws tested: the output of one call is judged."""
     monkeypatch.setattr("ssdprof.measure.probes.Prober.probe", lambda *_, **__: ())
-
-
-def latest() -> Report:
-    return reports.load(None)[1]
 
 
 def cases() -> dict[str, Case]:

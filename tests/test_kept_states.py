@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import DEMOS, ending, passing
-from fakes import RAN, noting, pretend_gpu
+from fakes import RAN, needs_interpreter, noting, pretend_gpu
 from generated_inputs import generated
 from measure.test_probes import probed
 from torch import Tensor
 
 from ssdprof import kernels, operators
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare
@@ -25,10 +24,7 @@ from ssdprof.measure.first_run import Call
 from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import load
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU"),
-    pytest.mark.usefixtures("in_empty_folder", "small_guards"),
-]
+pytestmark = [needs_interpreter, pytest.mark.usefixtures("in_empty_folder", "small_guards")]
 NAMES = {"single steps", "accepted tokens"}
 # square states: exchanged axes have their shape
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}

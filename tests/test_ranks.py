@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import ending
+from fakes import needs_interpreter
 from torch.distributed import HashStore
 from torchrun import MODULE, Start, ranks_of, starting, wait_for
 
@@ -20,7 +21,6 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.run import check
 from ssdprof.jobs.target import find_to_replay
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks
 
@@ -141,7 +141,7 @@ def test_two_ranks_write_the_report_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+@needs_interpreter
 def test_two_ranks_write_the_bench_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS.parent, TESTS))))
     words = "bench ssd --shape 1x16x16x1 --chunk-size 128 --seq 40,50,60 --cells 2x40"

@@ -13,7 +13,7 @@ from ssdprof.environment import machine
 from ssdprof.environment.machine import free_memory, host_memory
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_capture_bytes_are_those_of_the_captured_tensors(name):
     model = tiny_models.shared(name).base_model
     captured, _ = capture(name, tiny_models.prompt(50), model=model)

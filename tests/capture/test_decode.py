@@ -38,7 +38,7 @@ def greedy(model, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens[:steps], 1), output.logits
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
@@ -96,7 +96,7 @@ def test_steps_go_on_where_the_prompt_ended(name, segment_length):
             state = oracle(step.inputs)[1]
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_the_tokens_are_those_that_the_model_would_generate(name):
     """The model's operators and ours round differently; the tiny models' margins are larger than
     the difference.

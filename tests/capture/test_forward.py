@@ -44,7 +44,7 @@ def run(model, ids: Tensor, segment_length: int) -> Tensor:
         return prefill(model, ids, segment_length)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_the_last_segment_ends_as_the_whole_prompt_does(name):
     model = tiny_models.shared(name).base_model
     ids = tiny_models.prompt(90, batch=2)
@@ -97,7 +97,7 @@ def hidden(model, segment_length: int) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_logits_of_blocks_are_those_of_the_whole_model(name):
     model = tiny_models.shared(name)
     if name == "granitemoehybrid":
@@ -125,7 +125,7 @@ def test_scaled_logits_are_scaled():
     assert shapes == [(1, LENGTH)]
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 @pytest.mark.parametrize("segment_length", [40, 32])
 def test_greedy_tokens_are_the_most_likely_ones(name, segment_length):
     model = tiny_models.shared(name)

@@ -91,7 +91,7 @@ def refusal(opened: Open, config: dict[str, Any]) -> str:
     return f"{caught.value.message} {caught.value.hint}"
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_layers_and_sizes_are_those_of_the_model(opened: Open, name):
     model = tiny_models.shared(name)
     checkpoint = opened(model.config.to_dict())

@@ -65,7 +65,7 @@ def check_layers(model, whole, ids: Tensor):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 @pytest.mark.parametrize("deepest_layer", [0, None])
 def test_a_cut_model_computes_what_the_whole_one_does(saved: Save, name, deepest_layer):
     located = open_model(str(saved(name)))
@@ -80,7 +80,7 @@ def test_a_cut_model_computes_what_the_whole_one_does(saved: Save, name, deepest
     ) == located.weight_bytes(deepest_layer)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name):
     located = open_model(str(saved(name)))
     model = load_model(fetch(located, head=True), device="cpu")

@@ -30,7 +30,7 @@ from ssdprof.errors import BadInputError
 # --- mixers
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_every_mixer_is_found(name):
     for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
         sites = find_mixers(model)
@@ -95,7 +95,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
 
 
 @pytest.mark.parametrize("segment_length", [70, 32])
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     saved: Saved, name, segment_length
 ):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import task_of, value
 from command_line import passing
-from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
+from fakes import CELL, RAN, FakeTimer, needs_interpreter, noting, pretend_gpu
 from generated_inputs import cell_of, generated
 
 from ssdprof import kernels, operators
@@ -24,7 +24,6 @@ from ssdprof.jobs import compare, sample
 from ssdprof.jobs.bench import bench, sampling_seconds
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
@@ -39,9 +38,7 @@ from ssdprof.report import exports
 from ssdprof.store import reports
 from ssdprof.store.reports import load
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
-)
+pytestmark = needs_interpreter
 
 
 @pytest.fixture(autouse=True)

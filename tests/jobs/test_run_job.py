@@ -11,7 +11,7 @@ import pytest
 import torch
 from captured import store
 from cases import layer, prompt
-from fakes import QUICK, FakeTimer, inputs, noting
+from fakes import QUICK, FakeTimer, inputs, needs_interpreter, noting
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import intermediates_of, precisions_for, states_of
@@ -24,15 +24,11 @@ from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.replay import heads_by_memory
 from ssdprof.jobs.target import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.trace import PREFIX
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
-)
 LAYERS = (layer(0), layer(3))
 TOKENS = "5" * 64
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import Answer, ending, passing
+from fakes import needs_interpreter
 from generated_inputs import cell_of, generated
 from tuning_fakes import (
     COMMITTED_SEGMENT,
@@ -33,7 +34,6 @@ from ssdprof.jobs import tune as job
 from ssdprof.jobs.tune import DECIDING, Problem, difference, search
 from ssdprof.kernels import device, registry
 from ssdprof.kernels.choice import FusedCall
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -61,9 +61,6 @@ from ssdprof.store import tuned as store
 CPU = torch.device("cpu")
 SMALL_GDN = "1/2x16x16"
 EXACT = Precision()
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
-)
 
 
 @pytest.fixture(autouse=True)

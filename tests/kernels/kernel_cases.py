@@ -2,7 +2,9 @@
 comparisons.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -58,6 +60,11 @@ class Case:
     def sequences(self) -> int:
         return len(self.lengths) or self.batch
 
+    def draws(self) -> tuple[torch.Generator, Callable[..., Tensor]]:
+        """A generator, and what it draws of the normal distribution."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        return generator, partial(torch.randn, generator=generator, device=self.device)
+
     @property
     def bounds(self) -> Tensor | None:
         return bounds(self.lengths, self.device) if self.lengths else None
@@ -79,13 +86,9 @@ class SSDCase(Case):
     dt_limit: tuple[float, float] = (0.0, float("inf"))
 
     def inputs(self, **overrides) -> SSDInputs:
-        generator = torch.Generator(self.device).manual_seed(self.seed)
+        _, normal = self.draws()
         tokens = self.tokens
         h, p, g, n = self.heads, self.headdim, self.groups, self.dstate
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=self.device)
-
         # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output,
         # z and dt of the projection before it
         x, B, C = normal(*tokens, h * p + 2 * g * n).to(self.dtype).split([h * p, g * n, g * n], -1)
@@ -124,14 +127,10 @@ class GDNCase(Case):
     l2norm: bool = True
 
     def inputs(self, **overrides) -> GDNInputs:
-        generator = torch.Generator(self.device).manual_seed(self.seed)
+        generator, normal = self.draws()
         tokens = self.tokens
         keys = self.key_heads
         heads = self.key_heads * self.values_per_key
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=self.device)
-
         key = normal(keys, self.key_dim)
         q = normal(*tokens, keys, self.key_dim)
         k = normal(*tokens, keys, self.key_dim)

@@ -51,7 +51,7 @@ def test_what_models_pass_raises_no_doubt(operator):
     assert not doubts(replace(inputs, beta=2 * inputs.beta, g=padded))
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_what_a_model_passes_raises_no_doubt(name):
     for serving in (Serving(), Serving(chunk=16)):
         captured, _ = capture(name, tiny_models.prompt(LENGTH), serving)

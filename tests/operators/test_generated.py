@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes import needs_interpreter
 from verdict import assert_passes
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.reading import parse_ways
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.inputs import MAX_DIM
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
@@ -25,9 +25,6 @@ from ssdprof.operators.implementations import resolve
 GDN = operators.get("gdn")
 SSD = operators.get("ssd")
 SIZES = {"gdn": (2, 8, 16, 16), "ssd": (2, 16, 16, 1)}
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
-)
 
 
 def generated(

@@ -6,7 +6,9 @@ import errno
 import json
 import shutil
 import subprocess
+import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +120,8 @@ def test_a_later_line_with_other_errors_or_a_fault_counts():
     assert load(folder)[1].cases == (fault, wrong)
 
 
-def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it():
+def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", count(0.0, 0.01).__next__)
     with writing(None) as writer:
         for seconds in range(200):
             writer.update(seconds=float(seconds))
