@@ -8,8 +8,6 @@ Options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")` is 
 --gate speedup:1.2`.
 """
 
-from __future__ import annotations
-
 import html as text_html
 import io
 import os

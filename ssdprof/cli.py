@@ -4,8 +4,6 @@ A command's options are a class of `jobs.options`; modules with its functions ar
 runs.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import signal

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, and the error when one cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -2,8 +2,6 @@
 their steps.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

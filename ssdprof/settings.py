@@ -3,8 +3,6 @@
 An example is in docs/ci.md.  Gates of the command line come before those of the file.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Callable, Container, Iterable, Sequence

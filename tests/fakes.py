@@ -24,7 +24,7 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.first_run import Call, Run
 from ssdprof.measure.sampling import Recordings, SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaTimer
+from ssdprof.measure.timing import CallError, CudaTimer
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
 
@@ -62,7 +62,7 @@ class FakeTimer(CudaTimer):
         output = run()
         name, cost = RAN[-1]
         if name in self.uncapturable:
-            raise CaptureError("it synchronises")
+            raise CallError("it synchronises")
         self.recorded.append(name)
         self.known[run] = name, cost
         return (name, cost, run, output), output
@@ -160,12 +160,7 @@ def entries(
             chunk_size=size,
         )
         bound = Call(
-            operator=SSD,
-            implementation=implementation,
-            inputs=own,
-            precision=precision,
-            label=label,
-            **call,
+            implementation=implementation, inputs=own, precision=precision, label=label, **call
         )
         made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
     return made

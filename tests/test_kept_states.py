@@ -15,7 +15,7 @@ from generated_inputs import generated
 from measure.test_probes import probed
 from torch import Tensor
 
-from ssdprof import kernels, operators
+from ssdprof import kernels
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
@@ -169,13 +169,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator, pool
 
         several.append(replace(reference, name=name, run=run, pools=True))
     for one in several:
-        call = Call(
-            operator=operators.get(inputs.operator),
-            implementation=one,
-            inputs=inputs,
-            precision=Precision(),
-            label=one.name,
-        )
+        call = Call(implementation=one, inputs=inputs, precision=Precision(), label=one.name)
         output, fields = call.first_run()
         assert output is not None, fields
         accuracies = compare(

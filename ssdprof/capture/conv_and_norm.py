@@ -7,8 +7,6 @@ where the mixer calls them: the convolution as a global of the modeling file, as
 the norm as the forward of its module.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

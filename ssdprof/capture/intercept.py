@@ -6,8 +6,6 @@ mamba_ssm, fla or a kernel of the hub), so replacing that global catches them al
 each mixer identifies the caller.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

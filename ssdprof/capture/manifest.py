@@ -2,8 +2,6 @@
 at once.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

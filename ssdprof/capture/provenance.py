@@ -5,8 +5,6 @@ Each call may be right by itself and the server still wrong: it may hand a seque
 another one, or states that it has overwritten.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from functools import cache

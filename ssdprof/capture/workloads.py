@@ -8,8 +8,6 @@ solutions/OP/NAME/           our kernels
 `recording.py` reads such folders.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import uuid

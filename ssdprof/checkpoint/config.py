@@ -5,8 +5,6 @@ Layers and sizes come from the model that transformers builds (`meta`); here are
 that should not wait for its import.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

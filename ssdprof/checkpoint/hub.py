@@ -4,8 +4,6 @@ The client honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, dr
 stderr, and continues a broken download at the byte where it broke.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

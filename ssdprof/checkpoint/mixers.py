@@ -1,7 +1,5 @@
 """The modules of a model that call an operator."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass

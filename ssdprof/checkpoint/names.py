@@ -2,8 +2,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

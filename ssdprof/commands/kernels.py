@@ -2,8 +2,6 @@
 before.
 """
 
-from __future__ import annotations
-
 import typer
 
 from ssdprof import files

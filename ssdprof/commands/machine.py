@@ -1,7 +1,5 @@
 """`ssdprof doctor`: what this machine can do."""
 
-from __future__ import annotations
-
 from ssdprof import operators
 from ssdprof.commands import terminal
 from ssdprof.environment import doctor as machine

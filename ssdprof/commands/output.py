@@ -1,7 +1,5 @@
 """What a command shows: progress, a report, the plan of a dry run; and how it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

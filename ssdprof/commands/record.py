@@ -1,7 +1,5 @@
 """`ssdprof record`, after the program has ended."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

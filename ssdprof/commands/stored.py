@@ -2,8 +2,6 @@
 stored, without torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Terminal output: data on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import codecs
 import ctypes
 import io

@@ -5,8 +5,6 @@ They hold what was measured; ratios, intervals and verdicts are properties, comp
 read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime

@@ -3,8 +3,6 @@
 Ratios are BASE's time over NEW's, so a ratio above 1 means that NEW is faster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal

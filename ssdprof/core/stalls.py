@@ -3,8 +3,6 @@
 Numbers that ncu did not collect are None and their names are in `not_collected`: never 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final, Literal, TypeVar
 

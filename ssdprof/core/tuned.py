@@ -1,7 +1,5 @@
 """Records of `ssdprof tune`: configurations of kernels that were searched for and found."""
 
-from __future__ import annotations
-
 from typing import Final, Literal
 
 from ssdprof.core.base import Record, Text

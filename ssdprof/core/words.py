@@ -1,7 +1,5 @@
 """Numbers and records in words, as messages and reports show them.  A missing value is "-"."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from decimal import ROUND_DOWN, Decimal

@@ -2,8 +2,6 @@
 torch.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import faulthandler

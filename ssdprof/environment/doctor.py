@@ -1,7 +1,5 @@
 """`ssdprof doctor`: checks what this machine has and lacks, with a hint for each problem."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

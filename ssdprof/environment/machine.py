@@ -2,8 +2,6 @@
 transfer speeds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -5,8 +5,6 @@ Triton compiles a small C module for each kernel's launch: it calls a C compiler
 headers and links the driver's library.  A slim container has none of them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

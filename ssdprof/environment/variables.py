@@ -1,7 +1,5 @@
 """Environment variables that the hub's client reads when it is imported: checked before that."""
 
-from __future__ import annotations
-
 import os
 
 from ssdprof.errors import BadInputError

@@ -2,8 +2,6 @@
 within a budget.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -381,7 +379,6 @@ class CellBench:
                 of_size = sized[size] if size else inputs
                 chunk = f", chunk {size}" if size else ""
                 entry = Entry.of(
-                    operator,
                     implementation,
                     of_size,
                     precision,

@@ -36,7 +36,7 @@ from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_r
 from ssdprof.measure.roofline import with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
-from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.operator import Output
 from ssdprof.progress import Watcher
 
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
@@ -70,7 +70,6 @@ class Entry:
     @classmethod
     def of(
         cls,
-        operator: Operator,
         implementation: Implementation,
         inputs: Inputs,
         precision: Precision,
@@ -83,7 +82,6 @@ class Entry:
         case: the fields of the case that do not follow from the implementation.
         """
         call = Call(
-            operator=operator,
             implementation=implementation,
             inputs=inputs,
             precision=precision,

@@ -1,7 +1,5 @@
 """A report as the text of a file, in any format, with the stalls that belong to it."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Limits of this machine, checked before anything large is downloaded or loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

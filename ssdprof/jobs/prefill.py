@@ -354,7 +354,6 @@ class _Length:
         entries: list[Entry] = []
         for name, case in self.cases.items():
             bound = Call(
-                operator=call.operator,
                 implementation=self.resolve(call.mixer.operator, name),
                 inputs=call.inputs,
                 precision=Precision.named(case.precision),

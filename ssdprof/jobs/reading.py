@@ -1,7 +1,5 @@
 """Reads what was typed as words, without knowledge of models and machines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

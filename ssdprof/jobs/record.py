@@ -4,8 +4,6 @@ program starts at once.
 The terminal sends Ctrl-C to the program, too; other signals to this process are passed on.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

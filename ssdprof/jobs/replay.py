@@ -24,7 +24,7 @@ from ssdprof.core.case import LayerCall
 from ssdprof.core.target import CallRef, LayerRef, drafted_call
 from ssdprof.environment.machine import read_clocks
 from ssdprof.jobs import limits
-from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry, OnFault
+from ssdprof.jobs.compare import NOT_TIMED, Comparer, Entry
 from ssdprof.jobs.failures import keeping
 from ssdprof.jobs.options import PrefillOptions, RunOptions
 from ssdprof.jobs.reading import STEPS
@@ -331,7 +331,27 @@ class Replay:
             "inputs": self._hash_of(*prompt),
             **work,
         }
-        return entries_of(operator, inputs, planned, self._prober, fields, self._keep)
+        return self._by_baseline(inputs, planned, fields)
+
+    def _by_baseline(
+        self, inputs: Inputs, planned: Sequence[Planned], fields: Mapping[str, Any]
+    ) -> list[Entry]:
+        """An entry for each; those with one baseline are timed together.  fields: of all cases."""
+        baseline = planned[0][0].name
+        entries: dict[tuple[str, Precision], Entry] = {}
+        for implementation, precision, baseline_precision in planned:
+            first = entries.get((baseline, baseline_precision))
+            entry = Entry.of(
+                implementation, inputs, precision, baseline=baseline if first else "", **fields
+            )
+            entry.baseline = first
+            entry.turns = baseline_precision
+            if implementation.kind in self._prober.kinds:
+                probe = partial(self._prober.probe, implementation, inputs, precision)
+                keep = partial(self._keep, entry) if self._keep else None
+                entry.probes = partial(probe, keep=keep)
+            entries[implementation.name, precision] = entry
+        return list(entries.values())
 
     def _hash_of(self, seqlen: int, batch: int) -> str:
         """That of the prompt of this size; empty if there is none."""
@@ -371,39 +391,6 @@ class Replay:
         except Exception as error:
             status, reason = status_of(error, entry.call.device, entry.case.implementation)
             self._writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
-
-
-def entries_of(
-    operator: Operator,
-    inputs: Inputs,
-    planned: Sequence[Planned],
-    prober: Prober,
-    fields: Mapping[str, Any],
-    keep: OnFault | None,
-) -> list[Entry]:
-    """An entry for each; those with one baseline are timed together.
-
-    fields: of all cases.  keep: gets calls that break a law.
-    """
-    baseline = planned[0][0].name
-    entries: dict[tuple[str, Precision], Entry] = {}
-    for implementation, precision, baseline_precision in planned:
-        first = entries.get((baseline, baseline_precision))
-        entry = Entry.of(
-            operator,
-            implementation,
-            inputs,
-            precision,
-            baseline=baseline if first else "",
-            **fields,
-        )
-        entry.baseline = first
-        entry.turns = baseline_precision
-        if implementation.kind in prober.kinds:
-            probe = partial(prober.probe, implementation, inputs, precision)
-            entry.probes = partial(probe, keep=partial(keep, entry)) if keep else probe
-        entries[implementation.name, precision] = entry
-    return list(entries.values())
 
 
 def served(captured: CapturedLayer, by: str) -> tuple[Implementation, Precision]:

@@ -4,8 +4,6 @@ locate -> fetch -> build prompts -> load -> capture each layer -> compare on it 
 if requested
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -4,8 +4,6 @@ report again, and adds their samples to it as process NUMBER.
 Clocks, temperature and addresses differ between processes; intervals of call times need several.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

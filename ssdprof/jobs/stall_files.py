@@ -1,7 +1,5 @@
 """Reads and writes stall reports: JSON, Markdown and pictures.  Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ locate or capture one layer -> launch it once, without ncu -> profile each imple
 analyse
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

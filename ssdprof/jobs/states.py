@@ -2,8 +2,6 @@
 with fp64, head by head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Replaces a model's operators while it runs, and marks its parts for a profile."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

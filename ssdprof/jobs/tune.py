@@ -382,11 +382,7 @@ class _Trials:
 
         candidate = Implementation(operator=problem.operator.name, name=label, run=run, plan=plan)
         call = Call(
-            operator=problem.operator,
-            implementation=candidate,
-            inputs=inputs,
-            precision=problem.precision,
-            label=label,
+            implementation=candidate, inputs=inputs, precision=problem.precision, label=label
         )
         if change:
             committed_case = committed_case.changed(implementation=change, baseline=COMMITTED)

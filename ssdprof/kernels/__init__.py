@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
     from ssdprof.kernels.gdn.unfused.pipeline import gdn_unfused as gdn_unfused
     from ssdprof.kernels.inputs import Output as Output
-    from ssdprof.kernels.kda.functions import kda_fused as kda_fused
-    from ssdprof.kernels.kda.functions import kda_unfused as kda_unfused
+    from ssdprof.kernels.kda.fused import kda_fused as kda_fused
     from ssdprof.kernels.kda.inputs import KDAInputs as KDAInputs
+    from ssdprof.kernels.kda.unfused import kda_unfused as kda_unfused
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
     from ssdprof.kernels.ssd.fused import ssd_fused as ssd_fused
@@ -41,7 +41,7 @@ _HOME = {
     "UnsupportedError": "registry",
     "gdn_fused": "gdn.fused", "gdn_recurrent": "gdn.recurrent", "gdn_reference": "gdn.reference",
     "gdn_unfused": "gdn.unfused.pipeline", "KDAInputs": "kda.inputs",
-    "kda_fused": "kda.functions", "kda_unfused": "kda.functions", "ssd_fused": "ssd.fused",
+    "kda_fused": "kda.fused", "kda_unfused": "kda.unfused", "ssd_fused": "ssd.fused",
     "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }  # fmt: skip

@@ -10,8 +10,6 @@ The tuners still choose among the library's configurations by measured times, bu
 in parallel, and measured for a quarter of the time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import os
@@ -63,6 +61,13 @@ def span(tensor: torch.Tensor) -> int:
     """Elements from the first to the last one, including those that strides skip."""
     sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in sizes_and_strides)
+
+
+def bounds_of(inputs: Inputs) -> torch.Tensor:
+    """(sequences + 1): where each sequence begins in a pack."""
+    if inputs.cu_seqlens is not None:
+        return inputs.cu_seqlens
+    return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
 
 
 def library_kernel(

@@ -82,19 +82,21 @@ class Chunks:
         self,
         kernel: Any,
         programs: int,
+        heads: int,
         read: tuple[Tensor | None, ...],
         written: tuple[Tensor, ...],
         *scalars: object,
         **options: object,
     ) -> None:
-        """Launch a stage's kernel: of the tensors that it reads and writes, with `spans`
-        between them, their strides, the number of positions, and scalars.
+        """Launch a stage's kernel, with this number of programs for each chunk: of the tensors that
+        it reads and writes, with `spans` between them, their strides, the numbers of positions,
+        heads and chunks, and scalars.
         """
         launch(
             kernel,
-            programs,
+            self.total * programs,
             (*read, self.spans, *written),
-            (strides_of_each(*read, *written), self.inputs.length, *scalars),
+            (strides_of_each(*read, *written), self.inputs.length, heads, self.count, *scalars),
             CHUNK_SIZE=self.size,
             **options,
         )

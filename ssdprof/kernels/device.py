@@ -9,8 +9,6 @@ zero.  The patch here widens bfloat16 operands to fp32, and rounds results to ne
 does.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import sys

@@ -7,8 +7,6 @@ known to be unchanged, only the first launch goes through Triton.  Each later on
 addresses of its tensors and calls the CUDA driver.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence

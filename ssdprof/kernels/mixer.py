@@ -5,8 +5,6 @@ They compute in fp32 and round once.  Oracles: `convolved` and `normed` in
 tests/kernels/test_mixer.py.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

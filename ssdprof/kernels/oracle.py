@@ -35,6 +35,10 @@ class Span:
     def length(self) -> int:
         return self.stop - self.start
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """Its positions of a tensor (b, l, ...), as a view."""
+        return tensor[self.batch, self.start : self.stop]
+
     def cut(self, block: int) -> Iterator[Span]:
         """Pieces of at most `block` positions, in order.  An empty span has one empty piece."""
         for start in range(self.start, max(self.stop, self.start + 1), block):
@@ -117,7 +121,7 @@ def joined(
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
     final_states = torch.empty(inputs.final_shape, dtype=state_dtype, device=inputs.values.device)
     for span, piece, state, row in blocks:
-        out[span.batch, span.start : span.stop] = piece
+        span.of(out).copy_(piece)
         if row is not None:
             final_states[row] = state
     return Output(out, final_states)
@@ -147,6 +151,13 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
         )
     )
     return run
+
+
+def split_chunks(tensor: Tensor, size: int) -> Tensor:
+    """(l, h, ...) -> (c, h, size, ...), zeros at the end."""
+    length, *rest = tensor.shape
+    padded = torch.cat([tensor, tensor.new_zeros(-length % size, *rest)])
+    return padded.reshape(-1, size, *rest).transpose(1, 2)
 
 
 def segment_sums(steps: Tensor) -> Tensor:

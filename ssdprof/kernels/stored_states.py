@@ -13,9 +13,7 @@ the initial state, then the number of the step.  element: k * V + v of a state (
 a state (P, N).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,9 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ssdprof.kernels.device import INTERPRETED
-from ssdprof.kernels.inputs import Inputs, Output
+from ssdprof.kernels.device import INTERPRETED, refuse_gradient
+from ssdprof.kernels.inputs import Inputs, PreparedLaunch
+from ssdprof.kernels.launch import kept
+from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.state_formats import StateFormat
+from ssdprof.kernels.tensors import is_expanded
 
 I = TypeVar("I", bound=Inputs)
 
@@ -194,8 +195,25 @@ def _to_units(number, unit):
     return (number + unit * ROUNDS_TO_ONE) - unit * ROUNDS_TO_ONE
 
 
+def refuse_unwritable(inputs: Inputs, *, in_place: bool) -> None:
+    """Raises ValueError if a token-by-token kernel cannot write its states in place, and
+    UnsupportedError for states after every few tokens.
+    """
+    name = inputs.LINEAR[1]
+    initial = getattr(inputs, name)
+    if in_place and (initial is None or inputs.state_every):
+        raise ValueError(f"in_place needs {name} to write to, and writes one state: no state_every")
+    if inputs.state_every > 1:
+        raise UnsupportedError("recurrent: the state after every token, or only at the end")
+    if in_place and is_expanded(initial):
+        raise ValueError(f"in_place cannot write to expanded {name}: pass {name}.contiguous()")
+
+
+_launches: dict[Hashable, PreparedLaunch] = {}
+
+
 def stepped(
-    run: Callable[[I, Stepping], Output],
+    prepare: Callable[[I, Stepping], PreparedLaunch],
     inputs: I,
     state_format: StateFormat,
     step: int,
@@ -206,11 +224,15 @@ def stepped(
     one, and then after every `step` tokens and at the end of each sequence.  out, and the pool's
     states after each of the steps `marks`: see `registry.Implementation`.
 
-    run: a call in place whose launch rounds so.  marks: numbers of steps, 0 for the initial state.
+    prepare: the launch in place of a kernel that rounds so.  marks: numbers of steps, 0 for the
+    initial state.
     """
-    call, kept = on_pool(inputs, step, marks)
-    out, pool = run(call, Stepping(state_format, step, seed))
-    return out, pool[kept]
+    call, slots = on_pool(inputs, step, marks)
+    refuse_gradient("recurrent", vars(call).values())
+    stepping = Stepping(state_format, step, seed)
+    launch = kept(_launches, (prepare, call.signature, stepping), prepare, call, stepping)
+    out, pool = launch(call)
+    return out, pool[slots]
 
 
 def on_pool(inputs: I, step: int, marks: Sequence[int]) -> tuple[I, Tensor]:

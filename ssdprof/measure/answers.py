@@ -1,7 +1,5 @@
 """The difference between two models' next-token distributions, position by position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What else is known of a wrong output: where its error begins, and which rounding is as large."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -30,7 +30,7 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
-from ssdprof.operators.operator import Operator, Output, in_pieces, pieces
+from ssdprof.operators.operator import Output, in_pieces, pieces
 
 _KNOWN = re.compile(
     rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|"
@@ -52,7 +52,6 @@ class Call:
     out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
     """
 
-    operator: Operator
     implementation: Implementation
     inputs: Inputs
     precision: Precision
@@ -72,7 +71,8 @@ class Call:
         """Those of each call, but for their initial states."""
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
-        return pieces(self.inputs, self.operator.binding.positional(self.inputs))
+        binding = operators.get(self.inputs.operator).binding
+        return pieces(self.inputs, binding.positional(self.inputs))
 
     @property
     def _copies_states(self) -> bool:

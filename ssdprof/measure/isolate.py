@@ -346,7 +346,6 @@ def try_call(implementation: Implementation, inputs: Inputs, precision: Precisio
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(
-        operator=operators.get(inputs.operator),
         implementation=implementation,
         inputs=guarded.inputs,
         precision=precision,

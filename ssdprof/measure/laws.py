@@ -124,7 +124,6 @@ class Trial:
         may do.
         """
         call = Call(
-            operator=self.operator,
             implementation=self.implementation,
             inputs=inputs,
             precision=self.precision,

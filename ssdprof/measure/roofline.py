@@ -5,8 +5,6 @@ Source of the limits: CUDA C++ Programming Guide, technical specifications per c
 allocation units as in the CUDA occupancy calculator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from statistics import median

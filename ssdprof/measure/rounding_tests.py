@@ -6,8 +6,6 @@ show what a correct kernel with 16-bit inputs can do.  Errors are divided by the
 row (one position of a head, or one row of a state), so that rows of any size count alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch

@@ -2,8 +2,6 @@
 No GPU.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The sequences of any operator's inputs: where they are, and calls that consist of some."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -42,7 +40,7 @@ def rows_of_states(inputs: Inputs, span: Span) -> slice:
 def output_of(inputs: Inputs, output: Output, span: Span) -> Output:
     """The part of an output that belongs to a sequence, as that of a call of it alone."""
     out, states = output
-    return out[span.batch, span.start : span.stop][None], states[rows_of_states(inputs, span)]
+    return span.of(out)[None], states[rows_of_states(inputs, span)]
 
 
 def joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
@@ -53,7 +51,7 @@ def joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
     tensors = inputs.tensors
     changes: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
-        parts = [tensor[span.batch, span.start : span.stop] for span in spans]
+        parts = [span.of(tensor) for span in spans]
         changes[name] = torch.cat(parts)[None] if packed else torch.stack(parts)
     rows = [span.sequence for span in spans]
     for name in ("state_indices",) if "state_indices" in tensors else inputs.LINEAR[1:]:
@@ -77,7 +75,7 @@ def amplified(inputs: Inputs, spans: Sequence[Span], factor: float) -> Inputs:
     changed = {name: tensor.clone() for name, tensor in binding.positional(inputs).items()}
     for span in spans:
         for tensor in changed.values():
-            part = tensor[span.batch, span.start : span.stop]
+            part = span.of(tensor)
             part.copy_(part.flip(0))
         changed[inputs.LINEAR[0]][span.batch, span.start : span.stop] *= factor
     return replace(inputs, **changed)

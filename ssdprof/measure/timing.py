@@ -7,8 +7,6 @@ device: the same work replayed from a CUDA graph: the time on the GPU alone.
 Both start with a cold L2.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -52,8 +50,10 @@ _PAGE = 2 << 20  # bytes, CUDA's unit of allocation
 _MOST_PADDING = 32  # pages
 
 
-class CaptureError(Exception):
-    """A call cannot be captured as a CUDA graph; the message is CUDA's or the kernel's."""
+class CallError(Exception):
+    """A call after the first one raised, or cannot be captured as a CUDA graph; the message is
+    CUDA's or the kernel's.
+    """
 
 
 class CudaTimer:
@@ -103,7 +103,7 @@ class CudaTimer:
             torch.cuda.synchronize(self.device)
             # the old pool still waits for the end of the capture
             self._pool = torch.cuda.graph_pool_handle()
-            raise CaptureError(first_line(error)) from error
+            raise CallError(first_line(error)) from error
         return graph, output
 
     def call_us(self, run: Run) -> float:
@@ -173,10 +173,6 @@ def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
 Check = Callable[[str, Run], str]
 
 
-class _CallError(Exception):
-    """A call after the first one raised."""
-
-
 def time_in_turns(
     runs: Mapping[str, Run],
     timer: CudaTimer,
@@ -205,7 +201,7 @@ def time_in_turns(
         change(False)
     timed: dict[str, Fields] = {}
     for key in [key for key in runs if key not in turns.untimed]:
-        with suppress(_CallError):
+        with suppress(CallError):
             fault = ""
             if check is not None and turns.recordings:
                 fault = turns.fault_now(key, check, samples["device", key])
@@ -238,7 +234,7 @@ class _Turns:
         turns.
         """
         while True:
-            with suppress(_CallError):
+            with suppress(CallError):
                 return sample_in_turns(self._set_up, self.plan)
 
     def fault_now(self, key: str, check: Check, sampled: Recordings) -> str:
@@ -281,7 +277,7 @@ class _Turns:
         record_run = partial(self.timer.record, self.runs[key])
         try:
             self.recordings[key] = blaming(self.timer.device, key, record_run)
-        except CaptureError as error:
+        except CallError as error:
             why = f"it cannot be captured as a CUDA graph: {error}"
             self.untimed[key] = {"reason": f"{key} is not timed: {why}"}
         except torch.OutOfMemoryError as error:
@@ -299,7 +295,7 @@ class _Turns:
         return partial(self._called, key, sample)
 
     def _called(self, key: str, work: Callable[[], T]) -> T:
-        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is
+        """The result.  Raises CallError, or MissingCapabilityError with the key if the GPU is
         unusable.
         """
         try:
@@ -310,4 +306,4 @@ class _Turns:
             refuse_if_interrupted(error)
             why = f"a later call raised {type_and_message(error)}"
             self.untimed[key] = {"status": "failed", "reason": why}
-            raise _CallError from error
+            raise CallError(why) from error

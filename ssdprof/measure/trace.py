@@ -5,8 +5,6 @@ the host, when each kernel was launched, and how long it ran.  A kernel belongs 
 mark that was open at its launch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -2,8 +2,6 @@
 timed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

@@ -1,7 +1,5 @@
 """GDN in definitions of flashinfer-bench: raw gates, and states (n, HV, V, K)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

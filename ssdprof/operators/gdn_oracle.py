@@ -34,10 +34,8 @@ def bytes_per_position(inputs: GDNInputs) -> int:
 
 def gate(inputs: GDNInputs, span: Span, chunk: int = CHUNK) -> Gate:
     """The running sum of g in each chunk, (c, h, chunk); the padding has g = 0."""
-    g = inputs.g[span.batch, span.start : span.stop].float().clamp(FORGOTTEN, 0)
-    return rounding.Gate(
-        exponents=rounding.running_sum(rounding.split_chunks(g, chunk).transpose(1, 2))
-    )
+    g = span.of(inputs.g).float().clamp(FORGOTTEN, 0)
+    return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, chunk)))
 
 
 def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> Tensor:
@@ -92,22 +90,9 @@ def operands(inputs: GDNInputs, low: Rounded, span: Span, chunk: int) -> tuple[T
     for it; v and beta (..., 1) in fp32.
     """
 
-    def chunked(tensor: Tensor) -> Tensor:
-        return rounding.split_chunks(tensor, chunk).transpose(1, 2)
-
-    q, k, v, beta = (
-        tensor[span.batch, span.start : span.stop].float()
-        for tensor in (inputs.q, inputs.k, inputs.v, inputs.beta)
-    )
-    if inputs.use_qk_l2norm:
-        q, k = (
-            tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k)
-        )
-    q, k = (
-        chunked(low.operand(tensor).repeat_interleave(inputs.values_per_key, 1))
-        for tensor in (q, k)
-    )
-    return q, k, chunked(v), chunked(beta)[..., None]
+    q, k, v, beta = reference.load(inputs, span, torch.float32)
+    q, k = (low.operand(rows).repeat_interleave(inputs.values_per_key, 1) for rows in (q, k))
+    return tuple(rounding.split_chunks(rows, chunk) for rows in (q, k, v, beta[..., None]))
 
 
 def in_positions(out: Tensor, inputs: GDNInputs, span: Span) -> Tensor:
@@ -200,10 +185,6 @@ def chunk_size(_inputs: GDNInputs) -> int:
     return CHUNK
 
 
-def words(sizes: Mapping[str, int]) -> str:
-    return WORDS.format(**sizes)
-
-
 ORACLE = OracleSpec(
     blocks=blocks,
     gate=gate,
@@ -211,6 +192,6 @@ ORACLE = OracleSpec(
     bytes_per_position=bytes_per_position,
     chunk_size=chunk_size,
     sizes=sizes_of,
-    words=words,
+    words=WORDS.format_map,
     flops=flops,
 )

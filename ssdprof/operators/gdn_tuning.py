@@ -2,8 +2,6 @@
 `operators.tuning.Tuning`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial

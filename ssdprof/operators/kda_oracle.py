@@ -39,8 +39,8 @@ def bytes_per_position(inputs: KDAInputs) -> int:
 
 def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
     """The running sum of g in each chunk, (c, h, chunk * K); the padding has g = 0."""
-    g = inputs.g[span.batch, span.start : span.stop].float().clamp(FORGOTTEN, 0)
-    sums = rounding.running_sum(rounding.split_chunks(g, chunk).permute(0, 2, 3, 1))
+    g = span.of(inputs.g).float().clamp(FORGOTTEN, 0)
+    sums = rounding.running_sum(rounding.split_chunks(g, chunk).mT)
     return rounding.Gate(exponents=sums.mT.flatten(2))
 
 

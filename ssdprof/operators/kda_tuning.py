@@ -2,8 +2,6 @@
 `operators.tuning.Tuning`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Literal
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Span as Span
+from ssdprof.kernels.oracle import split_chunks as split_chunks
 from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
@@ -53,12 +54,6 @@ def two_tf32(tensor: Tensor) -> Tensor:
     """
     scaled = tensor * 5.0  # 2 ** (24 - 22) + 1
     return scaled - (scaled - tensor)
-
-
-def split_chunks(tensor: Tensor, q: int) -> Tensor:
-    """(l, ...) -> (c, q, ...), zeros at the end."""
-    length, *rest = tensor.shape
-    return torch.cat([tensor, tensor.new_zeros(-length % q, *rest)]).reshape(-1, q, *rest)
 
 
 def running_sum(tensor: Tensor) -> Tensor:
@@ -149,7 +144,7 @@ class Rounded:
             if inputs.initial is not None:
                 self.state = self.stored(inputs.initial[span.sequence].float())
         if span.start == span.stop:
-            return inputs.values[span.batch, span.start : span.stop], self.state
+            return span.of(inputs.values), self.state
         with _ieee_matmul():
             out = self._chunks(inputs, self, span, gate)
         return out, self.state

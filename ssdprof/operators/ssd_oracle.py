@@ -36,13 +36,13 @@ def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
 
     The last chunk is padded with dt = 0, which neither decays nor adds.
     """
-    dt = inputs.dt[span.batch, span.start : span.stop].float()
+    dt = span.of(inputs.dt).float()
     if inputs.dt_bias is not None:
         dt = dt + inputs.dt_bias.float()
     if inputs.dt_softplus:
         dt = torch.nn.functional.softplus(dt)
     chunk = chunk or inputs.power_of_two_chunk
-    dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), chunk).transpose(1, 2)
+    dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), chunk)
     A = inputs.A.float().clamp(min=-1e30)  # -inf times a step of 0 would be NaN
     return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
 
@@ -66,11 +66,10 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
     """
     q, (h, p), (g, n) = gate.exponents.shape[2], inputs.x.shape[2:], inputs.B.shape[2:]
     r, intermediate = h // g, low.intermediate
-    part = (span.batch, slice(span.start, span.stop))
 
     def operand(tensor: Tensor) -> Tensor:
         """(b, l, h, ...) -> (c, h, q, ...)."""
-        return low.operand(rounding.split_chunks(tensor[part].float(), q).transpose(1, 2))
+        return low.operand(rounding.split_chunks(span.of(tensor).float(), q))
 
     x, B, C = operand(inputs.x).reshape(-1, g, r, q, p), operand(inputs.B), operand(inputs.C)
     assert gate.dt is not None
@@ -93,9 +92,9 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> T
 
     out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[: span.length]
     if inputs.D is not None:
-        out = out + inputs.D.float().reshape(h, -1) * inputs.x[part].float()
+        out = out + inputs.D.float().reshape(h, -1) * span.of(inputs.x).float()
     if inputs.z is not None:
-        out = out * torch.nn.functional.silu(inputs.z[part].float())
+        out = out * torch.nn.functional.silu(span.of(inputs.z).float())
     return out.to(inputs.x.dtype)
 
 

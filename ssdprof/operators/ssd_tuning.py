@@ -2,8 +2,6 @@
 `operators.tuning.Tuning`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product

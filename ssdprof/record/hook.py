@@ -5,8 +5,6 @@ SGLang as a plugin, which they also load where PYTHONPATH is not passed on.  It 
 json: the table of places, torch and the recorder follow with the first module that has a place.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

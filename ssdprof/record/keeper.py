@@ -7,8 +7,6 @@ wrong       calls that are outside the budget of what a server computed, of thos
             comparison there is time; and calls that begin with a state that no call left
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

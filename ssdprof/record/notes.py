@@ -1,7 +1,5 @@
 """What the processes of a recorded program tell its user, on their stderr.  Imports no torch."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The table of places, from `places.toml`.  Imports no torch."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial

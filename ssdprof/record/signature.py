@@ -20,8 +20,6 @@ kept, kept_packed, tracked
                 Mamba-2: the function returns final states; of packed sequences; before others
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 

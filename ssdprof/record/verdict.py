@@ -1,7 +1,5 @@
 """Computes a recorded call again.  Importing it imports all kernels."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Replaces the functions of a module that are places by functions that record their calls."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """The output of `ssdprof compare`: two reports of a kind, the change first."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256

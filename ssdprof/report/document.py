@@ -1,7 +1,5 @@
 """The contents of a report and their order, for every kind of report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 

@@ -4,8 +4,6 @@ github-action-benchmark.
 No row is folded or left out: each case has its own.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """A report, and its stalls if there are any, as one self-contained HTML file."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

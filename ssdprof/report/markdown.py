@@ -1,7 +1,5 @@
 """The report in GitHub's Markdown, for a file, a comment or a job summary."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tables of the whole model: changes of its answers, and its prefill times."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain

@@ -1,7 +1,5 @@
 """A report on stalls: its tables and pictures; and the changes of stages between two of them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain

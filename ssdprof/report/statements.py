@@ -2,8 +2,6 @@
 caveats.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain

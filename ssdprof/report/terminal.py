@@ -1,7 +1,5 @@
 """The report on a terminal.  Tables that are wider than it are split, never cut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ version; checks; hints.
 Self-checks are run on every report and shown with it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Profiles one call with the ncu program, in a process of its own, and explains ncu's errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -17,8 +17,6 @@ So each .loc is replaced, before ptxas reads it, by the innermost line of the ch
 stage.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -110,11 +108,7 @@ def call_at(
 
     precision = max(own_precisions(implementation, dtype, (wanted,)), key=likeness)
     return Call(
-        operator=operator,
-        implementation=implementation,
-        inputs=inputs,
-        precision=precision,
-        label=implementation.name,
+        implementation=implementation, inputs=inputs, precision=precision, label=implementation.name
     )
 
 

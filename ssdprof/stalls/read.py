@@ -7,8 +7,6 @@ loaded too (with 2025.3.1).  So it runs in a process of its own, and this module
 torch nor anything that does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ while it runs (`store.reports`).  torchrun's store tells them the folder, and wh
 file.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ command on the folder goes on from there.  `ssdprof ... --json` prints a report 
 which is read as well.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -23,7 +23,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run
-from ssdprof.measure.timing import CaptureError
+from ssdprof.measure.timing import CallError
 from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.operators.tuning import Config
 from ssdprof.store import tuned as store
@@ -104,7 +104,7 @@ class FakeTimer(fakes.FakeTimer):
         output = run()
         config, tokens = self.ran[-1]
         if self.unrecorded(config):
-            raise CaptureError("it synchronises")
+            raise CallError("it synchronises")
         return (config, self.cost(config, tokens), run, output), output
 
     def device_us(self, graph) -> float:

@@ -231,7 +231,7 @@ def test_other_sequences_and_slices_change_nothing(operator, name, monkeypatch):
     assert torch.equal(states[:, :1], alone[1])
     module = f"ssdprof.kernels.{operator.replace('kda', 'gdn')}.recurrent"
     launches: dict[Any, Any] = {}
-    monkeypatch.setattr(f"{module}._launches", launches)
+    monkeypatch.setattr("ssdprof.kernels.stored_states._launches", launches)
     if not name.endswith(":head"):
         slices = dict(block_v=4, block_t=2, block_p=4, num_warps=1)
         monkeypatch.setattr(f"{module}.blocks_of", lambda *_, **__: slices)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from measure.conftest import random_inputs
 
-from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
@@ -27,13 +26,7 @@ def faulty() -> SSDOutput:
 def call_of(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> Call:
     plan = Plan(variant="portable", launches=1, config={})
     scan = Implementation(operator="ssd", name="scan", run=lambda *_: run(), plan=lambda *_: plan)
-    return Call(
-        operator=operators.get(inputs.operator),
-        implementation=scan,
-        inputs=inputs,
-        precision=Precision(),
-        label="scan exact",
-    )
+    return Call(implementation=scan, inputs=inputs, precision=Precision(), label="scan exact")
 
 
 def test_an_error_becomes_a_status_and_a_reason():

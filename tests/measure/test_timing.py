@@ -17,7 +17,7 @@ from ssdprof.measure import first_run as faults
 from ssdprof.measure import timing
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import Recordings, SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaTimer, elapsed_us, record, time_in_turns
+from ssdprof.measure.timing import CallError, CudaTimer, elapsed_us, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
@@ -146,7 +146,7 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls, error
 
 
 @pytest.mark.parametrize(
-    "error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")]
+    "error", [CallError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")]
 )
 def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error):
     found = time_in_turns(
@@ -293,6 +293,6 @@ def test_a_call_that_waits_for_the_gpu_cannot_be_captured(timer: CudaTimer):
         x = torch.zeros(1, device="cuda")
         return SSDOutput(x + float(x), x)
 
-    with pytest.raises(CaptureError):
+    with pytest.raises(CallError):
         timer.record(waits)
     timer.record(sleeping(0.01))

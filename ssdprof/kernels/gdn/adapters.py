@@ -21,8 +21,6 @@ flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its ope
             as long as the inputs live, so that the library's time does not include the preparation
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,6 +36,7 @@ from ssdprof.kernels.adapters import (
     SHORT,
     Prepared,
     Tunings,
+    bounds_of,
     library_kernel,
     model_function,
     once,
@@ -100,13 +99,6 @@ def packed(
     return tuple(tensor.to(dtype or tensor.dtype).contiguous() for tensor in tensors)
 
 
-def bounds_of(inputs: GDNInputs) -> torch.Tensor:
-    """(sequences + 1): where each sequence begins in a pack."""
-    if inputs.cu_seqlens is not None:
-        return inputs.cu_seqlens
-    return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
-
-
 def v_first_states(inputs: GDNInputs) -> torch.Tensor:
     """The initial states in fp32, V before K."""
     states = inputs.initial
@@ -143,12 +135,12 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
     tunings = Tunings(
         module for file, module in sorted(sys.modules.items()) if file.startswith(kernels)
     )
-    function = getattr(operator, f"chunk_{_FUNCTION[name]}")
+    run = _function(getattr(operator, f"chunk_{_FUNCTION[name]}"))
 
-    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
         short = inputs.v.shape[0] * inputs.v.shape[1] <= SHORT
         tunings.use_for((inputs.q.shape[2:], inputs.v.shape[2:], inputs.q.dtype, short))
-        return _call(function, inputs)
+        return run(inputs, precision)
 
     def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
         return Plan(
@@ -193,18 +185,7 @@ def load_model(name: str = "gdn", package: str = "") -> Implementation:
     function = model_function(*_MODEL[name], package)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
-            out, final_states = function(
-                inputs.q,
-                inputs.k,
-                inputs.v,
-                g=inputs.g,
-                beta=inputs.beta,
-                initial_state=inputs.initial_state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            )
-        return GDNOutput(out, final_states)
+        return _call(function, inputs, inputs.q, inputs.k, inputs.v)
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -297,30 +278,38 @@ def load_flash_kda() -> Implementation:
     return prepared_kernel("kda", "flash_kda", unsupported, prepare, plan)
 
 
+def _on_packs(
+    function: Callable[..., Any], inputs: GDNInputs, *arguments: torch.Tensor, **others: Any
+) -> Prepared:
+    """A call of a function of packs and V-first states.  arguments: q, k, v, then others."""
+    shape, kept = inputs.v.shape, others.get("state_checkpoints")
+    states = None if inputs.initial is None else v_first_states(inputs)
+    run = partial(
+        function,
+        *arguments,
+        scale=inputs.scale_or_default,
+        initial_state=states,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+        **others,
+    )
+
+    def call() -> GDNOutput:
+        out, final_states = run()
+        return GDNOutput(out.view(shape), (final_states if kept is None else kept).mT)
+
+    return call, (arguments[2], states)
+
+
 def load_cudnn() -> Implementation:
     """The library's CUDA kernel for Hopper, by the name of its plan: others are other kernels."""
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        q, k, v = packed(inputs, "q", "k", "v")
-        states = None if inputs.initial is None else v_first_states(inputs)
-        run = partial(
-            function,
-            *(q, k, v, *packed(inputs, "g", "beta", dtype=torch.float32)),
-            bounds_of(inputs).int(),
-            scale=inputs.scale_or_default,
-            initial_state=states,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            plan_name=CUDNN_PLAN,
-        )
-        shape = inputs.v.shape
-
-        def call() -> GDNOutput:
-            out, final_states = run()
-            return GDNOutput(out.view(shape), final_states.mT)
-
-        return call, (v, states)
+        rows = packed(inputs, "q", "k", "v")
+        gates = packed(inputs, "g", "beta", dtype=torch.float32)
+        bounds = bounds_of(inputs).int()
+        return _on_packs(function, inputs, *rows, *gates, bounds, plan_name=CUDNN_PLAN)
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -342,25 +331,34 @@ def _longest_key(inputs: GDNInputs) -> float:
     return float(inputs.k.float().norm(dim=-1).max())
 
 
-def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
+def _call(
+    function: Callable[..., Any], inputs: GDNInputs, *rows: torch.Tensor, **others: object
+) -> GDNOutput:
+    """rows, others: q, k and v, by position or by name, and what else the function takes."""
     with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
         out, final_states = function(
-            q=inputs.q,
-            k=inputs.k,
-            v=inputs.v,
+            *rows,
             g=inputs.g,
             beta=inputs.beta,
-            scale=inputs.scale_or_default,
             initial_state=inputs.initial_state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            cu_seqlens=inputs.cu_seqlens,
+            **others,
         )
     return GDNOutput(out, final_states)
 
 
 def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
-    return lambda inputs, _precision: _call(function, inputs)
+    """Calls of fla's function, or of one with its arguments."""
+    return lambda inputs, _precision: _call(
+        function,
+        inputs,
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        scale=inputs.scale_or_default,
+        cu_seqlens=inputs.cu_seqlens,
+    )
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
@@ -384,28 +382,18 @@ def load_flashinfer() -> Implementation:
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        q, k, v = packed(inputs, "q", "k", "v")
+        rows = packed(inputs, "q", "k", "v")
         g, beta = packed(inputs, "g", "beta", dtype=torch.float32)
-        states = None if inputs.initial is None else v_first_states(inputs)
-        more = _checkpoints(inputs)
-        kept, shape = more.get("state_checkpoints"), inputs.v.shape
-        run = partial(
+        return _on_packs(
             function,
-            *(q, k, v, g.clamp(max=0).exp(), beta),
-            initial_state=states,
-            scale=inputs.scale_or_default,
-            output_final_state=True,
+            inputs,
+            *rows,
+            g.clamp(max=0).exp(),
+            beta,
             cu_seqlens=bounds_of(inputs).long(),
-            use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
             backend="flashinfer",
-            **more,
+            **_checkpoints(inputs),
         )
-
-        def call() -> GDNOutput:
-            out, final_states = run()
-            return GDNOutput(out.view(shape), (final_states if kept is None else kept).mT)
-
-        return call, (v, states)
 
     def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
         reason = "the decays, beta in fp32 and V-first states are prepared outside of its time"

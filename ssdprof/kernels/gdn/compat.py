@@ -6,8 +6,6 @@ output_final_state.  An unsupported option raises UnsupportedError, which names 
 counts as 0; in fla it makes the state grow.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ssdprof.kernels.gdn.fused import gdn_fused

@@ -5,8 +5,6 @@ between kernels.
 takes `GDNInputs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -150,6 +150,14 @@ class GDNInputs(Inputs):
         """Positions per chunk: chunk_size, which `check` requires to be a power of two."""
         return self.chunk_size
 
+    def slot_count(self, size: int) -> int:
+        """Slots for pieces of `size` positions of all sequences; an upper bound for packed
+        sequences, whose lengths are on the device.
+        """
+        if self.cu_seqlens is not None:
+            return self.length // size + self.sequences
+        return self.sequences * -(-self.length // size)
+
     @property
     def values_per_key(self) -> int:
         """Value heads that share one q and k head."""

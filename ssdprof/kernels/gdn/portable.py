@@ -34,8 +34,6 @@ Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06
 docs/gdn-mathematics.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import gcd
 
@@ -85,13 +83,6 @@ STAGES = {
 # Each piece has a slot.  In a batch, all sequences have equally many slots.  The slots of packed
 # sequence i, which begins at b, start at b // size + i.  This leaves room for one partial piece per
 # sequence, and needs no sum over earlier sequences.  Some slots stay empty.
-
-
-def slot_count(length: int, sequences: int, size: int, *, packed: bool) -> int:
-    """Slots for pieces of `size` positions, for `sequences` of `length` each, or packed into
-    `length` positions.
-    """
-    return length // size + sequences if packed else sequences * -(-length // size)
 
 
 @triton.jit
@@ -573,18 +564,22 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
 
 def handed_on(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
-    length, heads = inputs.v.shape[1:3]
-    slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
-    padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
+    operands = operands_handed_on(inputs, precision, config.chunk, config.block_k)
+    (slots, heads, chunk, _), _ = operands[0]
+    decays = [(slots, heads, 2, chunk), (slots, heads, 2)]
+    return [*operands, *((shape, torch.float32) for shape in decays)]
+
+
+def operands_handed_on(
+    inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, count: int = 1
+) -> FactorShapes:
+    """The operands among `handed_on`: `count` of C x K, with K padded to whole blocks, and one of
+    C x C.
+    """
+    padded = triton.cdiv(inputs.q.shape[3], block_k) * block_k
+    rows = (inputs.slot_count(chunk), inputs.v.shape[2], chunk)
     operand = operand_dtype(inputs.q.dtype, precision)
-    operands = [
-        ((slots, heads, config.chunk, columns), operand) for columns in (padded, config.chunk)
-    ]
-    return [
-        *operands,
-        ((slots, heads, 2, config.chunk), torch.float32),
-        ((slots, heads, 2), torch.float32),
-    ]
+    return [((*rows, columns), operand) for columns in (*[padded] * count, chunk)]
 
 
 def portable_launch(
@@ -593,16 +588,15 @@ def portable_launch(
     """Both launches of a call, for all inputs of one signature.  state_v_first: the final state is
     (sequences, HV, V, K).
     """
-    (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
+    (heads, value_dim), chunk = inputs.v.shape[2:], config.chunk
     factors = handed_on(inputs, precision, config)
     states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
     segments = inputs.sequences
     if config.segment:
-        segments = slot_count(*sizes, config.segment * chunk, packed=packed)
+        segments = inputs.slot_count(config.segment * chunk)
     launchers = _launchers(inputs, config, factors[0][1], states)
     programs = (
-        slot_count(*sizes, chunk, packed=packed) * heads,
+        inputs.slot_count(chunk) * heads,
         segments * heads * triton.cdiv(value_dim, config.block_v),
     )
     return two_launches(inputs, factors, states, launchers, programs, ("q", "k", "v"))

@@ -27,8 +27,6 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 (arXiv:2412.06464), equation 10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -62,11 +60,12 @@ from ssdprof.kernels.stored_states import (
     NOT_STEPPING,
     Stepping,
     hashed_head,
+    refuse_unwritable,
     stepped,
     stored_after,
     stored_state,
 )
-from ssdprof.kernels.tensors import is_expanded, strides_of, strides_of_each
+from ssdprof.kernels.tensors import strides_of, strides_of_each
 
 _STEP = "unfused_step"
 MOST_TOKENS = 4  # that are loaded together; eight take more registers than they save time
@@ -338,10 +337,6 @@ def gdn_recurrent(
     Raises ValueError if in_place has no initial_state to write to, an expanded one, or
     inputs.state_every, and UnsupportedError if the kernel cannot run.
     """
-    if in_place and (inputs.initial_state is None or inputs.state_every):
-        raise ValueError(
-            "in_place needs an initial_state to write to, and writes one state: no state_every"
-        )
     refuse_gradient("recurrent", vars(inputs).values())
     wide = (
         inputs.state_every == 1
@@ -353,12 +348,6 @@ def gdn_recurrent(
     )
 
 
-def _step_on_pool(inputs: GDNInputs, stepping: Stepping) -> GDNOutput:
-    """A call on the pool of `stored_states.on_pool`."""
-    refuse_gradient("recurrent", vars(inputs).values())
-    return kept(_launches, (inputs.signature, stepping), _prepare_steps, inputs, stepping)(inputs)
-
-
 def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
     refuse_device("recurrent", inputs.q)
     blocks = blocks_of(inputs, stepping=stepping)
@@ -367,13 +356,8 @@ def _prepare_steps(inputs: GDNInputs, stepping: Stepping) -> PreparedLaunch:
 
 def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
     inputs.check()
-    if inputs.state_every > 1:
-        raise UnsupportedError("recurrent: the state after every token, or only at the end")
+    refuse_unwritable(inputs, in_place=in_place)
     refuse_device("recurrent", inputs.q)
-    if in_place and is_expanded(inputs.initial_state):
-        raise ValueError(
-            "in_place cannot write to an expanded initial_state: pass initial_state.contiguous()"
-        )
     return recurrent_launch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
 
 
@@ -568,7 +552,7 @@ for _operator in ("gdn", "kda"):
             keeps=keeps_every_state,
             pools=True,
             in_place=partial(gdn_recurrent, in_place=True),
-            stepped=partial(stepped, _step_on_pool),
+            stepped=partial(stepped, _prepare_steps),
             batch_invariant=True,
         )
     )

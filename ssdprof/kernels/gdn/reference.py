@@ -19,8 +19,6 @@ passes from chunk to chunk.
 Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -37,6 +35,7 @@ from ssdprof.kernels.oracle import (
     register_oracle,
     segment_sums,
     spans_of,
+    split_chunks,
 )
 
 # (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and
@@ -53,15 +52,10 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
-        state, (all_q, all_k, all_v, g, all_beta) = (
-            final_states[span.sequence],
-            _load(inputs, span, dtype),
-        )
-        for t in range(span.stop - span.start):
-            q, k, v, beta = (
-                tensor[:, t, :, None] for tensor in (all_q, all_k, all_v, all_beta[..., None])
-            )
-            state = state * g[:, t].reshape(len(g), -1, 1).exp()
+        state, (*rows, g, beta_rows) = final_states[span.sequence], _load(inputs, span, dtype)
+        for t in range(span.length):
+            q, k, v, beta = (row[t, ..., None] for row in (*rows, beta_rows[..., None]))
+            state = state * g[t].reshape(len(state), -1, 1).exp()
             u = beta * (v - state.mT @ k)
             state = state + k @ u.mT
             out[span.batch, span.start + t] = (state.mT @ q)[..., 0]
@@ -69,41 +63,34 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     return GDNOutput(out, final_states)
 
 
-def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q (HV, T, K), scaled, k (HV, T, K), both normalised if use_qk_l2norm, v (HV, T, V), g and
-    beta (HV, T).
-    """
-    q, k, v, g, beta = (
-        tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
-        for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+def load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q and k (T, H, K), normalised if use_qk_l2norm, v (T, HV, V) and beta (T, HV)."""
+    q, k, v, beta = (
+        span.of(tensor).to(dtype) for tensor in (inputs.q, inputs.k, inputs.v, inputs.beta)
     )
     if inputs.use_qk_l2norm:
-        q, k = (
-            tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k)
-        )
+        q, k = (rows * (rows.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for rows in (q, k))
+    return q, k, v, beta
+
+
+def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """As `load`, but q, scaled, and k of value heads, (T, HV, K); g (T, HV) before beta."""
+    q, k, v, beta = load(inputs, span, dtype)
     q, k = (
-        tensor.repeat_interleave(inputs.values_per_key, 0)
-        for tensor in (q * inputs.scale_or_default, k)
+        rows.repeat_interleave(inputs.values_per_key, 1)
+        for rows in (q * inputs.scale_or_default, k)
     )
-    return q, k, v, g.clamp(max=0), beta
+    return q, k, v, span.of(inputs.g).to(dtype).clamp(max=0), beta
 
 
 def delta_chunks(
     decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output (T, HV, V) and the state (HV, K, V) after the span, with the decays of `decayed`."""
-    pieces, length = _load(inputs, span, dtype), span.stop - span.start
-    count = -(-length // ORACLE_CHUNK)
-    pad = count * ORACLE_CHUNK - length  # positions with g = beta = 0: they neither decay nor add
-
-    def chunks(tensor: Tensor) -> Tensor:
-        """(HV, T, ...) -> (HV, NT, chunk, ...)"""
-        heads, rest = tensor.shape[0], tensor.shape[2:]
-        return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(
-            heads, count, ORACLE_CHUNK, *rest
-        )
-
-    q, k, v, g, beta = map(chunks, pieces)
+    # padding has g = beta = 0: it neither decays nor adds
+    q, k, v, g, beta = (
+        split_chunks(rows, ORACLE_CHUNK) for rows in _load(inputs, span, dtype)
+    )  # (c, HV, chunk, ...)
     beta = beta[..., None]
     scores, system, since_start, to_end = decayed(q, k, g, beta)
     right = torch.cat([beta * v, beta * since_start * k], -1)
@@ -111,11 +98,11 @@ def delta_chunks(
         [v.shape[-1], k.shape[-1]], -1
     )
     out = torch.empty_like(v)
-    for i in range(count):
-        u = U0[:, i] - W[:, i] @ state
-        out[:, i] = (q[:, i] * since_start[:, i]) @ state + scores[:, i] @ u
-        state = state * since_start[:, i, -1, :, None] + (k[:, i] * to_end[:, i]).mT @ u
-    return out.flatten(1, 2)[:, :length].transpose(0, 1), state
+    for i in range(len(v)):
+        u = U0[i] - W[i] @ state
+        out[i] = (q[i] * since_start[i]) @ state + scores[i] @ u
+        state = state * since_start[i, :, -1, :, None] + (k[i] * to_end[i]).mT @ u
+    return out.transpose(1, 2).flatten(0, 1)[: span.length], state
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:

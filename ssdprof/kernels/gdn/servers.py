@@ -20,9 +20,14 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import MOST_STEPS, Prepared, import_kernels, prepared_kernel
-from ssdprof.kernels.gdn.adapters import (
+from ssdprof.kernels.adapters import (
+    MOST_STEPS,
+    Prepared,
     bounds_of,
+    import_kernels,
+    prepared_kernel,
+)
+from ssdprof.kernels.gdn.adapters import (
     packed,
     plain_beta,
     plain_gates,

@@ -6,12 +6,10 @@ output_final_state.  An unsupported option raises UnsupportedError, which names 
 counts as 0; in fla it makes the state grow.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ssdprof.kernels.gdn.compat import refuse
-from ssdprof.kernels.kda.functions import kda_fused
+from ssdprof.kernels.kda.fused import kda_fused
 
 
 def chunk_kda(

@@ -37,30 +37,32 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.choice import Fused, Variant
-from ssdprof.kernels.device import INTERPRETED, capability, sm_count
+from ssdprof.kernels.choice import Fused, Variant, tensor_function
+from ssdprof.kernels.device import sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
-from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
+from ssdprof.kernels.gdn.hopper.config import untiled
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
+    FactorShapes,
     first_slot,
     leave_state,
     load_rows,
+    operands_handed_on,
     options_of,
     options_of_factors,
     piece_of_slot,
-    slot_count,
     take_state,
     two_launches,
     unit_lower_inverse,
     whole_sequence,
 )
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.inputs import PreparedLaunch
+from ssdprof.kernels.inputs import Output, PreparedLaunch
 from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.kda.prep_kernel import DIM, HALF, WARPS, _kda_hopper_prep
 from ssdprof.kernels.kda.unfused import (
@@ -72,15 +74,7 @@ from ssdprof.kernels.kda.unfused import (
 )
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import (
-    described,
-    row_stride,
-    steps,
-    strides_of,
-    tile_strides,
-    tiles,
-    unreadable,
-)
+from ssdprof.kernels.tensors import described, row_stride, steps, strides_of, tile_strides, tiles
 
 STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
@@ -401,19 +395,11 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
-def handed_on(
-    inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
-) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def handed_on(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig) -> FactorShapes:
     """Shape and dtype of each tensor that the first launch writes for the second, in order."""
-    length, heads = inputs.v.shape[1:3]
-    slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
     widest = max(config.prep_block_k, config.block_k)
-    padded = triton.cdiv(inputs.q.shape[3], widest) * widest
-    operand = operand_dtype(inputs.q.dtype, precision)
-    operands = [
-        ((slots, heads, config.chunk, columns), operand)
-        for columns in (padded, padded, padded, config.chunk)
-    ]
+    operands = operands_handed_on(inputs, precision, config.chunk, widest, 3)
+    (slots, heads, _, padded), _ = operands[0]
     return [*operands, ((slots, heads, padded), torch.float32)]
 
 
@@ -482,9 +468,7 @@ def portable_prep(
     )
 
 
-def hopper_prep(
-    inputs: KDAInputs, handed: list[tuple[tuple[int, ...], torch.dtype]]
-) -> Callable[..., None]:
+def hopper_prep(inputs: KDAInputs, handed: FactorShapes) -> Callable[..., None]:
     """The first launch by `prep_kernel.py`.  handed: what it writes."""
     packed, length = inputs.cu_seqlens is not None, inputs.v.shape[1]
     heads, slots = inputs.v.shape[2], handed[0][0][0]
@@ -518,12 +502,12 @@ def hopper_prep(
 
     def launch(
         programs: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        *handed: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None,
+        *handed: Tensor,
     ) -> None:
         """handed: keys, queries, X and W through TMA, and the decays of whole chunks."""
         *factors, ends = handed
@@ -543,18 +527,13 @@ def hopper_prep(
 def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
     """Why `prep_kernel.py` does not support `inputs`; empty if it does."""
     q = inputs.q
-    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
+    reason = untiled(inputs, k=inputs.k, g=inputs.g)
+    yield reason != "", reason
     yield q.shape[3] != DIM.value, f"K {q.shape[3]}"
     yield (
         q.dtype == torch.float32 or not inputs.use_qk_l2norm,
         "fp32 inputs, and q and k that it does not normalise",
     )
-    slots = slot_count(
-        inputs.length, inputs.sequences, CHUNK.value, packed=inputs.cu_seqlens is not None
-    )
-    yield slots * CHUNK.value * inputs.v.shape[2] >= 2**31, "2^31 positions of all heads"
-    reason = unreadable(q=q, k=inputs.k, g=inputs.g)
-    yield reason != "", reason
 
 
 PORTABLE: Variant = Variant(
@@ -572,5 +551,53 @@ HOPPER: Variant = replace(
     configure=partial(configured, KDAPortableConfig.choose_hopper, "hopper"),
 )
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
+_function = tensor_function(FUSED, KDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
+
+
+# --- as a function of tensors, for use without the rest of ssdprof
+
+
+def kda_fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    cu_seqlens: Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+    state_v_first: bool = False,
+    batch_invariant: bool = False,
+) -> Output:
+    """Kimi Delta Attention, forward only.
+
+        S~_t  = diag(exp(g_t)) S_{t-1}
+        S_t   = S~_t + k_t (beta_t (v_t - S~_t^T k_t))^T
+        out_t = S_t^T (scale q_t)
+
+    q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H    beta: (B, T, HV)
+    g: (B, T, HV, K), natural logarithm of the decay of each channel.  A g above 0 counts as 0.
+    initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
+    All other arguments, the result, its reproducibility and the errors are those of `gdn_fused`.
+
+    Source: Kimi Team 2025 (arXiv:2510.26692).
+    """
+    arguments = dict(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        use_qk_l2norm=use_qk_l2norm,
+        cu_seqlens=cu_seqlens,
+    )
+    return _function(
+        arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
+    )

@@ -14,8 +14,6 @@ at the first half's last position, and the halves are halved again.  Every expon
 0, for any gate.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -8,8 +8,6 @@ and k, solve_tril and chunk_state are the kernels of unfused GDN, and dtypes are
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,14 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ssdprof.kernels.chunks import Chunks, own_chunk
-from ssdprof.kernels.functions import (
-    DOT_PRECISION,
-    LOG2_E,
-    TL_DTYPE,
-    decay_exp2,
-    in_units,
-    ptr_offset,
-)
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import block, operand_dtype, options
 from ssdprof.kernels.gdn.portable import FORGOTTEN
@@ -33,8 +24,10 @@ from ssdprof.kernels.gdn.unfused.pipeline import normalised, plan_stages, refuse
 from ssdprof.kernels.gdn.unfused.stages import (
     chunk_state,
     chunk_tile,
+    keys_and_values,
     load_beta,
     load_tokens,
+    output_of_chunks,
     solve_tril,
     token_tile,
 )
@@ -198,11 +191,10 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks, precision: Precision) -> Tens
     G = chunks.empty(heads, chunks.size, key_dim)
     chunks.launch(
         _kda_gate_cumsum_kernel,
-        chunks.total * heads * triton.cdiv(key_dim, of_stage["BLOCK_K"]),
+        heads * triton.cdiv(key_dim, of_stage["BLOCK_K"]),
+        heads,
         (inputs.g,),
         (G,),
-        heads,
-        chunks.count,
         KEY_DIM=key_dim,
         UNIT=strides_unit(inputs.g),
         **of_stage,
@@ -267,11 +259,10 @@ def decayed_scores(
     L, P = chunks.empty(heads, size, size), chunks.empty(heads, size, size, dtype=operand)
     chunks.launch(
         _kda_decayed_scores_kernel,
-        chunks.total * heads,
+        heads,
+        heads,
         (inputs.q, inputs.k, inputs.beta, G),
         (L, P),
-        heads,
-        chunks.count,
         inputs.values_per_key,
         KEY_DIM=key_dim,
         UNIT=strides_unit(inputs.q, inputs.k),
@@ -351,23 +342,15 @@ def recompute_w_u(
     sequence's end are zero
     Grid: (B * NT * HV)
     """
-    k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
-    operand = operand_dtype(v.dtype, precision)
-    w, k_end = (chunks.empty(heads, chunks.size, key_dim, dtype=operand) for _ in range(2))
-    u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
-    chunks.launch(
+    w, u, k_end = keys_and_values(
         _kda_recompute_w_u_kernel,
-        chunks.total * heads,
-        (A, k, v, inputs.beta, G),
-        (w, u, k_end),
-        heads,
-        chunks.count,
-        inputs.values_per_key,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(k, v),
-        **stage_options(inputs, precision)["recompute_w_u"],
+        inputs,
+        A,
+        G,
+        chunks,
+        precision,
+        stage_options(inputs, precision)["recompute_w_u"],
+        key_tensors=2,
     )
     return w, u, k_end
 
@@ -438,29 +421,53 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    q, (heads, value_dim), key_dim = inputs.q, inputs.v.shape[2:], inputs.q.shape[3]
-    operand = operand_dtype(inputs.v.dtype, precision)
-    of_stage = stage_options(inputs, precision)["chunk_output"]
-    out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
-    chunks.launch(
+    return output_of_chunks(
         _kda_chunk_output_kernel,
-        chunks.total * heads * triton.cdiv(value_dim, of_stage["BLOCK_V"]),
-        (q, G, P, prev_states, v_new),
-        (out,),
-        heads,
-        chunks.count,
-        inputs.values_per_key,
-        inputs.scale_or_default,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(q, prev_states, out),
-        **of_stage,
+        inputs,
+        (inputs.q, G, P, prev_states, v_new),
+        (inputs.q, prev_states),
+        chunks,
+        precision,
+        stage_options(inputs, precision)["chunk_output"],
     )
-    return out
 
 
 # --- the implementation
+
+
+def kda_unfused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    cu_seqlens: Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+) -> GDNOutput:
+    """Kimi Delta Attention in six launches, forward only.  Arguments and result are those of
+    `KDAInputs`.
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
+    ones.
+    """
+    inputs = KDAInputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
+    )
+    return run(inputs, precision)
 
 
 def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008

@@ -13,8 +13,6 @@ model                   the torch function of transformers, in fp32, but for dt 
 final_states have the library's own dtype, so that times do not include a conversion.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 changing one import.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

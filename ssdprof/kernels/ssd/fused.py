@@ -4,8 +4,6 @@ Sequences of one position, decode steps, run the recurrent kernel.  `ssd_fused(.
 for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from ssdprof.kernels.choice import Fused, FusedCall, Variant, Work, tensor_function

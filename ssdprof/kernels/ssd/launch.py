@@ -1,7 +1,5 @@
 """Outputs, workspace and prepared launch of a kernel that computes SSD in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

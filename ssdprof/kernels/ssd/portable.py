@@ -49,8 +49,6 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6;
 docs/ssd-mathematics.md for segments.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any, NamedTuple
 

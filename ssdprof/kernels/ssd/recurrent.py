@@ -18,8 +18,6 @@ Grid: (sequences * h * slices of p), slices fastest, then heads.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
@@ -56,11 +54,12 @@ from ssdprof.kernels.stored_states import (
     NOT_STEPPING,
     Stepping,
     hashed_head,
+    refuse_unwritable,
     stepped,
     stored_after,
     stored_state,
 )
-from ssdprof.kernels.tensors import is_expanded, strides_of_each
+from ssdprof.kernels.tensors import strides_of_each
 
 MAX_DSTATE = 256
 _STEP = "unfused_step"
@@ -263,18 +262,8 @@ def ssd_recurrent(
     inputs.state_every, and UnsupportedError for N above MAX_DSTATE, for inputs that require a
     gradient, and, outside Triton's interpreter, for tensors not on a GPU.
     """
-    if in_place and (inputs.initial_states is None or inputs.state_every):
-        raise ValueError(
-            "in_place needs initial_states to write to, and writes one state: no state_every"
-        )
     refuse_gradient("recurrent", _tensors(inputs))
     return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
-
-
-def _step_on_pool(inputs: SSDInputs, stepping: Stepping) -> SSDOutput:
-    """A call on the pool of `stored_states.on_pool`."""
-    refuse_gradient("recurrent", _tensors(inputs))
-    return kept(_launches, (inputs.signature, stepping), _prepare_steps, inputs, stepping)(inputs)
 
 
 def _prepare_steps(inputs: SSDInputs, stepping: Stepping) -> PreparedLaunch:
@@ -285,12 +274,7 @@ def _prepare_steps(inputs: SSDInputs, stepping: Stepping) -> PreparedLaunch:
 def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     inputs.check()
     _refuse_unsupported("recurrent", inputs)
-    if inputs.state_every > 1:
-        raise UnsupportedError("recurrent: the state after every token, or only at the end")
-    if in_place and is_expanded(inputs.initial_states):
-        raise ValueError(
-            "in_place cannot write to expanded initial_states: pass initial_states.contiguous()"
-        )
+    refuse_unwritable(inputs, in_place=in_place)
     return recurrent_launch(inputs, in_place=in_place)
 
 
@@ -409,7 +393,7 @@ register(
         keeps=keeps_every_state,
         pools=True,
         in_place=partial(ssd_recurrent, in_place=True),
-        stepped=partial(stepped, _step_on_pool),
+        stepped=partial(stepped, _prepare_steps),
         batch_invariant=True,
     )
 )

@@ -10,8 +10,6 @@ decay between two positions is the exponential of the *sum* of the steps between
 difference of two cumulative sums, one huge step would cancel the digits of later ones.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -26,6 +24,7 @@ from ssdprof.kernels.oracle import (
     register_oracle,
     segment_sums,
     spans_of,
+    split_chunks,
 )
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -64,8 +63,7 @@ def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ..
     in `dtype`.
     """
     x, dt, B, C = (
-        tensor[span.batch, span.start : span.stop].to(dtype)
-        for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
+        span.of(tensor).to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
     )
     if inputs.dt_bias is not None:
         dt = dt + inputs.dt_bias.to(dtype)
@@ -79,12 +77,10 @@ def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[Tensor, ..
 def _skip_and_gate(inputs: SSDInputs, span: Span, out: Tensor) -> Tensor:
     """(out + D x) * silu(z) of the span.  D and z are optional."""
     if inputs.D is not None:
-        x = inputs.x[span.batch, span.start : span.stop].to(out.dtype)
+        x = span.of(inputs.x).to(out.dtype)
         out = out + inputs.D.to(out.dtype).reshape(x.shape[1], -1) * x
     if inputs.z is not None:
-        out = out * torch.nn.functional.silu(
-            inputs.z[span.batch, span.start : span.stop].to(out.dtype)
-        )
+        out = out * torch.nn.functional.silu(span.of(inputs.z).to(out.dtype))
     return out
 
 
@@ -98,28 +94,24 @@ def _chunked(
     """
     x, dt, A, B, C = _load(inputs, span, dtype)
     (l, h, p), (g, n) = x.shape, B.shape[1:]
-    r, q, c = h // g, ORACLE_CHUNK, -(-l // ORACLE_CHUNK)
-    pad = c * q - l  # positions with dt = 0: they neither decay nor add
+    r, q = h // g, ORACLE_CHUNK
 
-    def chunks(tensor: Tensor) -> Tensor:
-        """(l, ...) -> (c, q, ...)"""
-        rest = tensor.shape[1:]
-        return torch.cat([tensor, tensor.new_zeros(pad, *rest)]).reshape(c, q, *rest)
-
-    x = chunks(x).reshape(c, q, g, r, p)
-    B, C = chunks(B).transpose(1, 2), chunks(C).transpose(1, 2)  # (c, g, q, n)
-    dt = chunks(dt).reshape(c, q, g, r).permute(0, 2, 3, 1)  # (c, g, r, q)
+    # padding has dt = 0: it neither decays nor adds
+    x, dt, B, C = (split_chunks(rows, q) for rows in (x, dt, B, C))  # (c, heads, q, ...)
+    c = len(x)
+    x = x.reshape(c, g, r, q, p)
+    dt = dt.reshape(c, g, r, q)
     steps = dt * A.reshape(g, r, 1)  # log of the decay at each position
     log_decay = segment_sums(steps)  # (c, g, r, q, s)
 
     # within a chunk: contributions of position s to position q
     scores = (C @ B.mT)[:, :, None] * log_decay.exp() * dt[..., None, :]  # (c, g, r, q, s)
-    out = scores @ x.permute(0, 2, 3, 1, 4)  # (c, g, r, q, p)
+    out = scores @ x  # (c, g, r, q, p)
 
     # from chunk to chunk
     # (c, g, s, r): up to the chunk's end
     weights = (log_decay[..., -1, :].exp() * dt).permute(0, 1, 3, 2)
-    weighted_x = (x.transpose(1, 2) * weights[..., None]).reshape(c, g, q, r * p)
+    weighted_x = (x.permute(0, 1, 3, 2, 4) * weights[..., None]).reshape(c, g, q, r * p)
     chunk_states = (B.mT @ weighted_x).reshape(c, g, n, r, p)
     since_start = steps.cumsum(-1)  # (c, g, r, q)
     chunk_decay = since_start[..., -1].exp()[:, :, None, :, None]  # (c, g, 1, r, 1)

@@ -10,8 +10,6 @@ The servers' packages patch torch and transformers when they are imported, so th
 only the modules with kernels are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -24,6 +22,7 @@ from ssdprof.kernels.adapters import (
     MOST_STEPS,
     SHORT,
     Tunings,
+    bounds_of,
     import_kernels,
     library_kernel,
     once,
@@ -43,19 +42,12 @@ _TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
 StepCall = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _bounds(inputs: SSDInputs) -> torch.Tensor:
-    """(sequences + 1) int32: where each sequence begins among all tokens."""
-    if inputs.cu_seqlens is not None:
-        return inputs.cu_seqlens.int()
-    return (torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length).int()
-
-
 # --- prompts
 
 
 def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
     """vLLM's: chunks begin with their sequences."""
-    bounds = _bounds(inputs)
+    bounds = bounds_of(inputs).int()
     starts: list[int] = []
     owners: list[int] = []
     last: list[int] = []
@@ -76,7 +68,7 @@ def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
 
 def _common_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
     """SGLang's: chunks lie side by side whatever sequences they cut, and their parts are listed."""
-    size, bounds = inputs.chunk_size, _bounds(inputs)
+    size, bounds = inputs.chunk_size, bounds_of(inputs).int()
     owners = torch.arange(inputs.sequences, device=inputs.device).int()
     listed = {"cu_seqlens": bounds, "seq_idx": owners.repeat_interleave(bounds.diff())[None]}
     if inputs.initial_states is not None:
@@ -173,7 +165,7 @@ def _tables(inputs: SSDInputs, slots: Slots) -> dict[str, Any]:
         "dst_state_batch_indices": written,
         "null_block_id": -1,
         "num_accepted_tokens": torch.ones_like(read),
-        "cu_seqlens": _bounds(inputs),
+        "cu_seqlens": bounds_of(inputs).int(),
     }
 
 

@@ -11,8 +11,6 @@ Shapes: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -133,11 +131,10 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[Tensor, Tensor]:
     )
     chunks.launch(
         _chunk_cumsum_kernel,
-        chunks.total * triton.cdiv(nheads, blocks["block_h"]),
+        triton.cdiv(nheads, blocks["block_h"]),
+        nheads,
         (inputs.dt, inputs.A, inputs.dt_bias),
         (dt, dA_cumsum_log2),
-        nheads,
-        chunks.count,
         *map(float, inputs.dt_limit),
         DT_SOFTPLUS=inputs.dt_softplus,
         **_constants(blocks),
@@ -219,11 +216,10 @@ def chunk_state(
     tiles = triton.cdiv(headdim, blocks["block_p"]) * triton.cdiv(dstate, blocks["block_n"])
     chunks.launch(
         _chunk_state_kernel,
-        chunks.total * nheads * tiles,
+        nheads * tiles,
+        nheads,
         (inputs.x, inputs.B, dt, dA_cumsum_log2),
         (states,),
-        nheads,
-        chunks.count,
         inputs.heads_per_group,
         HEADDIM=headdim,
         DSTATE=dstate,
@@ -371,11 +367,10 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> Tensor
     )
     chunks.launch(
         _bmm_chunk_kernel,
-        chunks.total * ngroups * tiles,
+        ngroups * tiles,
+        ngroups,
         (inputs.C, inputs.B),
         (CB,),
-        ngroups,
-        chunks.count,
         DSTATE=dstate,
         **_constants(blocks),
     )
@@ -522,11 +517,10 @@ def chunk_scan(
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
     chunks.launch(
         _chunk_scan_kernel,
-        chunks.total * nheads * tiles,
+        nheads * tiles,
+        nheads,
         (CB, x, dt, dA_cumsum_log2, inputs.C, prev_states, inputs.D, inputs.z),
         (out,),
-        nheads,
-        chunks.count,
         inputs.heads_per_group,
         HEADDIM=headdim,
         DSTATE=inputs.C.shape[3],

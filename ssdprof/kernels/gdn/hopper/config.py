@@ -157,16 +157,6 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
-def slot_count(inputs: GDNInputs) -> int:
-    """Chunks of all sequences; an upper bound for packed sequences, whose lengths are on the
-    device.
-    """
-    batch, seqlen = inputs.v.shape[:2]
-    if inputs.cu_seqlens is None:
-        return int(batch * ceil_div(seqlen, CHUNK.value))
-    return int(seqlen // CHUNK.value + inputs.sequences)
-
-
 @first_reason
 def unsupported(inputs: GDNInputs) -> Reasons:
     """Why this kernel does not support `inputs`; empty if it does."""
@@ -181,10 +171,19 @@ def unsupported_otherwise(inputs: GDNInputs) -> Reasons:
     """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it
     does.
     """
-    q, k, v = inputs.q, inputs.k, inputs.v
-    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
-    yield q.dtype == torch.float32, "fp32 inputs"
+    reason = untiled(inputs, k=inputs.k, v=inputs.v)
+    yield reason != "", reason
+    yield inputs.q.dtype == torch.float32, "fp32 inputs"
     yield inputs.scale_or_default <= 0, f"a scale of {inputs.scale_or_default}"
-    yield slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31, "2^31 positions of all heads"
-    reason = unreadable(q=q, k=k, v=v)
+
+
+@first_reason
+def untiled(inputs: GDNInputs, **tensors: torch.Tensor) -> Reasons:
+    """Why no Hopper kernel of the delta rule can read q and `tensors` in tiles; empty if one
+    can.
+    """
+    q, positions = inputs.q, inputs.slot_count(CHUNK.value) * CHUNK.value
+    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
+    yield positions * inputs.v.shape[2] >= 2**31, "2^31 positions of all heads"
+    reason = unreadable(q=q, **tensors)
     yield reason != "", reason

@@ -1,14 +1,12 @@
 """Launches of the Hopper kernels: their arguments, workspace and grids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from triton import next_power_of_2
 
-from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kernel
 from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, _combine_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
@@ -56,7 +54,7 @@ def workspace(
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
     single, chunk, dim = torch.float32, CHUNK.value, DIM.value
-    slots, heads, count = slot_count(inputs), inputs.v.shape[2], config.transition_parts
+    slots, heads, count = inputs.slot_count(chunk), inputs.v.shape[2], config.transition_parts
     slow = row_count(inputs, config.segment) if count else 0
     return places(
         {
@@ -143,12 +141,12 @@ def launches(
 
 def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
     """Arguments of all kernels: positions of a row of the batch, sequences, and slots of chunks."""
-    return inputs.q.shape[1], inputs.sequences, slot_count(inputs)
+    return inputs.q.shape[1], inputs.sequences, inputs.slot_count(CHUNK.value)
 
 
 def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:
     """The launch of `_prep_kernel`, which returns descriptors of q, k and the inverses."""
-    packed, heads, slots = inputs.cu_seqlens is not None, inputs.v.shape[2], slot_count(inputs)
+    packed, (_, _, slots), heads = inputs.cu_seqlens is not None, _sizes(inputs), inputs.v.shape[2]
     q_tiles, k_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k))
     row_count = slots * heads * CHUNK.value
     inverse_rows = rows(inputs.q.dtype, row_count, block=(CHUNK.value, CHUNK.value))

@@ -5,8 +5,6 @@ a value head, with the same q, k and gates.  TMA pads tiles with zeros to K = V 
 and skips the padding when it writes.  States are not copied through TMA, so this module pads them.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported_otherwise

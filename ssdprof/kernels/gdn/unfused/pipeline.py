@@ -4,8 +4,6 @@
 default, dtypes are those of the unfused Triton kernels of flash-linear-attention (`config.py`).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,7 +6,7 @@ Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412
 3.3; docs/gdn-mathematics.md.
 """
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 import triton
@@ -164,11 +164,10 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
     g_cumsum_log2 = chunks.empty(heads, chunks.size)
     chunks.launch(
         _gdn_gate_cumsum_kernel,
-        chunks.total * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
+        triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
+        heads,
         (inputs.g,),
         (g_cumsum_log2,),
-        heads,
-        chunks.count,
         **config.GATE_CUMSUM,
     )
     return g_cumsum_log2
@@ -226,11 +225,10 @@ def scaled_dot_kkt(
     L = chunks.empty(inputs.v.shape[2], chunks.size, chunks.size)
     chunks.launch(
         _gdn_scaled_dot_kkt_kernel,
-        chunks.total * heads,
+        heads,
+        heads,
         (inputs.k, inputs.beta, g_cumsum_log2),
         (L,),
-        heads,
-        chunks.count,
         KEY_DIM=key_dim,
         VALUES_PER_KEY=inputs.values_per_key,
         OPERAND=TL_DTYPE[operand],
@@ -325,11 +323,10 @@ def solve_tril(
     A = torch.empty(L.shape, device=L.device, dtype=operand)
     chunks.launch(
         _gdn_solve_tril_kernel,
-        chunks.total * heads,
+        heads,
+        heads,
         (L,),
         (A,),
-        heads,
-        chunks.count,
         LEAF=LEAF,
         MERGES=(chunks.size // LEAF).bit_length() - 1,
         PRODUCTS=inverse_products(operand),
@@ -404,26 +401,56 @@ def recompute_w_u(
     sequence's end are zero
     Grid: (B * NT * HV)
     """
+    w, u = keys_and_values(
+        _gdn_recompute_w_u_kernel,
+        inputs,
+        A,
+        g_cumsum_log2,
+        chunks,
+        precision,
+        config.unfused_options(inputs, precision)["recompute_w_u"],
+        INTERMEDIATE=intermediate(inputs.v.dtype, precision),
+    )
+    return w, u
+
+
+def keys_and_values(
+    kernel: Any,
+    inputs: GDNInputs,
+    A: torch.Tensor,
+    decays: torch.Tensor,
+    chunks: Chunks,
+    precision: Precision,
+    options: dict[str, int],
+    *,
+    key_tensors: int = 1,
+    **constants: object,
+) -> tuple[torch.Tensor, ...]:
+    """Launch stage 4, also with a decay for each channel: w, u, and other tensors of keys.
+
+    key_tensors: the number of those of w's shape, w among them.
+    """
     k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
     operand = operand_dtype(v.dtype, precision)
-    w = chunks.empty(heads, chunks.size, key_dim, dtype=operand)
+    w, *others = (
+        chunks.empty(heads, chunks.size, key_dim, dtype=operand) for _ in range(key_tensors)
+    )
     u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
     chunks.launch(
-        _gdn_recompute_w_u_kernel,
-        chunks.total * heads,
-        (A, k, v, inputs.beta, g_cumsum_log2),
-        (w, u),
+        kernel,
         heads,
-        chunks.count,
+        heads,
+        (A, k, v, inputs.beta, decays),
+        (w, u, *others),
         inputs.values_per_key,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand],
-        INTERMEDIATE=intermediate(v.dtype, precision),
         UNIT=strides_unit(k, v, w),
-        **config.unfused_options(inputs, precision)["recompute_w_u"],
+        **constants,
+        **options,
     )
-    return w, u
+    return w, u, *others
 
 
 @triton.jit
@@ -667,24 +694,47 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    q, k, (heads, value_dim), key_dim = inputs.q, inputs.k, inputs.v.shape[2:], inputs.q.shape[3]
-    operand = operand_dtype(inputs.v.dtype, precision)
-    options = config.unfused_options(inputs, precision)["chunk_output"]
-    out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
-    chunks.launch(
+    q, k = inputs.q, inputs.k
+    return output_of_chunks(
         _gdn_chunk_output_kernel,
-        chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        inputs,
         (q, k, prev_states, v_new, g_cumsum_log2),
-        (out,),
+        (q, k, prev_states),
+        chunks,
+        precision,
+        config.unfused_options(inputs, precision)["chunk_output"],
+        INTERMEDIATE=intermediate(inputs.v.dtype, precision),
+    )
+
+
+def output_of_chunks(
+    kernel: Any,
+    inputs: GDNInputs,
+    read: tuple[torch.Tensor, ...],
+    aligned: tuple[torch.Tensor, ...],
+    chunks: Chunks,
+    precision: Precision,
+    options: dict[str, int],
+    **constants: object,
+) -> torch.Tensor:
+    """Launch stage 6, also with a decay for each channel.  aligned: tensors whose strides, and
+    those of the output, the kernel takes in units.
+    """
+    heads, value_dim = inputs.v.shape[2:]
+    out = torch.empty(inputs.v.shape, device=inputs.v.device, dtype=inputs.v.dtype)
+    chunks.launch(
+        kernel,
+        heads * triton.cdiv(value_dim, options["BLOCK_V"]),
         heads,
-        chunks.count,
+        read,
+        (out,),
         inputs.values_per_key,
         inputs.scale_or_default,
-        KEY_DIM=key_dim,
+        KEY_DIM=inputs.q.shape[3],
         VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand],
-        INTERMEDIATE=intermediate(inputs.v.dtype, precision),
-        UNIT=strides_unit(q, k, prev_states, out),
+        OPERAND=TL_DTYPE[operand_dtype(inputs.v.dtype, precision)],
+        UNIT=strides_unit(*aligned, out),
+        **constants,
         **options,
     )
     return out

@@ -1,7 +1,5 @@
 """Launch of the Hopper kernel: its arguments, workspace and grid."""
 
-from __future__ import annotations
-
 import torch
 
 from ssdprof.kernels.hopper.ring import CHUNK
