@@ -146,7 +146,7 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
     return ("broken" if without else "killed"), test
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
     parser.add_argument("rooms", nargs="*")
@@ -173,7 +173,7 @@ def main() -> None:
             unwanted = shutil.ignore_patterns(".git", "__pycache__", "runs", ".*_cache")
             trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=unwanted)))
 
-        def one(mutant: Mutant) -> None:
+        def one(mutant: Mutant):
             tree = trees.get()
             began = time.monotonic()
             status, test = judge(mutant, tree, wanted.limit)

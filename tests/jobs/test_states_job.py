@@ -51,9 +51,7 @@ def states_of(folder: str) -> dict[str, tuple[Case, DecodedStates]]:
     ("length", "step", "marks"),
     [(1, 1, (1,)), (4, 1, (1, 2, 4)), (9, 1, (1, 2, 4, 8, 9)), (9, 4, (4, 8, 9)), (2, 4, (2,))],
 )
-def test_errors_are_known_after_powers_of_two_of_steps(
-    length: int, step: int, marks: tuple[int, ...]
-):
+def test_errors_are_known_after_powers_of_two_of_steps(length, step, marks):
     assert marks_of(length, step) == marks
 
 
@@ -69,13 +67,12 @@ def test_the_exponent_of_growth_has_an_interval():
     assert known
     assert known == pytest.approx((0.5, 0.5, 0.5))
     noisy = exponent(steps, [3 * step**0.5 * 1.1 ** (-1) ** step for step in (4, 8, 17, 32)])
-    assert noisy
     assert noisy.low < 0.5 < noisy.high
     assert exponent(steps[:2], [1.0, 2.0]) is None
 
 
 @pytest.mark.parametrize("operator", SHAPES)
-def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str):
+def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
     Path("mine.py").write_text(FORMATS)
     names = ["fp32", "bf16", "mine:all", "mine:loses_a_head", "mine:empty"]
     words = f"--shape {SHAPES[operator]} --seq 12 --decode-states {','.join(names)}"
@@ -121,7 +118,7 @@ def test_a_longer_step_rounds_less_often():
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_prompts_and_stored_captures_are_decoded(model: str):
+def test_prompts_and_stored_captures_are_decoded(model):
     words = "--layers first:1 --decode-states fp32,int8"
     passing(f"run {model} --seq 12 --batch 2", words, "--save-captures --out a")
     found = states_of("a")
@@ -173,7 +170,7 @@ def test_an_interrupted_run_goes_on_with_the_other_formats():
         ("--decode-states fp32,mine:broken", 1, "RuntimeError: boom (mine.py:"),
     ],
 )
-def test_what_cannot_be_decoded_is_told(words: str, code: int, message: str):
+def test_what_cannot_be_decoded_is_told(words, code, message):
     Path("mine.py").write_text(FORMATS)
     answer = ending(code, f"bench ssd {SMALL} {words} --out a")
     assert message in f"{answer.err} {answer.shown}"

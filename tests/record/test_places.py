@@ -45,7 +45,7 @@ def name_of(place: Place) -> str:
 
 
 @pytest.mark.parametrize("library", OF_LIBRARY)
-def test_every_place_is_in_the_sources_that_were_read(library: str):
+def test_every_place_is_in_the_sources_that_were_read(library):
     for place in OF_LIBRARY[library]:
         names = RECORDED[library]["functions"][name_of(place)].split()
         assert set(place.parameters) <= set(names), name_of(place)
@@ -67,7 +67,7 @@ class Scene:
     place: Place
     terms: dict[str, Any]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.generator = torch.Generator().manual_seed(0)
         self.names = RECORDED[self.place.library]["functions"][name_of(self.place)].split()
         self.is_ssd = self.place.operator == "ssd"
@@ -226,7 +226,7 @@ class Scene:
                 values["D"] = values["D"].contiguous()
         return values
 
-    def call(self, given: dict[str, Any]) -> Any:
+    def call(self, given: dict[str, Any]):
         """What the function writes and returns.  It leaves what is padding."""
         out, states = self.outcome
         every, last = self.turned(states), self.turned(states[self.lengths.cumsum(0) - 1])
@@ -273,7 +273,7 @@ def entries() -> list[Any]:
 
 
 @pytest.mark.parametrize(("operator", "function", "terms"), entries())
-def test_a_call_is_read_as_inputs_and_output(operator: str, function: str, terms: dict[str, Any]):
+def test_a_call_is_read_as_inputs_and_output(operator, function, terms):
     (place,) = (
         place
         for place in PLACES
@@ -325,7 +325,6 @@ def test_a_call_is_read_as_inputs_and_output(operator: str, function: str, terms
     if "every" not in terms:
         last = scene.lengths.cumsum(0) - 1
         expected, kept = expected[last], kept[last]
-    assert states is not None
     torch.testing.assert_close(states[: len(kept)][kept], expected[kept], rtol=1e-5, atol=1e-5)
     assert not states[: len(kept)][~kept].any()
     assert not states[len(kept) :].any()

@@ -3,7 +3,6 @@ calls.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import cases
 import pytest
@@ -61,7 +60,7 @@ def changed(
     return change
 
 
-def result(word: str, *where: Any, **more: Any) -> Change:
+def result(word: str, *where, **more) -> Change:
     return changed(lambda case: failed(case, word), *where, **more)
 
 
@@ -246,7 +245,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_the_verdict_names_what_is_wrong_and_what_is_not(name: str):
+def test_the_verdict_names_what_is_wrong_and_what_is_not(name):
     found, expected = VERDICTS[name]
     lines = verdict_lines(found)
     assert len(lines) == len(expected), lines
@@ -310,7 +309,7 @@ BOTH = "exact, fp32 states and at relaxed, fp16 states"
         ),
     ],
 )
-def test_it_is_said_where_an_implementation_may_be_used(found: Report, words: str):
+def test_it_is_said_where_an_implementation_may_be_used(found: Report, words):
     assert advised(found) == f"At 131,072 tokens, fused may be used at {words}"
 
 
@@ -400,7 +399,7 @@ def slower_fla(case: Case) -> Case:
         (report(complete=False), "keep unfused for now: this run is incomplete."),
     ],
 )
-def test_the_last_sentence_says_what_to_do(found: Report, words: str):
+def test_the_last_sentence_says_what_to_do(found: Report, words):
     assert [line.text for line in in_short(found)] == [f"In short: {words}"]
     assert compose(found).verdict[-1].text == f"In short: {words}"
 
@@ -412,7 +411,7 @@ def test_the_last_sentence_says_what_to_do(found: Report, words: str):
         (3e-5, "use exact, fp32"),
     ],
 )
-def test_answers_decide_on_the_precision(kl: float, words: str):
+def test_answers_decide_on_the_precision(kl, words):
     faster = changed(lambda one: one.changed(samples=timed(400, 700)), precision=RELAXED_FP16)
     answered = with_answers(kl)
     found = report(precisions=TWO, layers=(3,), change=faster).changed(
@@ -529,7 +528,7 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CAVEATS)
-def test_caveats(name: str):
+def test_caveats(name):
     found, expected = CAVEATS[name]
     said = list(caveats(found))
     assert len(said) == len(expected), said
@@ -642,7 +641,7 @@ def test_rows_are_folded_only_if_all_other_cells_are_equal():
 
 
 @pytest.mark.parametrize(("kind", "passed"), [("own", False), ("library", True)])
-def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind: str, passed: bool):
+def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, passed):
     broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
     kept = (Probe(name="linearity", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))

@@ -34,7 +34,7 @@ def overflowing(step: int) -> float | None:
     return 1e-3 if step < 100 else None
 
 
-def of_states(*made: Case, **fields: object) -> Report:
+def of_states(*made: Case, **fields) -> Report:
     requested = tuple(map(cases.requested, made))
     return cases.of_cases("run", made, baseline="", requested=requested, **fields)
 
@@ -102,7 +102,7 @@ def test_heads_are_grouped_by_how_long_they_remember():
     ],
 )
 def test_the_sentence_names_the_smallest_pool_that_keeps_every_head(
-    made: tuple[Case, ...], sentence: str
+    made: tuple[Case, ...], sentence
 ):
     assert f"In short: {sentence}" in " ".join(printed(brief.render(of_states(*made))).split())
 
