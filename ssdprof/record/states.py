@@ -95,15 +95,14 @@ class CallStates:
         return torch.where(slots <= self.padding, -1, slots)
 
     def initial(self) -> Tensor | None:
-        """A copy of the states with which the sequences begin."""
-        if self.state is None:
+        """The states with which the sequences begin."""
+        states = self.state
+        if states is None:
             return None
         known = self.has_initial
         slots = self.slots_read
-        if slots is None:
-            states = self.state.clone()
-        else:
-            states = self.state[slots.clamp(min=0)]
+        if slots is not None:
+            states = states[slots.clamp(min=0)]
             known = slots >= 0 if known is None else known & (slots >= 0)
         return self._turned(states if known is None else _where(known, states))
 
@@ -119,7 +118,7 @@ class CallStates:
             return None
         slots = self.slots_read
         if slots is None:
-            states = pool.clone() if pool is not None and self.in_place else returned
+            states = pool if self.in_place else returned
             return None if states is None else self._turned(states)
         assert pool is not None
         written = slots if self.written is None else self.written[: self.sequences].long()
