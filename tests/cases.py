@@ -62,7 +62,7 @@ _PATTERN = (1.0, -1.0, 0.0)
 Kind = TypeVar("Kind", LayerCall, Generated, DecodedStates, Answers, Prefill)
 
 
-def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> Any:
+def made_of(record: type[Any], fields: dict[str, Any], /, **defaults):
     return record(**(defaults | fields))
 
 
@@ -121,7 +121,7 @@ def dims(
 
 
 def deviation(
-    rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any
+    rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields
 ) -> Deviation:
     """matches: percent at each of `TOLERANCES`."""
     place = {"worst_head": 7, "worst_position": (0, 5, 7, 3)} | fields
@@ -140,10 +140,7 @@ def deviation(
 
 
 def accuracy(
-    tensor: str = "out",
-    used: float = 0.5,
-    against: str = "unfused exact, fp32 states",
-    **fields: Any,
+    tensor: str = "out", used: float = 0.5, against: str = "unfused exact, fp32 states", **fields
 ) -> Accuracy:
     """used: share of the error budget.  against: empty for the baseline itself."""
     use = BudgetUse(norm="max", head=7, error=used, budget=1.0, position=(0, 5, 7, 3))
@@ -172,9 +169,7 @@ def both_tensors(
     return accuracy("out", used, against), of_states.changed(**errors)
 
 
-def case(
-    implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
-) -> Case:
+def case(implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields) -> Case:
     """A case of a captured call of layer 0 at 1,024 tokens; without times unless `samples` are
     given.
 
@@ -199,7 +194,7 @@ def case(
     return Case(**(usual | size | fields))
 
 
-def with_task(case: Case, **fields: Any) -> Case:
+def with_task(case: Case, **fields) -> Case:
     """The case with other fields of its task."""
     return case.changed(task=case.task.changed(**fields))
 
@@ -310,7 +305,7 @@ def report(
     precisions: Sequence[PrecisionName] = PRECISIONS,
     gpu: bool = True,
     change: Callable[[Case], Case] = lambda one: one,
-    **fields: Any,
+    **fields,
 ) -> Report:
     """A run.  change: of every case.  fields: of the report, or of its process."""
     cases = tuple(
@@ -331,7 +326,7 @@ def report(
     )
 
 
-def two_layers(**fields: Any) -> Report:
+def two_layers(**fields) -> Report:
     """A run of two layers at two precisions."""
     usual = {"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)}
     return report(**usual | fields)
@@ -342,7 +337,7 @@ def taken(fields: dict[str, Any], model: type[Record], *, but: str) -> dict[str,
     return {name: fields.pop(name) for name in fields.keys() & model.model_fields.keys() - {but}}
 
 
-def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
+def of_cases(kind: str, made: Iterable[Case] = (), **fields) -> Report:
     """A complete report of one process.  fields: of the report, or of its process
     (`ProcessLine`).
     """
@@ -397,7 +392,7 @@ def in_calls(run: Report, count: int = 3) -> Report:
 # --- other kinds
 
 
-def generated(tokens: str = "1 x 1,024", **fields: Any) -> Generated:
+def generated(tokens: str = "1 x 1,024", **fields) -> Generated:
     return made_of(
         Generated,
         fields,
@@ -410,9 +405,7 @@ def generated(tokens: str = "1 x 1,024", **fields: Any) -> Generated:
     )
 
 
-def cell(
-    seqlen: int = 1024, times: dict[str, float] | None = None, **fields: Any
-) -> tuple[Case, ...]:
+def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields) -> tuple[Case, ...]:
     """A bench's cases on the same inputs.  times: device time of each implementation."""
     cases = []
     for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
@@ -431,13 +424,11 @@ def cell(
     return tuple(cases)
 
 
-def bench(*made: Case, **fields: Any) -> Report:
+def bench(*made: Case, **fields) -> Report:
     return of_cases("bench", made or cell(), **fields)
 
 
-def of_prefill(
-    implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any
-) -> Case:
+def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **fields) -> Case:
     """fields: of the case, or of its `Prefill`."""
     of_task = taken(fields, Prefill, but="kind")
     parts = {
@@ -464,11 +455,11 @@ def of_prefill(
     return case(implementation, **({"samples": times, "task": whole} | fields))
 
 
-def prefill(*made: Case, **fields: Any) -> Report:
+def prefill(*made: Case, **fields) -> Report:
     return of_cases("prefill", made or (of_prefill("unfused", 2000.0), of_prefill()), **fields)
 
 
-def decoded(state_format: str, *heads: Callable[[int], float | None], **fields: Any) -> Case:
+def decoded(state_format: str, *heads: Callable[[int], float | None], **fields) -> Case:
     """A layer's 4,096 tokens with states in a format.  heads: step -> the error of its output and
     of its state.  fields: of its `DecodedStates`.
     """
@@ -491,7 +482,7 @@ def decoded(state_format: str, *heads: Callable[[int], float | None], **fields: 
     return case("recurrent", precision, task=task, seqlen=size.seqlen, baseline="")
 
 
-def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
+def band(start: int = 0, stop: int = 1100, **fields) -> AnswerBand:
     return made_of(
         AnswerBand,
         fields,
@@ -514,7 +505,7 @@ def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
 
 
 def of_answers(
-    implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields: Any
+    implementation: str = "fused", precision: PrecisionName = EXACT_FP32, **fields
 ) -> Case:
     """fields: of the case, or of its `Answers`."""
     of_task = taken(fields, Answers, but="kind")
@@ -532,7 +523,7 @@ def of_answers(
     return case(implementation, precision, **(usual | fields))
 
 
-def answers(*made: Case, **fields: Any) -> Report:
+def answers(*made: Case, **fields) -> Report:
     noise = of_answers("unfused", change="last bit of its inputs moved")
     return of_cases(
         "answers", made or (noise, of_answers()), **({"prompts": (prompt(1100),)} | fields)
@@ -542,7 +533,7 @@ def answers(*made: Case, **fields: Any) -> Report:
 # --- what they are of
 
 
-def checkpoint(**fields: Any) -> CheckpointRef:
+def checkpoint(**fields) -> CheckpointRef:
     return made_of(
         CheckpointRef,
         fields,
@@ -558,7 +549,7 @@ def checkpoint(**fields: Any) -> CheckpointRef:
     )
 
 
-def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> Environment:
+def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields) -> Environment:
     """fields: of the GPU."""
     h200 = made_of(
         Gpu,
@@ -581,12 +572,12 @@ def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> En
     )
 
 
-def clocks(**fields: Any) -> Clocks:
+def clocks(**fields) -> Clocks:
     speeds = {"sm_mhz": (1980, 1965), "memory_mhz": (3201, 3201)}
     return made_of(Clocks, fields, temperature_c=(41, 63), throttle_reasons=(), **speeds)
 
 
-def prompt(seqlen: int, **fields: Any) -> Prompt:
+def prompt(seqlen: int, **fields) -> Prompt:
     source = "public-domain prose shipped with ssdprof"
     tokenizer = "ibm-granite/granite-4.0-h-small"
     return made_of(
@@ -601,7 +592,6 @@ def prompt(seqlen: int, **fields: Any) -> Prompt:
 
 
 def value(estimate: Estimate | None) -> float:
-    assert estimate
     return estimate.value
 
 

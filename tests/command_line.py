@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.cli import app
+from ssdprof.core.report import Report
+from ssdprof.store import reports
 
 DEMOS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "demo")) for name in DEMO_FOLDERS]
 
@@ -18,7 +20,7 @@ class Answer:
     code, stdout (`shown`: as one line), and stderr as one line.
     """
 
-    def __init__(self, *command: str) -> None:
+    def __init__(self, *command: str):
         words = shlex.split(" ".join(command))
         # which a bench's further processes repeat
         with patch.object(sys, "argv", ["ssdprof", *words]):
@@ -34,6 +36,10 @@ def ending(code: int, *command: str) -> Answer:
     answer = Answer(*command)
     assert answer.code == code, answer.err
     return answer
+
+
+def latest(*kinds: str) -> Report:
+    return reports.load(None, *kinds)[1]
 
 
 def passing(*command: str) -> Answer:

@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config):
     # in a shell's background, tests of Ctrl-C would fail
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Freezes imported objects.  Otherwise a timer that first collects garbage would scan all of
     them each time.
     """
@@ -31,7 +31,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item: pytest.Item):
     """Every test draws the same random numbers, in any order of tests.  Without a GPU, `-m gpu`
     skips with a reason.
     """
@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def registries_of_its_own(monkeypatch):
     """Removes the implementations and operators that the test registers, and keeps the bundled
     ones.
     """
@@ -58,20 +58,20 @@ def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def exact_kernels(registries_of_its_own: None) -> None:
-    """unfused and fused return the exact output: the interpreter is slow."""
+def exact_kernels(registries_of_its_own: None):
+    """unfused, fused and recurrent return the exact output: the interpreter is slow."""
     from ssdprof.kernels import registry
     from ssdprof.measure.accuracy import oracle_output
 
     for key, old in list(registry._implementations.items()):
-        if key[1] in ("unfused", "fused"):
+        if key[1] in ("unfused", "fused", "recurrent"):
             registry._implementations[key] = replace(
                 old, run=lambda inputs, _precision: oracle_output(inputs)
             )
 
 
 @pytest.fixture
-def small_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_guards(monkeypatch):
     """4 KiB around a kernel's tensors instead of 1 MiB, which takes longer to look at than the
     tensors.
     """
@@ -79,16 +79,14 @@ def small_guards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     """The test runs in an empty folder, and prints without colours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
 
 
 @pytest.fixture
-def users_folder(
-    in_empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def users_folder(in_empty_folder: None, tmp_path, monkeypatch) -> Iterator[Path]:
     """The current folder of the test, for a user's modules.  Modules imported from it are removed
     after the test.
     """

@@ -21,7 +21,7 @@ class FakeNvml:
         processes: int = 1,
         broken: bool = False,
         reasons: int = 0x40,
-    ) -> None:
+    ):
         self._reasons = reasons
         self.gpus = gpus
         self.cuda = cuda
@@ -29,12 +29,12 @@ class FakeNvml:
         self.broken = broken
         self.open = 0
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         if self.gpus < 0:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
         self.open += 1
 
-    def nvmlShutdown(self) -> None:
+    def nvmlShutdown(self):
         self.open -= 1
 
     def nvmlSystemGetDriverVersion(self) -> str:

@@ -16,6 +16,7 @@ from ssdprof.core.target import Ceilings
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels import registry
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -30,6 +31,9 @@ from ssdprof.operators.ssd import OPERATOR as SSD
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
+)
 QUICK = SamplingPlan(
     warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3
 )
@@ -51,7 +55,7 @@ class FakeTimer(CudaTimer):
     calls: int = 0
     known: dict[Run, tuple[str, float]] = field(default_factory=dict)
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         """Does nothing: there is no memory to move."""
 
     def record(self, run: Run) -> tuple[Any, Any]:
@@ -63,7 +67,7 @@ class FakeTimer(CudaTimer):
         self.known[run] = name, cost
         return (name, cost, run, output), output
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         name, cost, run, output = graph
         if output[0].numel() and bool(
             output[0].isnan().all()
@@ -111,13 +115,13 @@ def entries(
     cost: float | Callable[[int | None], float] = 100.0,
     *,
     precision: Precision = Precision(),  # noqa: B008
-    kind: Any = "bundled",
+    kind="bundled",
     chunk_sizes: Sequence[int | None] = (None,),
     baseline: Entry | None = None,
-    turns: object = None,
+    turns=None,
     spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output,
     wrong_chunk: int = 0,
-    **call: Any,
+    **call,
 ) -> list[Entry]:
     """An entry for each chunk size, with the right output, changed by `spoil`, that takes `cost`
     microseconds.
@@ -163,7 +167,7 @@ def entries(
 
 
 def compared(
-    *of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields: Any
+    *of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields
 ) -> dict[str, Case]:
     """The last case of each label, compared by the real comparator and timed by a fake timer.
 
@@ -186,7 +190,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     plain = kernels.get(operator, name)
     known = {}
 
-    def run(inputs: Any, precision: Precision) -> Any:
+    def run(inputs, precision: Precision):
         RAN.append((name, cost))
         if not real:
             return oracle_output(inputs)
@@ -202,7 +206,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
     return replace(plain, run=run)
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
+def pretend_gpu(monkeypatch, *, real: bool = False):
     """`bench` runs without a GPU, and a timer has invented numbers.  real: kernels run in the
     interpreter.
     """

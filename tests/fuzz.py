@@ -92,7 +92,7 @@ class Hang(BaseException): ...
 # --- damage
 
 
-def places(document: Any) -> Iterator[tuple[Any, Any]]:
+def places(document) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) at any depth."""
     for key in document if isinstance(document, dict) else range(len(document)):
         yield document, key
@@ -202,7 +202,7 @@ def in_words(draw: random.Random, data: bytes) -> bytes:
     return b" ".join(parts)
 
 
-def replaced(draw: random.Random, file: Path) -> None:
+def replaced(draw: random.Random, file: Path):
     """What is not a regular file, where a file was."""
     file.unlink()
     way = draw.choice(("pipe", "pipe", "linked pipe", "folder", "no target", "itself", "device"))
@@ -218,7 +218,7 @@ def replaced(draw: random.Random, file: Path) -> None:
         )
 
 
-def restored(file: Path, data: bytes) -> None:
+def restored(file: Path, data: bytes):
     for path in (file, Path("pipe")):
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
     file.write_bytes(data)
@@ -261,7 +261,7 @@ def of_report(draw: random.Random, file: Path) -> str:
     return impossible(json.loads(shown[shown.index("{") : shown.rindex("}") + 1]), code)
 
 
-def impossible(document: Any, code: int) -> str:
+def impossible(document, code: int) -> str:
     """What a report that may be printed cannot have."""
     datetime.fromisoformat(document["created"])
     if code == 0 and not all(process.get("complete") for process in document["processes"]):
@@ -426,7 +426,7 @@ SEVERAL = {
 }
 
 
-def reports() -> None:
+def reports():
     small = cases.report(layers=(0,), precisions=(cases.EXACT_FP32,), seqlens=(64,))
     others = (cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))
     for number, report in enumerate((small, *others)):
@@ -434,10 +434,10 @@ def reports() -> None:
     Path("good.json").write_text(dump(small))
 
 
-def prepare() -> None:
+def prepare():
     """Undamaged files in the current folder, and a limit for each command."""
 
-    def ring(*_: object) -> None:
+    def ring(*_):
         raise Hang
 
     signal.signal(signal.SIGALRM, ring)
@@ -470,7 +470,7 @@ def prepare() -> None:
     assert invoked("run", "mamba2", "--prompt", "random", *RUN, "--out", "runs/stored")[0] == 0
 
 
-def record() -> None:
+def record():
     """Two calls of each operator, as a server records them, on heads of 16 and 8."""
     draw = torch.Generator().manual_seed(0)
     for number in range(2):
@@ -514,7 +514,7 @@ def tried(kind: str, draw: random.Random) -> str:
     return wrong
 
 
-def main() -> None:
+def main():
     seconds = float(sys.argv[1])
     seed = int(sys.argv[2])
     kinds = sys.argv[3:] or (*KINDS, *SEVERAL)

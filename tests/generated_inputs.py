@@ -1,7 +1,5 @@
 """Inputs as a bench generates them."""
 
-from typing import Any
-
 import torch
 
 from ssdprof import operators
@@ -18,7 +16,7 @@ def cell_of(
     layout: Layout = "views",
     ways: tuple[str, ...] = (),
     sequences: int = 1,
-    **tokens: Any,
+    **tokens,
 ) -> Cell:
     """sizes: a model's name, or as the command line takes them.  tokens: fields of `Tokens`."""
     known = operators.get(operator).generated
@@ -28,7 +26,7 @@ def cell_of(
     return Cell(shape=shape, dtype=dtype, layout=layout, tokens=several, ways=ways)
 
 
-def generated(operator: str, sizes: str, seqlen: int, *, device: str = "cpu", **fields: Any) -> Any:
+def generated(operator: str, sizes: str, seqlen: int, *, device: str = "cpu", **fields):
     """fields: of the cell, see `cell_of`."""
     cell = cell_of(operator, sizes, seqlen, **fields)
     return operators.get(operator).generated.draw(cell, torch.device(device))

@@ -35,7 +35,7 @@ class MiniHub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, dict[str, Path]] = {}  # branch, tag, refs/pr/N and commit -> folder
         self.gated: set[str] = set()  # files only with the token
@@ -50,10 +50,10 @@ class MiniHub(ThreadingHTTPServer):
             target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Stop answering, also on open connections, as if the network were down."""
         self.closed = True
         self.shutdown()
@@ -75,7 +75,7 @@ class MiniHub(ThreadingHTTPServer):
         self.private |= {repo_id} if private else set()
         return commit
 
-    def cut(self, file: str, *after_bytes: int) -> None:
+    def cut(self, file: str, *after_bytes: int):
         """Break the connection in the next GETs of `file`, each after the given number of bytes."""
         self.cuts[file] = list(after_bytes)
 
@@ -94,10 +94,10 @@ class MiniHub(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args):
         """Does nothing: the hub has its own log."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         hub: Any = self.server
         if hub.closed:
             self.close_connection = True
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
             return hub.repos[repo_id][revision]
         return None
 
-    def send_file(self, hub: MiniHub, folder: Path, name: str) -> None:
+    def send_file(self, hub: MiniHub, folder: Path, name: str):
         commit = {"X-Repo-Commit": commit_of(folder)}
         if not (folder / name).is_file():
             self.answer(404, error="EntryNotFound", **commit)
@@ -192,7 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
         *,
         error: str = "",
         **headers: str,
-    ) -> None:
+    ):
         """cut: the connection breaks after so many bytes."""
         self.send_response(status)
         errors = {"X-Error-Code": error, "X-Error-Message": error} if error else {}

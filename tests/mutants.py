@@ -46,6 +46,8 @@ TESTS = {  # of each room: files and folders
     "stalls": "stalls test_goldens.py",
     "report": "report stalls test_cli.py test_goldens.py",
     "core": "core report measure capture jobs stalls test_schemas.py test_goldens.py",
+    "record": "record capture/test_recording.py capture/test_workloads.py",
+    "states": "kernels/test_stored_states.py jobs/test_states_job.py report/test_states.py",
     "jobs": f"{WHOLE} test_served_run.py test_ranks.py",
     "commands": f"{WHOLE} commands report store",
 }
@@ -144,7 +146,7 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
     return ("broken" if without else "killed"), test
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
     parser.add_argument("rooms", nargs="*")
@@ -171,7 +173,7 @@ def main() -> None:
             unwanted = shutil.ignore_patterns(".git", "__pycache__", "runs", ".*_cache")
             trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=unwanted)))
 
-        def one(mutant: Mutant) -> None:
+        def one(mutant: Mutant):
             tree = trees.get()
             began = time.monotonic()
             status, test = judge(mutant, tree, wanted.limit)

@@ -4,7 +4,6 @@ like a layer's.
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def test_a_function_that_is_not_there():
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> ssdprof.Results:
+def ran(tmp_path_factory) -> ssdprof.Results:
     folder = tmp_path_factory.mktemp("runs") / "run"
     return ssdprof.run(
         "demo", seq=40, layers="first:1", dtypes="exact", gate=["rms:2", "match:50%"], out=folder
@@ -71,7 +70,7 @@ def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results):
 @pytest.mark.parametrize(
     ("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")]
 )
-def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path: Path, file: str, begins: str):
+def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file, begins):
     assert ran.export(tmp_path / file).read_text().startswith(begins)
     with pytest.raises(BadInputError, match="exists"):
         ran.export(tmp_path / file)
@@ -86,14 +85,14 @@ def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path: Path, file: st
         ({"seq": 0}, "'0' is not a number of tokens."),
     ],
 )
-def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], words: str):
+def test_a_wrong_option_is_refused_at_once(given, words):
     with pytest.raises(BadInputError) as caught:
         ssdprof.run("demo", **given)
     assert words in caught.value.message
 
 
 @pytest.mark.parametrize("name", ["run", "answers", "prefill", "bench"])
-def test_help_shows_the_options_of_the_command(name: str):
+def test_help_shows_the_options_of_the_command(name):
     kind = getattr(options, f"{name.capitalize()}Options")
     typed = {python for python, _, _ in options.flags(kind)} - {
         "json",
@@ -106,9 +105,7 @@ def test_help_shows_the_options_of_the_command(name: str):
     assert set(shown) - typed == {"operator" if name == "bench" else "model", "watcher"}
 
 
-def test_a_run_that_stored_captures_stands_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_stored_captures_stands_for_them(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/one/captures")
     folder.mkdir(parents=True)
@@ -148,7 +145,7 @@ def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
         ),
     ],
 )
-def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str):
+def test_the_words_of_a_case(typed, changes, expected):
     found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(
         command=("ssdprof", *typed.split())
     )
@@ -186,27 +183,25 @@ def test_the_words_of_a_drawn_case():
 
 
 @pytest.fixture(scope="module")
-def inputs() -> Any:
+def inputs():
     return generated("ssd", "2x16x16x1", 70, dtype="fp32", layout="contiguous")
 
 
-def right(inputs: Any) -> Any:
+def right(inputs):
     return registry.get("ssd", "unfused").run(inputs, Precision())
 
 
-def test_a_function_is_judged_on_given_tensors(
-    inputs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    def wrong(inputs: Any) -> Any:
+def test_a_function_is_judged_on_given_tensors(inputs, tmp_path, capsys):
+    def wrong(inputs):
         out, states = right(inputs)
         return out * 1.01, states
 
-    def overwrites(inputs: Any) -> Any:
+    def overwrites(inputs):
         output = right(inputs)
         inputs.x.zero_()
         return output
 
-    def raises(_inputs: Any) -> Any:
+    def raises(_inputs):
         raise ValueError("no such size")
 
     before = inputs.x.clone()
@@ -237,7 +232,7 @@ def test_a_function_is_judged_on_given_tensors(
     assert "ssdprof: given tensors, 70 tokens, no GPU" in repr(found)
 
 
-def test_what_cannot_be_compared_is_refused(inputs: Any):
+def test_what_cannot_be_compared_is_refused(inputs):
     with pytest.raises(SsdprofError, match="no implementation 'nothing'"):
         ssdprof.compare(inputs, ["nothing"])
     with pytest.raises(SsdprofError, match="mamba_ssm"):

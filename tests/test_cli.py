@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import Answer, ending
@@ -28,7 +27,7 @@ from ssdprof.store import reports
 
 
 @pytest.fixture(autouse=True)
-def for_processes(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def for_processes(in_empty_folder: None, monkeypatch):
     # for separate processes
     monkeypatch.setenv("PYTHONPATH", str(Path(ssdprof.__file__).parents[1]))
 
@@ -44,7 +43,7 @@ def refused(code: int, command: str) -> str:
     return answer.err
 
 
-def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.MonkeyPatch):
+def test_an_export_for_github_needs_both_of_its_files(monkeypatch):
     """`goldens/machine/refused.txt` and `goldens/stored/refused.txt` have what else is refused."""
     monkeypatch.setenv("GITHUB_OUTPUT", "output.txt")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
@@ -54,7 +53,7 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)]
 )
-def test_a_percentage_with_or_without_its_sign(text: str, value: float):
+def test_a_percentage_with_or_without_its_sign(text, value):
     assert parse_percent("--smallest-difference", text) == pytest.approx(value)
 
 
@@ -86,10 +85,8 @@ def test_another_run_in_the_same_folder():
         ),
     ],
 )
-def test_how_a_command_ends(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str
-):
-    def fail(*_: object) -> None:
+def test_how_a_command_ends(monkeypatch, raised, code, words):
+    def fail(*_):
         raise raised
 
     monkeypatch.setattr(reports, "load", fail)
@@ -99,9 +96,9 @@ def test_how_a_command_ends(
 
 
 def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch, capsys, tmp_path
 ):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise ZeroDivisionError("somewhere deep at http://user:secret@host")
 
     monkeypatch.setattr(reports, "load", fail)
@@ -124,7 +121,7 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     assert "secret" not in log.read_text().partition("ZeroDivisionError: ")[2]
 
 
-def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_models_fit_a_terminal(monkeypatch):
     """Nothing is truncated if a row needs more than 80 columns."""
     monkeypatch.setattr("ssdprof.commands.terminal.WIDTH_OF_A_PIPE", 80)
     text = Answer("models").out
@@ -133,7 +130,7 @@ def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch):
     assert "128x64, N 128, G 1, chunk 256" in text
 
 
-def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_prints_a_path_as_it_is(monkeypatch):
     """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
     monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
@@ -146,7 +143,7 @@ def test_the_shell_completes_commands():
     assert shell("PROGRAM", **words).stdout.split() == ["accuracy"]
 
 
-def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch):
+def test_tokens_do_not_reach_the_report(monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"]
     )
@@ -240,7 +237,7 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: str):
+def test_streams_and_folders_that_are_of_no_use(command, code, words):
     done = shell(command)
     assert (done.returncode, done.stdout, bool(done.stderr)) == (code, "", bool(words))
     assert done.stderr.startswith(words)
@@ -252,7 +249,7 @@ def test_streams_and_folders_that_are_of_no_use(command: str, code: int, words: 
     [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
     ids=["encoding", "locale"],
 )
-def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, str]):
+def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment):
     Path("printing.py").write_text(
         "import json\n"
         "from ssdprof.commands import terminal\n"
@@ -274,7 +271,7 @@ def test_text_beyond_ascii_is_escaped_as_json_reads_it(environment: dict[str, st
     ],
     ids=["SIGTERM", "inside generated code"],
 )
-def test_an_interrupt_of_any_kind_is_told(command: str):
+def test_an_interrupt_of_any_kind_is_told(command):
     Path("waiting.py").write_text(
         f"import os, signal, sys, time\nfrom ssdprof import cli\n{command}"
         "cli.app.command('wait')(command)\nsys.argv = ['ssdprof', 'wait']\ncli.main()\n"
@@ -283,13 +280,13 @@ def test_an_interrupt_of_any_kind_is_told(command: str):
     assert (done.returncode, done.stderr) == (130, "interrupted: Nothing was kept.\n")
 
 
-def denied(suffix: str = "", prefix: str = "", dir: str = "", real: Any = tempfile.mkdtemp) -> Any:
+def denied(suffix: str = "", prefix: str = "", dir: str = "", real=tempfile.mkdtemp):
     if prefix != ".ssdprof-":  # of other folders
         return real(suffix, prefix, dir)
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
+def test_permissions_are_told_before_a_model_is_loaded(monkeypatch):
     """Simulated, because root may run the tests and may write everywhere."""
     monkeypatch.setattr(
         "ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model")
@@ -301,8 +298,8 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.Monke
     assert "cannot be written: permission denied" in refused(3, "capture demo --seq 16")
 
 
-def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object) -> None:
+def test_a_prompt_file_that_may_not_be_read(monkeypatch):
+    def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     Path("prompt.txt").write_text("words")

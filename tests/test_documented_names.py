@@ -106,7 +106,7 @@ def test_every_bench_that_is_named_has_results():
 @pytest.mark.parametrize(
     "folder", sorted({file.parent for file in recorded.RESULTS.glob("*/report.json")}), ids=str
 )
-def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path: Path):
+def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path):
     page = tmp_path / "x.html"
     Answer("export", str(folder), "-o", str(page))
     assert page.read_text().startswith("<!DOCTYPE html>")
@@ -123,7 +123,7 @@ def test_every_name_of_the_kernels_in_the_glossary_is_in_the_code():
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_says_which_commands_need_a_gpu(command: str):
+def test_help_says_which_commands_need_a_gpu(command):
     """Those that end with exit code 3 on a machine without one, and no other."""
     needs = command in ("bench", "prefill", "stalls", "tune")
     said = re.search(r"[Nn]eeds\s+an\s+NVIDIA\s+GPU", COMMANDS[command].help)
@@ -133,7 +133,7 @@ def test_help_says_which_commands_need_a_gpu(command: str):
 @pytest.mark.parametrize(
     ("option", "value"), [("--dtype", "bf16"), ("--dtypes", "exact"), ("--states", "fp32")]
 )
-def test_an_option_means_the_same_in_every_command(option: str, value: str):
+def test_an_option_means_the_same_in_every_command(option, value):
     """By the help of all commands, which `test_goldens` compares with this file."""
     shown = (ROOT / "tests" / "goldens" / "options.txt").read_text().splitlines()
     declared = [line for line in shown if line.startswith(f"{option} ")]

@@ -157,7 +157,7 @@ def test_the_documents_list_every_command_and_no_other_option():
 
 
 @pytest.mark.parametrize("mark", ["main", "test", "full"])
-def test_ci_finds_the_readme_commands(mark: str):
+def test_ci_finds_the_readme_commands(mark):
     """.ci/run reads the fenced block after the mark; there must be exactly one, with one line."""
     found = re.findall(
         rf"^<!-- ci: {mark} -->\n```\n(.+)\n```$", (ROOT / "README.md").read_text(), re.MULTILINE
@@ -170,7 +170,6 @@ def test_make_help_lists_every_target():
         ["make", "-C", ROOT, "--no-print-directory"], capture_output=True, text=True, check=True
     )
     phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert phony is not None
     assert {line.split()[0] for line in shown.stdout.splitlines()} == set(phony[1].split())
 
 
@@ -179,5 +178,4 @@ def test_the_version_is_the_same_everywhere():
     newest = re.search(
         r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     )
-    assert newest is not None
     assert ssdprof.__version__ == declared == newest[1]

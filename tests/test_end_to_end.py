@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from command_line import DEMOS, Answer, ending, passing
+from command_line import DEMOS, Answer, ending, latest, passing
 from report.pages import Page
 from torchrun import Start, starting, wait_for
 
@@ -29,7 +29,7 @@ FAST = f"{SEQ} {ONE_LAYER} {ONE_PRECISION}"
 
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
-def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_run(request, tmp_path_factory) -> Path:
     """A folder with one `ssdprof run` of a demo at every precision, and the two output streams of
     the run.
     """
@@ -43,17 +43,13 @@ def demo_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
-def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch) -> Path:
     """That folder as the current one, instead of an empty one."""
     monkeypatch.chdir(demo_run)
     return demo_run
 
 
 demo_alone = pytest.mark.parametrize("demo_run", DEMOS, indirect=True)
-
-
-def latest() -> Report:
-    return reports.load(None)[1]
 
 
 def read(document: str) -> Report:
@@ -89,7 +85,7 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*tiny_models.KDA, *tiny_models.IN_MEMORY])
-def test_a_kda_model_of_every_type_runs_from_its_folder(name: str):
+def test_a_kda_model_of_every_type_runs_from_its_folder(name):
     tiny_models.build(name).save_pretrained(name)
     passing(f"run {name} --prompt random --seq 24 --layers first:1 {ONE_PRECISION}")
     assert Outcome(latest()).passed
@@ -97,7 +93,7 @@ def test_a_kda_model_of_every_type_runs_from_its_folder(name: str):
 
 
 @pytest.mark.usefixtures("in_demo_run")
-def test_export_writes_what_a_job_attaches(tmp_path: Path):
+def test_export_writes_what_a_job_attaches(tmp_path):
     file = tmp_path / "report.md"
     answer = Answer(f"export --format markdown -o {file}")
     assert (answer.code, answer.out) == (0, "")
@@ -154,7 +150,7 @@ def test_several_lengths_and_layers_of_a_random_prompt():
     assert any("random tokens" in note for note in report.remarks)
 
 
-def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_conditions_on_times_need_a_gpu(monkeypatch):
     """Those of the settings file are not judged without one; the others are."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for gate in ("speedup:1.5", "time@call:5"):
@@ -168,7 +164,7 @@ def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 @demo_alone
-def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch):
     """The plan on stdout, and the error of the run with its exit code."""
     monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
@@ -217,7 +213,7 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path) -> Iterator[Start]:
     with starting(tmp_path) as start:
         yield partial(start, ranks=False)
 

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 from command_line import ending, passing
@@ -60,7 +59,7 @@ def test_segments_and_one_piece_see_the_same_inputs():
     assert ours[0] == pytest.approx(ours[1], rel=0.05)
 
 
-def test_interrupted_while_timing(tmp_path: Path):
+def test_interrupted_while_timing(tmp_path):
     """The first layer is done; the second is being timed."""
     header = tmp_path / "run" / reports.HEADER
     with starting(tmp_path) as start:

@@ -22,7 +22,7 @@ from ssdprof.errors import BadInputError, harmless, library_message, masked, pri
         ("org/name@v1 by a@b.c", "org/name@v1 by a@b.c"),
     ],
 )
-def test_secrets_are_masked(text: str, shown: str):
+def test_secrets_are_masked(text, shown):
     assert masked(text) == shown
     error = BadInputError(text, text)
     assert (error.message, error.hint, str(error)) == (shown, shown, shown)
@@ -30,9 +30,7 @@ def test_secrets_are_masked(text: str, shown: str):
 
 @pytest.mark.parametrize("variable", ["HF_ENDPOINT", "https_proxy", "ALL_PROXY", "the command"])
 @pytest.mark.parametrize("user", ["user:s3 cret", "u:p@s s/x", "a'b\"c", "u"])
-def test_an_address_that_is_known_is_masked_whatever_is_in_it(
-    variable: str, user: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_address_that_is_known_is_masked_whatever_is_in_it(variable, user, monkeypatch):
     address = f"http://{user}@127.0.0.1:9"
     if variable == "the command":
         monkeypatch.setattr("sys.argv", ["ssdprof", "run", address])
@@ -44,14 +42,14 @@ def test_an_address_that_is_known_is_masked_whatever_is_in_it(
     assert masked(text) == shown
 
 
-def test_a_password_is_masked_without_a_scheme(monkeypatch: pytest.MonkeyPatch):
+def test_a_password_is_masked_without_a_scheme(monkeypatch):
     monkeypatch.setattr("sys.argv", ["ssdprof", "run", "bob:p w@127.0.0.1:9/org/model"])
     assert masked("'bob:p w' is neither a hub id nor a folder") == (
         "'...' is neither a hub id nor a folder"
     )
 
 
-def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch: pytest.MonkeyPatch):
+def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "api-key 12345678")
     assert masked("sent 'api-key 12345678'") == "sent '...'"
 
@@ -95,7 +93,7 @@ def test_a_librarys_sentence_is_whole():
         ),
     ],
 )
-def test_a_librarys_error_that_is_no_sentence(error: Exception, shown: str):
+def test_a_librarys_error_that_is_no_sentence(error, shown):
     assert library_message(error) == shown
 
 
@@ -119,7 +117,7 @@ def test_no_escape_sequence_reaches_the_terminal():
         ("at::native\tµ\n\u202e\x9b\ud800", "at::native\tµ\n\\u202e\\x9b\\ud800"),
     ],
 )
-def test_no_text_controls_a_terminal_or_a_log(text: str, shown: str):
+def test_no_text_controls_a_terminal_or_a_log(text, shown):
     assert (harmless(text), harmless(shown)) == (shown, shown)
     assert LayerRef(index=0, name=text, operator="").name == shown
 

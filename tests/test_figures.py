@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 import recorded
@@ -222,7 +221,6 @@ def test_the_times_of_ssd():
         for head, name in columns.items():
             assert float(rounded[head]) == float(f"{device_us(cell, name):.3g}"), (row, head)
         case = cell.fastest("fused exact fp32")
-        assert case is not None
         assert case.floor_us is not None
         assert (
             row["share of the floor"] == f"{100 * case.floor_us / device_us(cell, 'fused'):.0f} %"
@@ -308,7 +306,7 @@ def floor_us(cell: Cell) -> float:
     return (case and case.floor_us) or 0.0
 
 
-def result(file: str) -> Any:
+def result(file: str):
     return json.loads((RESULTS / file).read_text())
 
 
@@ -399,7 +397,7 @@ def test_figures_in_sentences_are_numbers_of_the_results():
 @pytest.mark.parametrize(
     "document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))]
 )
-def test_no_figure_is_of_unknown_origin(document: str):
+def test_no_figure_is_of_unknown_origin(document):
     log = "".join(file.read_text() for file in (ROOT / "benchmarks" / "log").glob("*.md"))
     log += (RESULTS / "README.md").read_text()
     known = {figure for place, figure in held() if place == document} | set(

@@ -54,7 +54,7 @@ def test_a_folder_that_is_not_there_is_named():
         (b"9" * 5000, "limit"),
     ],
 )
-def test_what_is_not_json(text: bytes, why: str):
+def test_what_is_not_json(text, why):
     Path("a.json").write_bytes(text)
     with pytest.raises(ValueError, match=why):
         read_json(Path("a.json"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def prepared(tmp_path_factory) -> Iterator[None]:
     before = signal.getsignal(signal.SIGALRM)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY", "HF_HUB_OFFLINE", "NO_COLOR"):
@@ -25,6 +25,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("kind", sorted((*fuzz.KINDS, *fuzz.SEVERAL)))
 @settings(derandomize=True, deadline=None, database=None, max_examples=4)
 @given(draw=strategies.randoms(use_true_random=False))
-def test_damaged_inputs_end_well(kind: str, draw: random.Random):
+def test_damaged_inputs_end_well(kind, draw: random.Random):
     assert fuzz.tried(kind, draw) == ""
     assert Path("good.json").is_file()

@@ -105,7 +105,7 @@ def masked(text: str, computed: bool) -> str:
     return f"{command}\n{text}"
 
 
-def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def prepare(folder: Path, patch: pytest.MonkeyPatch):
     """A folder for a group of commands, as the current one."""
     patch.chdir(folder)
     for name in [name for name in os.environ if name.startswith("SSDPROF_")]:
@@ -132,7 +132,7 @@ def stored(kind: str) -> Report:
     return reports.load(f"reports/{REPORTS[kind]}.json", kind)[1]
 
 
-def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
+def prepare_stored(_patch: pytest.MonkeyPatch):
     """A report of ncu, a run with stalls, and reports in which all times are 5 % longer."""
     Path("fused.ncu-rep").write_bytes(lzma.decompress((STALLS / "fused.ncu-rep.xz").read_bytes()))
     Path("with-stalls/stalls").mkdir(parents=True)
@@ -144,7 +144,7 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
         Path(f"slower-{kind}.json").write_text(reports.dump(report.changed(cases=longer)))
 
 
-def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
+def prepare_gpu(patch: pytest.MonkeyPatch):
     """Replaces what needs a GPU by functions that return stored reports."""
     of = {"task": cases.generated(), "baseline": "committed", "variant": "hopper"}
     broken = cases.failed(cases.case("ring 5", **of), "failed")
@@ -168,7 +168,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     )
 
     def job(kind: str) -> Callable[..., tuple[Path, Report]]:
-        def returns(request: Any, *_: Any) -> tuple[Path, Report]:
+        def returns(request, *_) -> tuple[Path, Report]:
             folder = request.out or Path("runs/kept")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(reports.dump(stored(kind)))
@@ -176,7 +176,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
 
         return returns
 
-    def tune(*given: Any, **_: Any) -> Report:
+    def tune(*given, **_) -> Report:
         *_, on_search = given
         for segment in (4, None):
             on_search(found, *tuning_fakes.finding(32, segment))
@@ -191,7 +191,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     tuning_fakes.kept()
 
 
-def prepare_machine(_patch: pytest.MonkeyPatch) -> None:
+def prepare_machine(_patch: pytest.MonkeyPatch):
     """A tiny model of each family."""
     for name in tiny_models.MODELS:
         tiny_models.build(name).save_pretrained(name)
@@ -316,7 +316,7 @@ def lists() -> dict[str, str]:
     return {"options.txt": "\n".join(options()), "schema.txt": "\n".join(schemas()) + "\n"}
 
 
-def compare(texts: dict[str, str]) -> None:
+def compare(texts: dict[str, str]):
     """Fails with a diff of each golden that differs."""
     lines = []
     for name, text in texts.items():
@@ -339,7 +339,7 @@ def compare(texts: dict[str, str]) -> None:
         for group in GROUPS
     ],
 )
-def test_outputs(group: str, tmp_path: Path):
+def test_outputs(group, tmp_path):
     compare(outputs(group, tmp_path))
 
 
@@ -347,7 +347,7 @@ def test_options_and_schemas():
     compare(lists())
 
 
-def write(groups: Sequence[str]) -> None:
+def write(groups: Sequence[str]):
     texts = lists()
     for group in groups:
         with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from minihub import TOKEN, MiniHub
@@ -39,7 +38,7 @@ def hub() -> Iterator[MiniHub]:
 
 
 @pytest.fixture
-def ssdprof(hub: MiniHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+def ssdprof(hub: MiniHub, tmp_path, monkeypatch) -> Call:
     """Calls the command line with an empty cache and no token."""
     monkeypatch.chdir(tmp_path)
     inherited = {
@@ -79,7 +78,7 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call):
 
 @pytest.mark.slow
 def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
-    hub: MiniHub, ssdprof: Call, tmp_path: Path
+    hub: MiniHub, ssdprof: Call, tmp_path
 ):
     (tmp_path / "short.txt").write_text("a few words")
     hub.log.clear()
@@ -95,7 +94,7 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repo", ["org/private", "org/gated"])
-def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str):
+def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo):
     done = ssdprof("run", repo, *SHORT, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
     folder, _ = reports.load(None)

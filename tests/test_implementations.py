@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer, ending, passing
+from command_line import Answer, ending, latest, passing
 from documented_kernels import DOCUMENT, write_example
 from fakes import inputs
 
@@ -35,7 +35,6 @@ from ssdprof.operators.generate import Library
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import LIBRARIES
 from ssdprof.report.statements import CONSEQUENCES
-from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
 SEQ = "--seq 40"
@@ -50,7 +49,7 @@ def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:
 
 
 @pytest.fixture
-def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_isolated(monkeypatch):
     """Skips the first call in a separate process; these tests judge the results afterwards."""
     monkeypatch.setattr(
         isolate, "_tried", lambda _kernel, several, *_: [("ran", "")] * len(several)
@@ -58,13 +57,9 @@ def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def judged_once(not_isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def judged_once(not_isolated: None, monkeypatch):
     """Nor are laws tested: the output of one call is judged."""
     monkeypatch.setattr("ssdprof.measure.probes.Prober.probe", lambda *_, **__: ())
-
-
-def latest() -> Report:
-    return reports.load(None)[1]
 
 
 def cases() -> dict[str, Case]:
@@ -80,7 +75,7 @@ def cases() -> dict[str, Case]:
     [("demo", "my_ssd"), pytest.param("demo-gdn", "my_gdn", marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("not_isolated")
-def test_the_example_of_the_documents(here: Path, model: str, function: str):
+def test_the_example_of_the_documents(here: Path, model, function):
     write_example(here)
     shown = passing(f"run {model} {SHORT} --impl unfused,my_kernels:{function}").shown
     assert "PASSED: all 2 cases are within the error budget" in shown
@@ -95,8 +90,7 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str):
 @pytest.mark.usefixtures("not_isolated")
 def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path):
     write_example(here)
-    words = "--decode 1 --impl my_kernels:my_gdn_step"
-    passing("run demo-gdn --seq 16", words)
+    passing("run demo-gdn --seq 16 --layers 0 --decode 1 --impl my_kernels:my_gdn_step")
     steps = [case for case in latest().cases if case.implementation == "my_kernels:my_gdn_step"]
     assert {case.call and case.call.kind for case in steps} == {"decode"}
     assert {case.result for case in steps} == {"passed"}
@@ -125,7 +119,7 @@ def test_every_command_of_the_document_takes_the_example():
     ],
 )
 @pytest.mark.usefixtures("judged_once")
-def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str):
+def test_a_bad_kernel_fails_the_run_and_is_named(function, status, reason):
     name = f"bad_kernels:{function}"
     shown = ending(1, f"run demo {SHORT} --impl unfused,{name}").shown
     assert name in shown
@@ -137,9 +131,7 @@ def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, rea
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
-    here: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(here: Path, capsys):
     """Of the captured call, and of a call that broke a law."""
     (here / "peeking.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -168,9 +160,7 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(
 
 @pytest.mark.usefixtures("not_isolated")
 @pytest.mark.parametrize("command", ["run", "answers"])
-def test_what_a_kernel_prints_is_no_data(
-    here: Path, command: str, capfd: pytest.CaptureFixture[str]
-):
+def test_what_a_kernel_prints_is_no_data(here: Path, command, capfd):
     """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
         "from ssdprof.measure.accuracy import oracle_output\n"
@@ -183,7 +173,7 @@ def test_what_a_kernel_prints_is_no_data(
     assert {"imported", "called"} <= set((answer.err + capfd.readouterr().err).split())
 
 
-def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]):
+def test_what_c_code_prints_is_no_data(capfd):
     with only_data_on_stdout():
         ctypes.CDLL(None).puts(b"of the C library")  # stays in the buffer until a flush
         os.write(1, b"of a system call\n")
@@ -193,7 +183,7 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]):
     assert set(found.err.splitlines()) == {"of the C library", "of a system call"}
 
 
-def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch):
+def test_first_call_is_the_limit_of_the_other_process(monkeypatch):
     monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
     shown = ending(1, f"run demo {SHORT} --impl unfused,bad_kernels:good --first-call 7").shown
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
@@ -223,12 +213,8 @@ EXACT_BF16 = Precision(state_dtype=torch.bfloat16)
 
 
 def library(
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    run: Callable[[Any], Any] = oracle_output,
-    *,
-    needs_gpu: bool = False,
-) -> None:
+    monkeypatch, name: str, run: Callable[[Any], Any] = oracle_output, *, needs_gpu: bool = False
+):
     """A stand-in for a library, with bf16 states like `mamba_ssm`."""
 
     of = dict(name=name, run=lambda inputs, _precision: run(inputs), kind="library", version="9.9")
@@ -240,48 +226,47 @@ def library(
     )
 
 
-def forgetful(inputs: Any) -> Any:
+def forgetful(inputs):
     """It computes packed sequences without their initial states."""
     if getattr(inputs, "cu_seqlens", None) is not None:
         inputs = inputs.after(None)
     return narrow(inputs)
 
 
-def narrow(inputs: Any) -> Any:
+def narrow(inputs):
     out, states = oracle_output(inputs)
     return out, states.bfloat16()
 
 
-def sloppy(inputs: Any) -> Any:
+def sloppy(inputs):
     """One element is wrong."""
     out, states = oracle_output(inputs)
     out[0, 3, 0, 0] += out.abs().max() / 10
     return out, states
 
 
-def doubled(inputs: Any) -> Any:
+def doubled(inputs):
     out, states = oracle_output(inputs)
     return out * 2, states
 
 
-def refuse(_inputs: Any) -> Any:
+def refuse(_inputs):
     raise UnsupportedError("shy: no chunks of 256")
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPatch):
+def test_a_library_is_a_column_at_its_own_precision(monkeypatch):
     library(monkeypatch, "other", narrow)
     shown = passing(f"run demo {SHORT} --impl unfused,fused,other --full").shown
     case = cases()["other"]
     assert (case.result, case.precision) == ("passed", "exact, bf16 states")
-    assert case.accuracy[0].vs_baseline is not None
     assert case.accuracy[0].vs_baseline.against == "unfused exact, bf16 states"
     assert "other" in shown.partition("Accuracy of the output at 40 tokens")[2]
     assert "another library other, 9.9, at exact, bf16 states" in shown
 
 
-@pytest.mark.usefixtures("not_isolated")
-def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("judged_once")
+def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch):
     library(monkeypatch, "shy", refuse)
     library(monkeypatch, "gpu_only", needs_gpu=True)
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
@@ -295,7 +280,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch):
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
     passing(f"run demo {SHORT} --impl fused,sloppy")
@@ -313,9 +298,7 @@ def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch: p
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_law_that_a_named_library_breaks_fails_the_run_and_its_consequence_is_told(monkeypatch):
     library(monkeypatch, "forgetful", forgetful)
     shown = ending(1, f"run demo {SHORT} --impl fused,forgetful").shown
     (case,) = (case for case in latest().cases if case.implementation == "forgetful")
@@ -338,13 +321,10 @@ def test_a_named_library_makes_its_first_call_in_another_process():
     named = replace(model, named=True)
     assert named.isolated
     assert IsolatedFirstCall().verdict(named, inputs(), Precision()) == ("ran", "")
-    missing = replace(named, name="gone", word="published=nowhere")
-    status, reason = IsolatedFirstCall().verdict(missing, inputs(), Precision())
-    assert (status, "There is no folder nowhere" in reason) == ("failed", True)
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyPatch):
+def test_all_are_compared_with_a_library_as_baseline(monkeypatch):
     library(monkeypatch, "other", narrow)
     words = "--seq 40 --layers 0 --impl unfused,fused --baseline other --full"
     shown = passing("run demo", words).shown

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from command_line import DEMOS, ending, passing
-from fakes import RAN, noting, pretend_gpu
+from fakes import RAN, needs_interpreter, noting, pretend_gpu
 from generated_inputs import generated
 from measure.test_probes import probed
 from torch import Tensor
 
 from ssdprof import kernels
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare
@@ -25,10 +24,7 @@ from ssdprof.measure.first_run import Call
 from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import load
 
-pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU"),
-    pytest.mark.usefixtures("in_empty_folder", "small_guards"),
-]
+pytestmark = [needs_interpreter, pytest.mark.usefixtures("in_empty_folder", "small_guards")]
 NAMES = {"single steps", "accepted tokens"}
 # square states: exchanged axes have their shape
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
@@ -39,7 +35,7 @@ Planted = Callable[[Any, Callable[[Any], Output]], Output]  # (inputs, a right k
 def states(change: Callable[[Tensor], Tensor]) -> Planted:
     """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
 
-    def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
+    def kernel(inputs, right: Callable[[Any], Output]) -> Output:
         out, kept = right(inputs)
         of_sequences = kept.unflatten(0, (inputs.sequences, inputs.length))
         return out, change(of_sequences).flatten(0, 1).contiguous()
@@ -84,24 +80,20 @@ POOLED = {
 }
 
 
-def wrong_column_in_place(reference: Implementation, inputs: Any, precision: Precision) -> Output:
+def wrong_column_in_place(reference: Implementation, inputs, precision: Precision) -> Output:
     written = inputs.write_indices.roll(1, 1)
     return gathered(reference, replace(inputs, write_indices=written), precision)
 
 
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("operator", SHAPES)
-def test_kept_states_are_compared_with_runs_that_are_cut_there(
-    operator: str, pool: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_kept_states_are_compared_with_runs_that_are_cut_there(operator, pool, monkeypatch):
     pretend_gpu(monkeypatch)
     reference = kernels.get(operator, "reference")
     planted_kernels = POOLED if pool else PLANTED
     for name, kernel in planted_kernels.items():
 
-        def run(
-            inputs: Any, precision: Precision, name: str = name, kernel: Any = kernel
-        ) -> Output:
+        def run(inputs, precision: Precision, name: str = name, kernel=kernel) -> Output:
             RAN.append((name, 100.0))
             return kernel(
                 inputs, lambda inputs: reference.run(inputs.after(inputs.initial), precision)
@@ -141,9 +133,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(
 
 
 @pytest.mark.parametrize("operator", SHAPES)
-def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
-    operator: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator, monkeypatch):
     pretend_gpu(monkeypatch, real=True)
     for name in ("unfused", "fused"):
         monkeypatch.setitem(
@@ -162,11 +152,11 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(
 
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("operator", ["gdn", "ssd"])
-def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str, pool: bool):
-    """`bench --packed 5x1-24`: what runs is judged by the states that were given."""
+def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator, pool):
+    """`bench --packed 5x1-9`: what runs is judged by the states that were given."""
     reference = kernels.get(operator, "reference")
     tokens = dict(sequences=5, shortest=1, pool=10 * pool)
-    inputs = generated(operator, SHAPES[operator], 24, **tokens)
+    inputs = generated(operator, SHAPES[operator], 9, **tokens)
     planted: dict[str, Callable[[Any], Any]] = {
         "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
         "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
@@ -174,7 +164,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str,
     several = [kernels.get(operator, name) for name in ("unfused", "fused", "recurrent")]
     for name, change in planted.items():
 
-        def run(inputs: Any, precision: Any, change: Any = change) -> Any:
+        def run(inputs, precision, change=change):
             return reference.run(change(inputs), precision)
 
         several.append(replace(reference, name=name, run=run, pools=True))
@@ -193,7 +183,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", DEMOS)
-def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str):
+def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model):
     words = "--verify 4 --layers first:1"
     answer = passing(f"run {model} --seq 24 --batch 2", words, "--save-captures --out a --full")
     report = load("a")[1]
@@ -207,18 +197,18 @@ def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str):
     ]
 
 
-def right(inputs: Any) -> Output:
+def right(inputs) -> Output:
     out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
     return out, kept
 
 
-def changed_alone(inputs: Any) -> Output:
+def changed_alone(inputs) -> Output:
     """Wrong for single tokens."""
     out, kept = right(inputs)
     return out, kept if inputs.length > 1 else kept * 1.01
 
 
-def changed_in_the_middle(inputs: Any) -> Output:
+def changed_in_the_middle(inputs) -> Output:
     """Wrong for two tokens, which are left where two of four were accepted."""
     out, kept = right(inputs)
     return out, kept if inputs.length != 2 else kept.roll(1, 0)
@@ -232,7 +222,7 @@ def changed_in_the_middle(inputs: Any) -> Output:
         (changed_in_the_middle, {"accepted tokens"}),
     ],
 )
-def test_laws(kernel: Any, broken: set[str]):
+def test_laws(kernel, broken):
     kernel.keeps_states = True
     inputs = generated("gdn", SHAPES["gdn"], 4, sequences=2, state_every=1)
     found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}

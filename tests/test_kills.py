@@ -45,7 +45,7 @@ def started(out: str, written: int | None = None) -> int:
 
     write = reports.Writer._write
 
-    def noted(writer: reports.Writer, line: dict[str, object]) -> None:
+    def noted(writer: reports.Writer, line: dict[str, object]):
         write(writer, line)
         os.write(written or 2, b"." if "case" in line else b"")
 
@@ -98,7 +98,7 @@ def without_times(report: Report) -> Report:
     )
 
 
-def main(kills: int, seed: int = 0) -> None:
+def main(kills: int, seed: int = 0):
     import tiny_models
 
     tiny_models.shared("mamba2").save_pretrained("mamba2")
@@ -122,7 +122,7 @@ def main(kills: int, seed: int = 0) -> None:
 
 
 @pytest.mark.slow
-def test_a_few_kills(tmp_path: Path):
+def test_a_few_kills(tmp_path):
     done = python(__file__, "4", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.stdout.startswith("4 kills"), done.stderr
 

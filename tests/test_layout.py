@@ -60,7 +60,7 @@ def allowed(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [*RANK, *sorted(BASE)])
-def test_a_part_imports_only_what_it_may(name: str):
+def test_a_part_imports_only_what_it_may(name):
     for file in (file for module, file in MODULES.items() if part(module) == name):
         outside = {part(module) for module in IMPORTS[file]} - allowed(name)
         assert not outside, f"{file.relative_to(ROOT)} imports {outside}"

@@ -17,7 +17,7 @@ PLAIN = "run demo --seq 24 --dtypes exact --states fp32"
 
 
 @pytest.fixture(autouse=True)
-def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def little_memory(in_empty_folder: None, monkeypatch):
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = ServedModelOptions(model="demo", seqlens=(24,))
     target = find(request)
@@ -40,7 +40,6 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs():
     assert "on the disk; a layer of" in answer.err
     _, report = reports.load("a")
     assert Outcome(report).passed
-    assert report.placement is not None
     assert (report.placement.kind, report.placement.device) == ("disk-offload", "cpu")
     assert report.placement.bytes_per_s is not None
     streamed = report.placement.allocated["disk"].layers

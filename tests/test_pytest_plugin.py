@@ -1,7 +1,5 @@
 """A kernel's repository has the verdict in its own tests, by a fixture of the package."""
 
-from pathlib import Path
-
 from torchrun import python
 
 TESTS = """
@@ -38,7 +36,7 @@ def test_my_kernel(inputs, kernel, ssdprof_judge):
 """
 
 
-def test_a_kernel_is_judged_in_the_tests_of_an_empty_repository(tmp_path: Path):
+def test_a_kernel_is_judged_in_the_tests_of_an_empty_repository(tmp_path):
     (tmp_path / "test_my_kernel.py").write_text(TESTS)
     done = python("-m", "pytest", "--strict-markers", "-p", "no:xdist", cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

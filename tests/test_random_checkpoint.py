@@ -53,7 +53,7 @@ def notes_of(ref: CheckpointRef) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-def test_random_weights_are_named_in_the_notes(tmp_path: Path):
+def test_random_weights_are_named_in_the_notes(tmp_path):
     folder = tmp_path / "random"
     subprocess.run(
         [sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True
@@ -68,7 +68,7 @@ def test_trained_weights_are_not():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path):
+def test_its_dimensions_are_the_real_models(name, tmp_path):
     written = MODELS[name]
     real = KNOWN[REPOS[name].casefold()]
     (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))
@@ -78,7 +78,7 @@ def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path):
 
 
 @pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
-def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def narrow(request, tmp_path, monkeypatch) -> Path:
     """A folder from the script, with the model's first four layers at a small width."""
     model = MODELS[request.param]
     small = dataclasses.replace(model, dimensions=model.dimensions | NARROW)
@@ -91,9 +91,7 @@ def narrow(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return folder
 
 
-def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(tmp_path, monkeypatch):
     small = dataclasses.replace(
         GRANITE_SMALL,
         hidden=64,
@@ -153,9 +151,7 @@ def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path):
         assert 0.7 * largest_beta < inputs.beta.max() <= largest_beta
 
 
-def test_too_few_layers_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_too_few_layers_are_refused(tmp_path, monkeypatch, capsys):
     """Olmo-Hybrid's definition requires an attention layer, and the first one is the fourth
     layer.
     """

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import ending
+from fakes import needs_interpreter
 from torch.distributed import HashStore
 from torchrun import MODULE, Start, ranks_of, starting, wait_for
 
@@ -20,7 +21,6 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.run import check
 from ssdprof.jobs.target import find_to_replay
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.store import reports
 from ssdprof.store.ranks import Ranks
 
@@ -29,7 +29,7 @@ FAST = "--dtypes exact --states fp32"
 MEASURED = ("samples", "first_call", "trials")
 
 
-def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert ending(2, "run demo").err == (
@@ -49,9 +49,7 @@ def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
         ("run demo --answers --prefill", "--answers and --prefill"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(
-    words: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_what_ranks_cannot_share_is_refused(words, what, monkeypatch, tmp_path):
     """Otherwise each rank would do all of the work, two of them on one GPU."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -71,14 +69,12 @@ def test_more_ranks_than_layers_are_refused():
 
 @pytest.mark.parametrize("words", ["run demo --seq much", "run demo --sek 64"])
 @pytest.mark.parametrize("ended", [True, False])
-def test_what_is_wrong_in_every_rank_is_told_by_the_first(
-    words: str, ended: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_wrong_in_every_rank_is_told_by_the_first(words, ended, monkeypatch):
     """ended: torchrun ends the other ranks, because the first one ended.  Otherwise the other ranks
     print the error.
     """
 
-    def sleep(_: float) -> None:
+    def sleep(_: float):
         if ended:
             raise KeyboardInterrupt
 
@@ -95,7 +91,7 @@ def test_what_is_wrong_in_every_rank_is_told_by_the_first(
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path) -> Iterator[Start]:
     with starting(tmp_path) as start:
         yield start
 
@@ -138,15 +134,15 @@ def ran(folder: Path, command: str, program: tuple[str, ...] = MODULE) -> tuple[
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_report_of_one_process(tmp_path: Path):
+def test_two_ranks_write_the_report_of_one_process(tmp_path):
     one, two = ran(tmp_path, f"run demo --seq 16,24 --layers first:3 --decode 1 {FAST}")
     assert len(one.cases) == 2 * 3 * 4
     assert same(one) == same(two)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
-def test_two_ranks_write_the_bench_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@needs_interpreter
+def test_two_ranks_write_the_bench_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS.parent, TESTS))))
     words = "bench ssd --shape 1x16x16x1 --chunk-size 128 --seq 40,50,60 --cells 2x40"
     one, two = ran(tmp_path, words, program=(str(TESTS / "bench_without_gpu.py"),))
@@ -164,7 +160,7 @@ def test_two_ranks_write_the_bench_of_one_process(tmp_path: Path, monkeypatch: p
         "bench gdn --shape qwen3.5-9b --seq 1k,4k --impl unfused,fused",
     ],
 )
-def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path: Path):
+def test_two_gpus_write_the_report_of_one_but_for_times(words, tmp_path):
     """Captures and therefore accuracies have equal bits; kernels and launches are equal too.
 
     Each rank tests the laws at the first of its own layers; a bench of ranks has no further
@@ -180,7 +176,7 @@ def test_two_gpus_write_the_report_of_one_but_for_times(words: str, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path: Path, killed: int):
+def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path, killed):
     process = start("run demo --seq 256 --out run")
     file = tmp_path / "run" / f"cases.{killed}.jsonl"
     ranks = wait_for(

@@ -3,7 +3,6 @@ end.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ TINY = replace(
 )
 
 
-def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_that_differs_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, record_placement.MODEL, TINY)
     record_placement.write_checkpoint(record_placement.MODEL, tmp_path, 1, 0, "cpu")
     target = find(record_placement.request_of(tmp_path, 64, "one-gpu"))
@@ -44,7 +43,7 @@ def test_a_tensor_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured["differing"] == ["a layer that is missing"]
 
 
-def row(**changes: Any) -> dict[str, Any]:
+def row(**changes) -> dict[str, Any]:
     return {"differing": [], "layers_compared": 3, "peak_by_predicted": 1.1} | changes
 
 
@@ -57,7 +56,7 @@ def row(**changes: Any) -> dict[str, Any]:
         ({"chosen_by_itself": "one-gpu"}, "fits on one GPU"),
     ],
 )
-def test_failures(changes: dict[str, Any], words: str):
+def test_failures(changes, words):
     assert record_placement.failures({"disk-offload": row(chosen_by_itself="disk-offload")}) == []
     (found,) = record_placement.failures({"disk-offload": row(**changes)})
     assert words in found

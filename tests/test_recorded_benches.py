@@ -2,8 +2,6 @@
 to them.
 """
 
-from pathlib import Path
-
 import cases
 import pytest
 import readme_table
@@ -44,7 +42,6 @@ def test_a_line_has_the_numbers_of_its_case():
             assert error.matches_fp64 == pytest.approx(one.vs_oracle.matches, rel=1e-5)
         assert line.launches == case.launches
     fused = first.fastest("fused")
-    assert fused
     assert {name: over.device[0] for name, over in fused.over.items()} == pytest.approx(
         {"fla": 1.6, "unfused": 2.0}
     )
@@ -62,9 +59,7 @@ def test_a_case_that_failed_says_why_and_has_no_time():
     assert "its budget" in cell.cases[2].reason
 
 
-def test_a_new_bench_is_added_to_the_file_of_its_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_new_bench_is_added_to_the_file_of_its_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "file_of", lambda _: tmp_path / "gpu.jsonl")
     (tmp_path / "b.json").write_text(dump(DONE))
     assert recorded.read(tmp_path / "b.json") == recorded.recorded("b", DONE)
@@ -109,7 +104,7 @@ def test_the_committed_lines_are_whole_and_none_is_superseded():
 # --- the tables of results/README.md
 
 
-def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path):
+def test_only_what_is_between_the_marks_is_replaced(tmp_path):
     readme = tmp_path / "README.md"
     of_ssd, of_gdn = (
         f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn")
@@ -142,7 +137,6 @@ def test_there_are_15_batches_and_12_packs():
         inputs = small_gdn_cases.draw(one, torch.device("cpu"))
         assert (inputs.q.dtype, inputs.sequences) == (torch.float16, one.tokens.sequences)
         if one.tokens.packed:
-            assert inputs.cu_seqlens is not None
             assert inputs.cu_seqlens.diff().min() > 0
             assert inputs.cu_seqlens[-1] == inputs.length == one.shape.sizes["total"]
         else:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import cases
 import jsonschema
@@ -19,7 +18,7 @@ from ssdprof.store import reports
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-def keeps_to(name: str, document: Any) -> None:
+def keeps_to(name: str, document):
     jsonschema.validate(document, schema(name), cls=jsonschema.Draft202012Validator)
 
 
@@ -62,7 +61,7 @@ def test_every_command_that_prints_json_has_a_schema():
         ("report-v4", "accuracy run.json --json"),
     ],
 )
-def test_what_a_command_prints_follows_its_schema(name: str, words: str):
+def test_what_a_command_prints_follows_its_schema(name, words):
     Path("run.json").write_text(reports.dump(cases.report()))
     Path("other.json").write_text(reports.dump(cases.report(layers=(0,), change=cases.failed)))
     keeps_to(name, json.loads(Answer(words).out))

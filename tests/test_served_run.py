@@ -33,7 +33,7 @@ def kinds(report: Report) -> Counter[tuple[str, str, int]]:
     )
 
 
-def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_capture_says_what_it_keeps(monkeypatch):
     add = CaptureWriter.add
 
     def interrupted(self: CaptureWriter, captured: CapturedLayer) -> LayerCapture:
@@ -48,7 +48,7 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
     assert len(read_manifest(Path("a")).layers) == 2
 
 
-def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch):
     lost = "1 of x became 0."
     monkeypatch.setattr(replay, "cast_inputs", lambda _operator, inputs, _: (inputs, lost))
     passing(f"run demo --seq 24 --chunked-prefill 12 --out a {FAST}")
@@ -60,7 +60,7 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_decode_steps_are_replayed_stored_and_told(model: str):
+def test_decode_steps_are_replayed_stored_and_told(model):
     answer = passing(f"run {model} --seq 24 --decode 2 --batch 2 --save-captures --out a {WHOLE}")
     _, report = reports.load("a")
     assert kinds(report) == {
@@ -137,7 +137,7 @@ def test_packed_sequences_are_one_call():
         ("demo-kda", "1/1 heads", "2"),
     ],
 )
-def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str):
+def test_a_rank_is_told_and_takes_stored_captures(model, words, fitting):
     answer = passing(f"run {model} --seq 24 --tensor-parallel 2 --save-captures --out a {FAST}")
     _, report = reports.load("a")
     assert report.tensor_parallel == 2
@@ -177,7 +177,7 @@ def test_stored_captures_are_what_they_are():
     assert (answer.code, "answers need the model" in answer.err) == (2, True)
 
 
-def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_is_too_large_to_generate(monkeypatch):
     """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 2_000_000)
     assert Answer("run demo --layers first:1 --seq 16 --dry-run").code == 0

@@ -40,9 +40,7 @@ def test_everything_that_a_file_may_hold():
     jsonschema.validate(tomllib.loads(WHOLE), SCHEMA)
 
 
-def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(monkeypatch):
     assert settings.load() == settings.ProjectSettings()
     Path("pyproject.toml").write_text('[tool.ssdprof]\ngates = ["rms:1"]\n')
     assert settings.load().gates == ("rms:1",)
@@ -70,7 +68,7 @@ def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(
         ("a = " + "[" * 10_000 + "]" * 10_000, "is not TOML", "--config"),
     ],
 )
-def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str):
+def test_what_a_file_may_not_hold(text, complaint, hint):
     Path("ssdprof.toml").write_text(text)
     with pytest.raises(BadInputError) as caught:
         settings.load()
@@ -82,7 +80,7 @@ def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str):
 
 
 @pytest.mark.parametrize("text", ["[tool]\nssdprof = 3", "[[tool.ssdprof]]\ngates = 3", "tool = 3"])
-def test_a_table_that_is_none(text: str):
+def test_a_table_that_is_none(text):
     Path("pyproject.toml").write_text(text)
     with pytest.raises(BadInputError, match=r"\[tool.ssdprof\] is not a table"):
         settings.load()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from targets import slow
 
 RUN = (
     *("run", "demo", "--seq", "8", "--layers", "first:1", "--dtypes", "exact"),
@@ -28,24 +29,20 @@ def command(**variables: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
-        pytest.param(
-            "PYTORCH_JIT",
-            "nonsense",
-            "error: torch cannot be imported: Unknown setting",
-            marks=pytest.mark.slow,
+        *slow(
+            ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
+            ("PYTORCH_JIT", "nonsense", "error: torch cannot be imported: Unknown setting"),
+            (
+                "TORCHINDUCTOR_CACHE_DIR",
+                "/proc/x",
+                "error: transformers cannot be imported: [Errno",
+            ),
         ),
         ("PYTHONOPTIMIZE", "2", "error: Python runs without docstrings"),
         ("TORCH_COMPILE_DEBUG", "nonsense", "error: transformers cannot be imported: invalid lit"),
-        pytest.param(
-            "TORCHINDUCTOR_CACHE_DIR",
-            "/proc/x",
-            "error: transformers cannot be imported: [Errno",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
-def test_a_variable_that_no_library_understands_is_named(variable: str, value: str, words: str):
+def test_a_variable_that_no_library_understands_is_named(variable, value, words):
     with command(**{variable: value}) as process:
         _, err = process.communicate(timeout=100)
     assert process.returncode == 3
@@ -54,18 +51,10 @@ def test_a_variable_that_no_library_understands_is_named(variable: str, value: s
     assert len(err) < 700
 
 
-def test_warnings_of_libraries_end_no_command():
-    with command(PYTHONWARNINGS="error") as process:
-        out, err = process.communicate(timeout=100)
-    assert (process.returncode, "PASSED" in out) == (0, True), err
-
-
-def test_a_reader_of_progress_that_goes_away_costs_nothing():
+def test_no_warning_of_a_library_and_no_reader_of_progress_that_goes_away_ends_a_command():
     """Progress is no data.  The reader goes before the first line, so that every line fails."""
-    with command() as process:
-        assert process.stderr
+    with command(PYTHONWARNINGS="error") as process:
         process.stderr.close()
-        assert process.stdout
         out = process.stdout.read()
         assert process.wait(timeout=100) == 0
     assert "PASSED" in out

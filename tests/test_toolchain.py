@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +32,12 @@ from ssdprof.jobs.target import find
 from ssdprof.progress import Watcher
 
 
-def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
+def driver(monkeypatch, **options: int):
     monkeypatch.setattr(machine, "pynvml", FakeNvml(**options))
 
 
 @pytest.fixture
-def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def furnished(tmp_path, monkeypatch) -> Path:
     """A machine with all tools, in a folder: bin/gcc, bin/apt-get, include/Python.h,
     lib/libcuda.so.1.
     """
@@ -75,7 +74,7 @@ def lacking() -> list[str]:
 
 
 @pytest.mark.usefixtures("furnished")
-def test_nothing_is_lacking(monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_lacking(monkeypatch):
     assert lacking() == []
     require_toolchain()
     # the cache is in the working directory: a container's user ID may be no user's
@@ -151,13 +150,7 @@ NO_DRIVER, LIBRARY, FAILS = (
     ],
 )
 def test_what_is_lacking_is_named_with_one_command(
-    furnished: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    files: dict[str, str | None],
-    variables: dict[str, str],
-    name: str,
-    words: str,
-    command: str,
+    furnished: Path, monkeypatch, files: dict[str, str | None], variables, name, words, command
 ):
     for file, content in files.items():
         if content is None:
@@ -175,7 +168,7 @@ def test_what_is_lacking_is_named_with_one_command(
     assert caught.value.hint.endswith(command.format(furnished))
 
 
-def test_where_they_are_found(furnished: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_they_are_found(furnished: Path, monkeypatch):
     (furnished / "elsewhere").mkdir()
     (furnished / "elsewhere" / "libcuda.so.1").touch()
     (furnished / "bin" / "ldconfig").write_text(LINKED.format(furnished / "elsewhere"))
@@ -196,7 +189,7 @@ def test_a_real_compiler_finds_the_c_library():
     assert need("C library").detail == "dlfcn.h"
 
 
-def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch):
     (furnished / "bin" / "gcc").unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert need("C compiler").hint == "Run as root: apt-get update && apt-get install -y gcc"
@@ -205,7 +198,7 @@ def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("furnished")
-def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_used(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, _mode: "bin" in str(path))
         with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written"):
@@ -216,13 +209,11 @@ def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch):
     assert "TRITON_CACHE_DIR" in caught.value.hint
 
 
-def test_folders_that_may_not_be_searched_are_lacking(
-    furnished: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypatch):
     """A container that runs with its own user ID often has root's home."""
     stat = os.stat
 
-    def refuse(path: Any, **options: Any) -> os.stat_result:
+    def refuse(path, **options) -> os.stat_result:
         if str(path).startswith(f"{furnished}/root/"):
             raise PermissionError(13, "Permission denied", str(path))
         return stat(path, **options)
@@ -239,12 +230,12 @@ def test_folders_that_may_not_be_searched_are_lacking(
     assert need("Python headers").status == "missing"
 
 
-def capture_demo(folder: Path) -> None:
+def capture_demo(folder: Path):
     request = ServedModelOptions(model="demo")
     capture(find(request), folder / "captures", overwrite=False, watcher=Watcher())
 
 
-def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch):
     (furnished / "bin" / "gcc").unlink()
     limits.check_replay((16,))  # the interpreter compiles nothing
     limits.check_capture()
@@ -270,16 +261,14 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("seen", "why"), [(True, "Triton's interpreter is on"), (False, "torch sees none")]
 )
-def test_kernels_need_a_gpu_and_no_interpreter(
-    monkeypatch: pytest.MonkeyPatch, why: str, *, seen: bool
-):
+def test_kernels_need_a_gpu_and_no_interpreter(monkeypatch, why, *, seen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(toolchain, "INTERPRETED", seen)
     with pytest.raises(MissingCapabilityError, match=f"It needs an NVIDIA GPU, and {why}"):
         require_gpu("It needs", "")
 
 
-def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch):
     # the last driver is too old to report its CUDA version
     for gpus, cuda in ((-1, 12040), (0, 12040), (1, 0)):
         driver(monkeypatch, gpus=gpus, cuda=cuda)
@@ -324,9 +313,7 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
         (None, 12040, "0", "this torch is built without CUDA"),
     ],
 )
-def test_why_torch_uses_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, built: str | None, cuda: int, hidden: str | None, words: str
-):
+def test_why_torch_uses_no_gpu(monkeypatch, built, cuda, hidden, words):
     driver(monkeypatch, gpus=2, cuda=cuda)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -339,7 +326,7 @@ def test_why_torch_uses_no_gpu(
     assert (found.status, found.hint) == ("missing", unusable_gpu())
 
 
-def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch):
+def test_other_processes_on_the_gpu_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for running, others in ((0, 0), (1, 0), (3, 2)):
         driver(monkeypatch, processes=running)
@@ -348,9 +335,7 @@ def test_other_processes_on_the_gpu_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert others_on_gpu("GPU-1") is None
 
 
-def test_the_doctor_names_slices_company_and_needs(
-    furnished: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_doctor_names_slices_company_and_needs(furnished: Path, monkeypatch):
     (furnished / "include" / "Python.h").unlink()
     found = doctor_of_a_slice(monkeypatch)
     assert (found["gpu slice"].status, found["gpu sharing"].status) == ("warn", "warn")
@@ -365,12 +350,12 @@ def test_the_doctor_names_slices_company_and_needs(
 
 
 @pytest.mark.usefixtures("furnished")
-def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch):
     """For example because another process uses it in exclusive mode, or because its memory is
     full.
     """
 
-    def refuse(_: object) -> tuple[int, int]:
+    def refuse(_) -> tuple[int, int]:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later.")
 
     found = doctor_of_a_slice(monkeypatch, refuse)
@@ -386,8 +371,7 @@ def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def doctor_of_a_slice(
-    monkeypatch: pytest.MonkeyPatch,
-    memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30),
+    monkeypatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
 ) -> dict[str, doctor.Check]:
     """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)

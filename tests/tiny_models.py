@@ -10,6 +10,7 @@ from copy import deepcopy
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 
@@ -224,6 +225,7 @@ def operator_of(name: str) -> str:
 
 
 # Decoder layers that hold an operator.
+every_model = pytest.mark.parametrize("name", MODELS)
 OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
     "mamba2": (0, 1, 2), "granitemoehybrid": (0, 1, 3), "bamba": (0, 1, 3), "nemotron_h": (0, 2, 4),
     "falcon_h1": (0, 1, 2), "falcon_h1_rms": (0, 1, 2), "zamba2": (0, 1, 2, 3, 4, 5),
@@ -232,7 +234,7 @@ OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0):
     """A causal language model of family `name` in eval mode, on the CPU; the same weights for the
     same seed.
     """
@@ -256,7 +258,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
 
 
 @cache
-def shared(name: str) -> Any:
+def shared(name: str):
     """`build(name)` once per process, for tests that do not change the model."""
     return build(name)
 

@@ -58,7 +58,7 @@ def starting(folder: Path, program: tuple[str, ...] = MODULE) -> Iterator[Start]
             process.communicate(timeout=60)
 
 
-def wait_for(found: Callable[[], Any]) -> Any:
+def wait_for(found: Callable[[], Any]):
     """The first true result of `found`.  Raises TimeoutError after 120 s."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:

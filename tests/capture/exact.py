@@ -3,7 +3,6 @@ results.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import tiny_models
 import torch
@@ -25,7 +24,7 @@ def capture(
     serving: Serving = Serving(),  # noqa: B008
     segment_length: int | None = None,
     *,
-    model: Any = None,
+    model=None,
     layers: tuple[LayerRef, ...] | None = None,
     on_layer: Callable[[CapturedLayer], object] | None = None,
     host_budget_bytes: int | None = None,
@@ -49,7 +48,7 @@ def capture(
     return captured, calls
 
 
-def oracle(inputs: Any) -> Any:
+def oracle(inputs):
     recurrence = {"ssd": ssd_recurrence, "gdn": gdn_recurrence, "kda": kda_recurrence}[
         inputs.operator
     ]

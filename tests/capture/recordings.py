@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +19,7 @@ def record(
     operator: str,
     calls: Sequence[Tensors],
     processes: Sequence[int] = (10, 9),
-    **arguments: Any,
+    **arguments,
 ) -> Path:
     """A folder in which each process has made the same calls."""
     folder.mkdir()

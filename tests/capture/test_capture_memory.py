@@ -1,7 +1,6 @@
 """The memory of captured inputs, and what is free on the host."""
 
 import os
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -14,8 +13,8 @@ from ssdprof.environment import machine
 from ssdprof.environment.machine import free_memory, host_memory
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_capture_bytes_are_those_of_the_captured_tensors(name: str):
+@tiny_models.every_model
+def test_capture_bytes_are_those_of_the_captured_tensors(name):
     model = tiny_models.shared(name).base_model
     captured, _ = capture(name, tiny_models.prompt(50), model=model)
     sizes = [
@@ -29,7 +28,7 @@ def test_free_memory_of_the_host():
     assert 0 < host_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_share_the_hosts_memory(monkeypatch):
     """Otherwise each rank would use half of it for captured inputs, and all of it for a model
     without a GPU.
     """
@@ -40,7 +39,7 @@ def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count(
-    version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    version, monkeypatch, tmp_path
 ):
     """The parent group has a lower limit.  A downloaded checkpoint fills the cache up to the
     limit.
@@ -51,7 +50,7 @@ def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count
         else ("", "", "memory.max", "memory.current")
     )
 
-    def group(path: str, allowed: str, used: int, cached: int) -> None:
+    def group(path: str, allowed: str, used: int, cached: int):
         folder = tmp_path / controller / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / limit).write_text(f"{allowed}\n")

@@ -46,7 +46,7 @@ def mamba2() -> list[CapturedLayer]:
     return captured("mamba2")
 
 
-def writer(folder: Path, name: str = "mamba2", **options: Any) -> CaptureWriter:
+def writer(folder: Path, name: str = "mamba2", **options) -> CaptureWriter:
     ref = tiny_models.checkpoint_ref(name)
     return CaptureWriter(
         folder, checkpoint=ref, prompts=[prompt()], segment_length=LENGTH, **options
@@ -54,21 +54,21 @@ def writer(folder: Path, name: str = "mamba2", **options: Any) -> CaptureWriter:
 
 
 @pytest.fixture
-def stored(tmp_path: Path, mamba2: list[CapturedLayer]) -> Path:
+def stored(tmp_path, mamba2: list[CapturedLayer]) -> Path:
     with writer(tmp_path) as out:
         for layer in mamba2:
             out.add(layer)
     return tmp_path
 
 
-def interrupt(folder: Path, layer: CapturedLayer) -> None:
+def interrupt(folder: Path, layer: CapturedLayer):
     """Ctrl-C after the first layer."""
     with writer(folder) as out:
         out.add(layer)
         raise KeyboardInterrupt
 
 
-def edit(folder: Path, change: Any) -> None:
+def edit(folder: Path, change):
     manifest = json.loads((folder / MANIFEST).read_text())
     change(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -80,7 +80,7 @@ def read_all(folder: Path) -> list[CapturedLayer]:
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
-def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str):
+def test_what_comes_back_is_what_was_stored(tmp_path, name):
     first, *others = captured(name, torch.bfloat16)
     layers = [replace(first, remark="Each key head was taken once."), *others]
     with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
@@ -119,7 +119,7 @@ def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str):
 
 
 def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_asked_for(
-    tmp_path: Path, mamba2: list[CapturedLayer]
+    tmp_path, mamba2: list[CapturedLayer]
 ):
     with pytest.raises(KeyboardInterrupt):
         interrupt(tmp_path, mamba2[2])
@@ -154,14 +154,14 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
 
 @pytest.mark.parametrize("at", range(1, 6))
 def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
-    tmp_path: Path, mamba2: list[CapturedLayer], monkeypatch: pytest.MonkeyPatch, at: int
+    tmp_path, mamba2: list[CapturedLayer], monkeypatch, at
 ):
     """Whichever of its changes of the folder is the last.  The next one leaves nothing of it."""
     with writer(tmp_path) as out:
         out.add(mamba2[0])
     count = itertools.count(1)
 
-    def dies(change: Any) -> Any:
+    def dies(change):
         return lambda *arguments, **options: (
             os._exit(9) if next(count) == at else change(*arguments, **options)
         )
@@ -185,7 +185,7 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
 def flip(at: int, of: str = "") -> Callable[[Path], object]:
     """A bit of a byte, or of one in the middle of a tensor."""
 
-    def change(file: Path) -> None:
+    def change(file: Path):
         content = bytearray(file.read_bytes())
         place = at
         if of:
@@ -197,7 +197,7 @@ def flip(at: int, of: str = "") -> Callable[[Path], object]:
     return change
 
 
-def without_dt(file: Path) -> None:
+def without_dt(file: Path):
     save_file({name: tensor for name, tensor in load_file(file).items() if name != "dt"}, file)
 
 
@@ -225,7 +225,7 @@ def without_dt(file: Path) -> None:
         "a tensor is missing",
     ],
 )
-def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: str):
+def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words):
     file = stored / load(stored)[0].layers[1].file
     damage(file)
     with pytest.raises(BadInputError, match=words.format(file=file.name)):
@@ -261,7 +261,7 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: s
         (lambda layer: layer.pop("seqlen"), r"manifest\.json is damaged at layers\.0\.seqlen"),
     ],
 )
-def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words: str):
+def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words):
     edit(stored, lambda manifest: change(manifest["layers"][0]))
     with pytest.raises(BadInputError, match=words):
         read_all(stored)
@@ -280,17 +280,17 @@ def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], o
         (b"[" * 10**5, "is not valid JSON: it is nested too deeply"),
     ],
 )
-def test_a_damaged_manifest(stored: Path, content: bytes, words: str):
+def test_a_damaged_manifest(stored: Path, content, words):
     (stored / MANIFEST).write_bytes(content)
     with pytest.raises(BadInputError, match=words):
         load(stored)
 
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])
-def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str):
+def test_files_that_may_not_be_read(stored: Path, monkeypatch, opener):
     """Simulated, because root may run the tests and may read every file."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     if opener == "read_text":
@@ -301,13 +301,11 @@ def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatc
         read_all(stored)
 
 
-def denied(*_: object) -> None:
+def denied(*_):
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-def test_a_folder_is_refused_before_a_model_is_loaded(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_is_refused_before_a_model_is_loaded(stored: Path, monkeypatch):
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
     check_folder(stored, overwrite=True)
@@ -341,8 +339,8 @@ def disk_with_room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]):
-    def fill() -> None:
+def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
+    def fill():
         with writer(tmp_path) as out:
             out.add(mamba2[0])
             with disk_with_room_for(10_000):
@@ -361,13 +359,13 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]):
     ]
 
 
-def _write_until_stopped(folder: Path, connection: Any) -> None:
+def _write_until_stopped(folder: Path, connection):
     with writer(folder):
         connection.send("writing")
         connection.recv()
 
 
-def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]):
+def test_two_writers_in_one_folder(tmp_path, mamba2: list[CapturedLayer]):
     context = multiprocessing.get_context("fork")
     connection, of_writer = context.Pipe()
     other = context.Process(target=_write_until_stopped, args=(tmp_path, of_writer))
@@ -388,7 +386,7 @@ def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]):
 
 
 def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     ref = tiny_models.checkpoint_ref("mamba2")

@@ -2,8 +2,6 @@
 restored.
 """
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -15,13 +13,13 @@ from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 
-def logits(model: Any, segment: int = 40) -> Tensor:
+def logits(model, segment: int = 40) -> Tensor:
     return prefill(model, tiny_models.prompt(40), segment)
 
 
 @pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])
 @pytest.mark.parametrize("segment", [pytest.param(40, marks=pytest.mark.slow), 16])
-def test_logits_of_every_family_stay_the_same(name: str, segment: int):
+def test_logits_of_every_family_stay_the_same(name, segment):
     model = tiny_models.shared(name)
     bundled = ConvAndNorm(find_mixers(model))
     assert bundled.left_to_model == ()
@@ -41,15 +39,14 @@ def test_logits_of_every_family_stay_the_same(name: str, segment: int):
         ("qwen3_5_text", (16, True)),
     ],
 )
-def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]):
+def test_the_form_is_found_by_a_probe(name, form: tuple[int, bool]):
     (norm,) = gated_norms(find_mixers(tiny_models.shared(name))[0])
     options = norm_form(norm)
-    assert options is not None
     assert (options["group_size"], options["norm_first"]) == form
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
-def test_the_probe_tells_the_forms_apart_in_bf16(name: str):
+def test_the_probe_tells_the_forms_apart_in_bf16(name):
     norm = gated_norms(find_mixers(tiny_models.build(name, torch.bfloat16))[0])[0]
     assert norm_form(norm) == norm_form(gated_norms(find_mixers(tiny_models.shared(name))[0])[0])
 
@@ -59,7 +56,7 @@ class Sigmoid(nn.Module):
 
     variance_epsilon = 1e-6
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(128))
 

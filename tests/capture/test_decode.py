@@ -1,7 +1,6 @@
 """Decode steps: the model generates, and the inputs of its steps are captured."""
 
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import tiny_models
@@ -22,7 +21,7 @@ LENGTH = 40
 STEPS = 2
 
 
-def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def greedy(model, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Greedy generation of a causal language model: tokens (b, steps), and the last step's
     logits.
     """
@@ -39,8 +38,8 @@ def greedy(model: Any, ids: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens[:steps], 1), output.logits
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name: str):
+@tiny_models.every_model
+def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
@@ -51,7 +50,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
     computed = []
     seen = []
 
-    def recording(*args: Any, **kwargs: Any) -> Any:
+    def recording(*args, **kwargs):
         result = original(*args, **kwargs)
         computed.append(result[0] if isinstance(result, tuple) else result)
         return result
@@ -77,7 +76,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 16])
 @pytest.mark.parametrize("name", ["mamba2", "nemotron_h", "qwen3_next", "olmo_hybrid"])
-def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int):
+def test_steps_go_on_where_the_prompt_ended(name, segment_length):
     """The first step's initial state is the final state of the prompt's inputs, and so on from step
     to step.
     """
@@ -92,14 +91,13 @@ def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int):
         assert prompt.call is None
         state = oracle(prompt.inputs)[1]
         for number, step in enumerate(steps, 1):
-            assert step.call
             assert (step.call.kind, step.call.number, step.call.count) == ("decode", number, STEPS)
             assert difference(step.inputs.initial, state) < FP32_ROUNDING
             state = oracle(step.inputs)[1]
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_tokens_are_those_that_the_model_would_generate(name: str):
+@tiny_models.every_model
+def test_the_tokens_are_those_that_the_model_would_generate(name):
     """The model's operators and ours round differently; the tiny models' margins are larger than
     the difference.
     """
@@ -124,12 +122,12 @@ def test_a_prompt_of_one_token_is_no_step():
     ] * 3
 
 
-def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch):
     site = find_mixers(tiny_models.shared("mamba2"))[0]
 
     forward = type(site.module).forward
 
-    def bypassing(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def bypassing(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if hidden_states.shape[1] == 1:
             return hidden_states
         result: Tensor = forward(self, hidden_states, *args, **kwargs)

@@ -1,8 +1,5 @@
 """A prompt in segments, through whole and cut models, and the logits and tokens after it."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -38,17 +35,17 @@ FP32_ROUNDING = 5e-5
         (1, 4, [(0, 1)]),
     ],
 )
-def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]):
+def test_split(seqlen, segment_length, segments: list[tuple[int, int]]):
     assert split_prompt(seqlen, segment_length) == segments
 
 
-def run(model: Any, ids: Tensor, segment_length: int) -> Tensor:
+def run(model, ids: Tensor, segment_length: int) -> Tensor:
     with intercept(find_mixers(model), lambda call: call.replacement()):
         return prefill(model, ids, segment_length)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_last_segment_ends_as_the_whole_prompt_does(name: str):
+@tiny_models.every_model
+def test_the_last_segment_ends_as_the_whole_prompt_does(name):
     model = tiny_models.shared(name).base_model
     ids = tiny_models.prompt(90, batch=2)
     implementation = model.config._attn_implementation
@@ -71,7 +68,7 @@ def test_attention_that_is_more_than_causal_is_refused():
 @pytest.mark.parametrize(
     "name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"]
 )
-def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path):
+def test_segments_of_a_cut_model_equal_one_piece(name, tmp_path):
     tiny_models.shared(name).save_pretrained(tmp_path)
     local = fetch(open_model(str(tmp_path)), deepest_layer=1)
     model = load_model(local, device="cpu")
@@ -93,15 +90,15 @@ def test_a_model_with_attention_makes_its_own_cache():
 LENGTH = 70
 
 
-def hidden(model: Any, segment_length: int) -> Tensor:
+def hidden(model, segment_length: int) -> Tensor:
     prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, "tiny")
     return hidden_states(
         prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original()
     )
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_logits_of_blocks_are_those_of_the_whole_model(name: str):
+@tiny_models.every_model
+def test_logits_of_blocks_are_those_of_the_whole_model(name):
     model = tiny_models.shared(name)
     if name == "granitemoehybrid":
         assert model.config.logits_scaling == 1.0
@@ -128,9 +125,9 @@ def test_scaled_logits_are_scaled():
     assert shapes == [(1, LENGTH)]
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 @pytest.mark.parametrize("segment_length", [40, 32])
-def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int):
+def test_greedy_tokens_are_the_most_likely_ones(name, segment_length):
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(40)
     tokens = greedy(model, ids, 4, segment_length)

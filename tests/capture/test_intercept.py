@@ -27,13 +27,13 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 LENGTH = 70  # two chunks and a part of one
 
 
-def logits(model: Any, **kwargs: Any) -> torch.Tensor:
+def logits(model, **kwargs) -> torch.Tensor:
     with torch.no_grad():
         return model(tiny_models.prompt(LENGTH), use_cache=False, **kwargs).logits
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name: str):
+def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name):
     model = tiny_models.shared(name)
     before = logits(model)
     sites = find_mixers(model)
@@ -55,7 +55,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_on_our_operator_logits_are_the_same_to_rounding(name: str):
+def test_on_our_operator_logits_are_the_same_to_rounding(name):
     model = tiny_models.shared(name)
     with intercept(find_mixers(model), lambda call: call.replacement()) as count:
         replaced = logits(model)
@@ -64,7 +64,7 @@ def test_on_our_operator_logits_are_the_same_to_rounding(name: str):
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_final_states_go_where_the_model_asks_for_them(name: str):
+def test_final_states_go_where_the_model_asks_for_them(name):
     model = tiny_models.shared(name)
     ids = tiny_models.prompt(LENGTH)
     returned = []
@@ -95,9 +95,9 @@ def test_a_call_from_an_unknown_mixer_is_an_error():
 
 
 def captured_without_transformers_operator(
-    name: str, model: Any, seqlen: int, monkeypatch: pytest.MonkeyPatch
+    name: str, model, seqlen: int, monkeypatch
 ) -> list[CapturedLayer]:
-    def forbidden(*_: Any, **__: Any) -> None:
+    def forbidden(*_, **__):
         raise AssertionError("transformers' own operator ran")
 
     site = find_mixers(model)[0]
@@ -106,7 +106,7 @@ def captured_without_transformers_operator(
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
-def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu(name, monkeypatch):
     layers = captured_without_transformers_operator(
         name, tiny_models.build(name).base_model, 70, monkeypatch
     )
@@ -115,13 +115,11 @@ def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", tiny_models.GDN)
-def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
-    name: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name, monkeypatch):
     ran = set()
     get = kernels.get
 
-    def observed(operator: str, implementation: str) -> Any:
+    def observed(operator: str, implementation: str):
         ran.add((operator, implementation))
         return get(operator, implementation)
 
@@ -136,7 +134,7 @@ def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_a_prompt_in_segments_of_one_token_is_refused(name: str):
+def test_a_prompt_in_segments_of_one_token_is_refused(name):
     with pytest.raises(
         BadInputError, match=r"With segments of 1 this \w+ model got single tokens"
     ) as raised:
@@ -214,7 +212,7 @@ def test_arguments_arrive_where_they_belong():
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn"])
-def test_leaking_keyword_arguments_are_dropped(operator: Any):
+def test_leaking_keyword_arguments_are_dropped(operator):
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
     leaked = {
         "use_cache": True,
@@ -234,7 +232,7 @@ def test_leaking_keyword_arguments_are_dropped(operator: Any):
     ("operator", "name"),
     [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "state_v_first"), ("gdn", "cp_context")],
 )
-def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str):
+def test_what_a_capture_cannot_hold_is_refused_by_name(operator, name):
     args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
     with pytest.raises(BadInputError, match=f"Mixer passes {name} to its operator"):
         bind(operator, Mixer(), tuple(args), {**kwargs, name: torch.zeros(3, dtype=torch.int32)})
@@ -285,7 +283,7 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are():
     ],
 )
 def test_limits_of_dt_that_the_config_does_not_state_are_remarked(
-    stated: tuple[float, float], passed: tuple[float, float], remark: str
+    stated: tuple[float, float], passed: tuple[float, float], remark
 ):
     mixer = Mixer()
     mixer.config = SimpleNamespace(time_step_limit=list(stated))

@@ -2,7 +2,6 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(tmp_path_factory) -> Path:
     """A BPE tokenizer with merges and with a special token before every text, as many checkpoints
     have.
     """
@@ -54,7 +53,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("16k, 1k,512,1024", (16384, 1024, 512)),
     ],
 )
-def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs: str, lengths: tuple[int, ...]):
+def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs, lengths):
     assert parse_seqs(seqs) == lengths
 
 
@@ -77,7 +76,7 @@ NO_LENGTHS = [
 
 
 @pytest.mark.parametrize("seqs", [*NO_LENGTHS, "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
-def test_anything_else_is_refused_with_a_hint(seqs: str):
+def test_anything_else_is_refused_with_a_hint(seqs):
     with pytest.raises(BadInputError) as error:
         parse_seqs(seqs)
     assert error.value.exit_code == ExitCode.BAD_INPUT
@@ -96,7 +95,7 @@ def test_held_out_and_training_parts_are_the_whole_text():
     text.held_out().decode()
 
 
-def test_a_damaged_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_damaged_text_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "files", lambda _: tmp_path)
     whole = (Path(text.__file__).parent / "text.txt.xz").read_bytes()
     for data in (whole[:1000], b""):
@@ -147,7 +146,7 @@ def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(
     # far longer than expected; and: the first read ends inside the last required word
     [(60, 299), (8, 8)],
 )
-def test_it_reads_on_until_the_last_token_is_certain(tmp_path: Path, letters: int, seqlen: int):
+def test_it_reads_on_until_the_last_token_is_certain(tmp_path, letters, seqlen):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a" * letters: 1}, unk_token="[UNK]"))
@@ -158,7 +157,7 @@ def test_it_reads_on_until_the_last_token_is_certain(tmp_path: Path, letters: in
     assert ids.tolist() == [[1] * seqlen]
 
 
-def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path):
+def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_bytes(b"\xef\xbb\xbf" + "naïve text".encode())
     ids, prompt = build_prompt(DEMO, 11, kind="file", file=file)
@@ -175,9 +174,7 @@ def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path):
         ({"seqlen": 150, "packed": (100, 50)}, "Ask for fewer or shorter sequences, "),
     ],
 )
-def test_the_hint_for_too_short_a_file_says_what_fits(
-    tmp_path: Path, lengths: dict[str, Any], hint: str
-):
+def test_the_hint_for_too_short_a_file_says_what_fits(tmp_path, lengths, hint):
     file = tmp_path / "short.txt"
     file.write_text("x" * 46)  # the demo's tokens are bytes
     with pytest.raises(BadInputError, match=r"it gives 46 tokens .* are needed") as error:
@@ -203,9 +200,7 @@ def test_the_default_text_can_be_too_short_as_well():
         ("folder", "directory"),
     ],
 )
-def test_a_file_that_gives_no_text_is_refused(
-    tmp_path: Path, content: bytes | str | None, message: str
-):
+def test_a_file_that_gives_no_text_is_refused(tmp_path, content: bytes | str | None, message):
     file = tmp_path if content == "folder" else tmp_path / "mine.txt"
     if isinstance(content, bytes):
         file.write_bytes(content)
@@ -214,7 +209,7 @@ def test_a_file_that_gives_no_text_is_refused(
     assert error.value.hint
 
 
-def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path):
+def test_a_file_and_another_kind_exclude_each_other(tmp_path):
     with pytest.raises(BadInputError):
         build_prompt(DEMO, 4, kind="file")
     with pytest.raises(BadInputError):
@@ -236,7 +231,7 @@ def test_random_prompts_follow_the_seed_and_leave_special_tokens_out(tokenizer_f
 
 
 def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(
-    tokenizer_folder: Path, tmp_path: Path
+    tokenizer_folder: Path, tmp_path
 ):
     _, prompt = build_prompt(tokenizer_folder, 5)
     digest = hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
@@ -259,7 +254,7 @@ def test_the_record_names_the_tokenizer_by_content_and_holds_no_path(
     ],
 )
 def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
-    tokenizer_folder: Path, tmp_path: Path, settings: dict[str, object] | None
+    tokenizer_folder: Path, tmp_path, settings: dict[str, object] | None
 ):
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
     (tmp_path / "custom.py").write_text("raise SystemExit('remote code ran')\n")
@@ -268,7 +263,7 @@ def test_tokenizer_json_alone_is_enough_and_no_remote_code_runs(
     assert build_prompt(tmp_path, 100)[0].equal(build_prompt(tokenizer_folder, 100)[0])
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(BadInputError, match="no tokenizer") as error:
         build_prompt(tmp_path, 4)
     assert "--tokenizer" in error.value.hint
@@ -299,7 +294,7 @@ def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row():
     assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
 
 
-def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path: Path):
+def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(text.load()[:400])
     whole = len(build_prompt(tokenizer_folder, 60, kind="file", file=file)[0][0])

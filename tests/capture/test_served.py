@@ -19,13 +19,13 @@ LENGTH = 50
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor):
     assert actual.shape == expected.shape
     assert difference(actual, expected) < FP32_ROUNDING
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_chunks_carry_the_state_and_are_the_prompt_together(name: str):
+def test_chunks_carry_the_state_and_are_the_prompt_together(name):
     ids = tiny_models.prompt(LENGTH, batch=2)
     whole, _ = capture(name, ids, Serving())
     chunks, calls = capture(name, ids, Serving(chunk=16))
@@ -38,7 +38,6 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str):
         of_layer = [chunk for chunk in chunks if chunk.layer == captured.layer]
         assert [chunk.inputs.length for chunk in of_layer] == [16, 16, 16, 2]
         for number, chunk in enumerate(of_layer, 1):
-            assert chunk.call
             assert (chunk.call.number, chunk.call.count) == (number, 4)
             if state is None:
                 assert chunk.inputs.initial is None
@@ -60,7 +59,7 @@ def test_a_last_chunk_of_one_token_joins_the_one_before():
 
 @pytest.mark.parametrize("segment_length", [LENGTH, 8])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pack_is_its_sequences_alone(name: str, segment_length: int):
+def test_a_pack_is_its_sequences_alone(name, segment_length):
     lengths = (20, 1, 29)
     ids = tiny_models.prompt(LENGTH)
     packs, calls = capture(name, ids, Serving(packed=lengths), segment_length)
@@ -109,7 +108,7 @@ def writer_of(folder: Path, name: str, serving: Serving) -> store.CaptureWriter:
     "serving", [Serving(packed=(20, 30)), Serving(chunk=20)], ids=["packed", "chunked"]
 )
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: Path):
+def test_stored_captures_keep_every_call(name, serving: Serving, tmp_path):
     calls, _ = capture(name, tiny_models.prompt(LENGTH), serving)
     with writer_of(tmp_path, name, serving) as writer:
         for captured in calls:
@@ -134,9 +133,7 @@ def test_stored_captures_keep_every_call(name: str, serving: Serving, tmp_path: 
 
 @pytest.mark.parametrize("bounds", [[0, 30, 20, LENGTH], [0, 20, LENGTH + 1], [1, LENGTH]])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
-    name: str, bounds: list[int], tmp_path: Path
-):
+def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(name, bounds, tmp_path):
     serving = Serving(packed=(20, 30))
     (first, *_), _ = capture(name, tiny_models.prompt(LENGTH), serving)
     wrong = replace(first, inputs=replace(first.inputs, cu_seqlens=torch.tensor(bounds)))
@@ -148,12 +145,11 @@ def test_a_stored_pack_whose_bounds_fall_or_leave_the_prompt_is_refused(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["granitemoehybrid", "mamba2", "qwen3_next", "olmo_hybrid"])
-def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int):
+def test_a_rank_computes_its_heads_of_the_whole(name, ranks):
     """granitemoehybrid has one group, which every rank gets; mamba2 has two groups."""
     (captured, *_), _ = capture(name, tiny_models.prompt(20), Serving())
     inputs = captured.inputs
     operator = operators.get(inputs.operator)
-    assert operator.refusal is not None
     sizes = operator.oracle.dims(inputs).sizes
     why = operator.refusal(sizes, ranks)
     if (name, ranks) == ("mamba2", 4):
@@ -179,6 +175,5 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int):
 
 def test_heads_that_ranks_cannot_share():
     refusal = operators.get("ssd").refusal
-    assert refusal is not None
     assert refusal({"nheads": 48, "ngroups": 1}, 5) == "its 48 heads cannot be divided by 5"
     assert refusal({"nheads": 128, "ngroups": 8}, 8) == ""

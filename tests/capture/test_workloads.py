@@ -27,7 +27,7 @@ WORKLOADS = Path("bench/workloads/gdn", f"{PREFILL}.jsonl")
 ROUNDING = 2**-8  # relative, of a number in bf16
 
 
-def layers(folder: str = "bench", kind: Any = "flashinfer-bench") -> list[Any]:
+def layers(folder: str = "bench", kind="flashinfer-bench") -> list[Any]:
     return list(open_recording(Path(folder), kind).layers())
 
 
@@ -44,7 +44,7 @@ def gdn(length: int, *bounds: int) -> Tensors:
 
 
 @pytest.fixture(params=[True])
-def bench(request: pytest.FixtureRequest) -> str:
+def bench(request) -> str:
     """Prefills, and a step of two sequences.  Returns what was said.  param: use_qk_l2norm."""
     torch.manual_seed(0)
     calls = [gdn(13, 0, 5, 5, 13), gdn(9, 0, 2, 9), gdn(2, 0, 1, 2)]
@@ -54,7 +54,7 @@ def bench(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("bench", [True, False], indirect=True)
-def test_captures_travel_there_and_back(bench: str):
+def test_captures_travel_there_and_back(bench):
     """Only gates, and q and k that had to be normalised, are rounded."""
     assert "changes g by up to" in bench
     again = {layer.inputs.length: layer.inputs for layer in layers()}
@@ -126,7 +126,7 @@ def test_calls_that_are_not_defined_are_left_out():
     assert "is not empty" in ending(2, *EXPORT, "of_gdn").err
 
 
-def define(name: str, tensors: Tensors, drawn: Sequence[str] = (), **tokens: int) -> None:
+def define(name: str, tensors: Tensors, drawn: Sequence[str] = (), **tokens: int):
     """A definition, and a workload in which some inputs are random."""
     axes = {f"{key}{dim}": size for key in tensors for dim, size in enumerate(tensors[key].shape)}
     inputs = {
@@ -195,7 +195,7 @@ def test_steps_of_ssd_begin_in_a_pool():
     assert torch.allclose(out[0].float(), (states * C[:, :, None]).sum(-1) + D * x, atol=1e-5)
 
 
-def edit(file: Path, old: str, new: str) -> None:
+def edit(file: Path, old: str, new: str):
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
 
@@ -204,7 +204,7 @@ def blob() -> Path:
     return sorted(Path("bench/blob/workloads/gdn", PREFILL).iterdir())[0]
 
 
-def repack(name: str, tensor: torch.Tensor) -> None:
+def repack(name: str, tensor: torch.Tensor):
     save_file(load_file(blob()) | {name: tensor}, blob())
 
 
@@ -227,6 +227,6 @@ def repack(name: str, tensor: torch.Tensor) -> None:
         (lambda: shutil.rmtree("bench/workloads"), "holds no workloads"),
     ],
 )
-def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words: str):
+def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words):
     damage()
     assert words in ending(2, *TAKE).err

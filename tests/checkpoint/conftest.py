@@ -18,13 +18,13 @@ SaveTiny = Callable[[str], Path]
 
 
 @pytest.fixture(autouse=True)
-def _patient_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient_search(monkeypatch):
     """A refused field is found however busy the machine is."""
     monkeypatch.setattr(meta, "SEARCH_S", math.inf)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """An empty hub cache and no login.  The client reads its settings on import, so they are
     patched in the client.
     """
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:
+def hub(cache: Path, monkeypatch) -> Iterator[MiniHub]:
     # the cache goes with it
     with MiniHub() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -46,7 +46,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MiniHub]:
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
+def saved(tmp_path_factory) -> SaveTiny:
     """Saves a tiny model of a family, sharded, with a tokenizer; one folder per family.  Copy it
     before changes.
     """
@@ -64,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SaveTiny:
 
 
 @pytest.fixture
-def copied(saved: SaveTiny, tmp_path: Path) -> SaveTiny:
+def copied(saved: SaveTiny, tmp_path) -> SaveTiny:
     """As `saved`, in a separate folder for the test."""
 
     def copy(name: str) -> Path:
@@ -73,7 +73,7 @@ def copied(saved: SaveTiny, tmp_path: Path) -> SaveTiny:
     return copy
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path):
     vocabulary = {f"word{i}": i for i in range(tiny_models.VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="word0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

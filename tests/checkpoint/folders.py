@@ -11,7 +11,7 @@ from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.weights import INDEX, SINGLE
 
 
-def edit_json(file: Path, **changes: object) -> None:
+def edit_json(file: Path, **changes):
     """Change entries of an object in a file, or write a new one."""
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | changes))
@@ -50,7 +50,7 @@ def original_state() -> dict[str, torch.Tensor]:
     }
 
 
-def write_original(folder: Path, state: dict[str, torch.Tensor], form: str) -> None:
+def write_original(folder: Path, state: dict[str, torch.Tensor], form: str):
     """Store the tiny mamba2 model in the original format, its weights as a pickle, as one file of
     safetensors, or as shards of two tensors.
     """

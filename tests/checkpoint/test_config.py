@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +74,7 @@ QWEN3_5 = {
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Open:
+def opened(tmp_path) -> Open:
     def write(config: dict[str, Any]) -> Model:
         (tmp_path / "config.json").write_text(json.dumps(config))
         return open_model(str(tmp_path))
@@ -92,8 +91,8 @@ def refusal(opened: Open, config: dict[str, Any]) -> str:
     return f"{caught.value.message} {caught.value.hint}"
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str):
+@tiny_models.every_model
+def test_layers_and_sizes_are_those_of_the_model(opened: Open, name):
     model = tiny_models.shared(name)
     checkpoint = opened(model.config.to_dict())
     assert tuple(layer.index for layer in checkpoint.layers) == tiny_models.OPERATOR_LAYERS[name]
@@ -118,7 +117,7 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str):
     ],
     ids=["granite-4.0-h-small", "Bamba-9B", "Nemotron-Nano-9B-v2", "mamba2-2.7b", "Qwen3.5-27B"],
 )
-def test_published_configs(opened: Open, config: dict[str, Any], layers: int, of: int, words: str):
+def test_published_configs(opened: Open, config, layers, of, words):
     model = opened(config)
     # a known type needs no remote code
     assert model.ref.model_type in ("mamba2", config.get("model_type"))
@@ -159,7 +158,7 @@ def test_depth_keeps_what_the_model_definition_insists_on(opened: Open):
         ("unheard", "thinker_config", "qwen3_5_text"),
     ],
 )
-def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, inner: str):
+def test_the_language_model_of_a_larger_one(opened: Open, outer, key, inner):
     text = tiny_models.shared(inner).config.to_dict()
     tower = {"model_type": "vit", "num_hidden_layers": 2}
     config = {"model_type": outer, "vision_config": tower, key: text, "audio_config": tower}
@@ -190,7 +189,7 @@ def test_a_type_of_transformers_outside_of_the_table(opened: Open):
         ({"hidden_size": 64}, "no model_type"),
     ],
 )
-def test_other_types_are_refused_with_the_reason(opened: Open, config: dict[str, Any], reason: str):
+def test_other_types_are_refused_with_the_reason(opened: Open, config, reason):
     text = refusal(opened, config)
     assert reason in text
     assert "granitemoehybrid" in text  # the supported types
@@ -203,7 +202,7 @@ def test_other_types_are_refused_with_the_reason(opened: Open, config: dict[str,
         *({"bits": 4}, "int4"),
     ],
 )
-def test_unknown_quantisation_is_refused(opened: Open, tmp_path: Path, quantization: object):
+def test_unknown_quantisation_is_refused(opened: Open, tmp_path, quantization):
     codes = torch.ones(8, dtype=torch.uint8)
     save_file({"model.layers.0.in_proj.weight": codes}, tmp_path / "model.safetensors")
     text = refusal(opened, {**GRANITE_H_SMALL, "quantization_config": quantization})
@@ -212,7 +211,7 @@ def test_unknown_quantisation_is_refused(opened: Open, tmp_path: Path, quantizat
 
 
 @pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
-def test_known_quantisation_is_recorded(opened: Open, method: str):
+def test_known_quantisation_is_recorded(opened: Open, method):
     for config in (GRANITE_H_SMALL, QWEN3_5):
         assert (
             opened({**config, "quantization_config": {"quant_method": method}}).named_quantization
@@ -258,16 +257,14 @@ STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.na
         (MAMBA2_2_7B, {"n_layer": 10**9}, "num_hidden_layers"),
     ],
 )
-def test_damaged_configs_are_refused_by_key(
-    opened: Open, config: dict[str, Any], change: dict[str, Any], named: str
-):
+def test_damaged_configs_are_refused_by_key(opened: Open, config, change, named):
     assert named in refusal(opened, {**config, **change})
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}']
 )
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes):
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(
         BadInputError, match=r"^config.json of .* (is not valid JSON|holds no JSON object)"
@@ -332,15 +329,13 @@ QWEN3_5_FP8 = {
     ],
     ids=["nemotron_h", "bamba", "zamba2", "qwen3_5"],
 )
-def test_every_key_that_counts_layers_is_cut(
-    opened: Open, config: dict[str, Any], expected: dict[str, Any]
-):
+def test_every_key_that_counts_layers_is_cut(opened: Open, config, expected):
     cut = opened(config).cut_config(3)
     assert {key: cut[key] for key in expected} == expected
     assert opened(cut).layer_count == 3
 
 
-def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path: Path):
+def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path):
     text = QWEN3_5_FP8["text_config"]
     assert "vision_config" not in opened(
         {**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint.folders import edit_json
@@ -35,11 +34,11 @@ def error_of(folder: Path) -> BadInputError:
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Path:
+def demo(tmp_path) -> Path:
     return Path(shutil.copytree(DEMO_FOLDERS["demo"], tmp_path / "demo"))
 
 
-def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
+def refused(folder: Path, file: str, **changes) -> BadInputError:
     """The error for a model with some keys of a file changed."""
     edit_json(folder / file, **changes)
     return error_of(folder)
@@ -65,16 +64,14 @@ def refused(folder: Path, file: str, **changes: Any) -> BadInputError:
         ({"model_type": []}, "of type []"),
     ],
 )
-def test_a_config_that_transformers_cannot_use(demo: Path, change: dict[str, Any], words: str):
+def test_a_config_that_transformers_cannot_use(demo: Path, change, words):
     error = refused(demo, "config.json", **change)
     assert words in error.message
     assert "..." not in error.message
 
 
 @pytest.mark.parametrize("change", [{"hidden_act": "swish_7"}, {"dtype": 7}])
-def test_the_refused_field_is_named_where_transformers_does_not(
-    demo: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
-):
+def test_the_refused_field_is_named_where_transformers_does_not(demo: Path, monkeypatch, change):
     monkeypatch.setattr(
         "ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads")
     )
@@ -103,9 +100,7 @@ def test_the_refused_field_is_named_where_transformers_does_not(
         ),
     ],
 )
-def test_a_tokenizer_that_transformers_cannot_use(
-    demo: Path, file: str, change: dict[str, Any], words: str
-):
+def test_a_tokenizer_that_transformers_cannot_use(demo: Path, file, change, words):
     error = refused(demo, file, **change)
     assert words in error.message
     assert "--tokenizer" in error.hint
@@ -113,7 +108,7 @@ def test_a_tokenizer_that_transformers_cannot_use(
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 10**5, b"\xff", b"[]"])
-def test_what_is_no_json_object(demo: Path, file: str, content: bytes):
+def test_what_is_no_json_object(demo: Path, file, content):
     (demo / file).write_bytes(content)
     assert file.removesuffix("_config.json").removesuffix(".json") in error_of(demo).message
 

@@ -106,7 +106,7 @@ def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, copied:
     assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
 
 
-def test_a_symlink_keeps_its_name(saved: Save, tmp_path: Path):
+def test_a_symlink_keeps_its_name(saved: Save, tmp_path):
     (tmp_path / "my-model").symlink_to(saved("mamba2").resolve())
     assert open_model(str(tmp_path / "my-model")).ref.repo_id == "my-model"
 
@@ -141,9 +141,7 @@ def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, s
     assert open_model("org/tiny").ref.trained_context == 262144  # max_position_embeddings
 
 
-def test_the_original_format_from_its_safetensors_revision(
-    hub: MiniHub, saved: Save, tmp_path: Path
-):
+def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: Save, tmp_path):
     hub.publish(DEFAULT_TOKENIZER, saved("bamba"))
     for form, revision in ((PICKLE, "main"), (SINGLE, "refs/pr/1")):
         folder = tmp_path / form
@@ -158,7 +156,6 @@ def test_the_original_format_from_its_safetensors_revision(
     tokenizer = fetch_tokenizer(located)
     local = fetch(located)
     assert (local.folder / SINGLE).is_symlink()
-    assert tokenizer
     assert tokenizer.label == DEFAULT_TOKENIZER
     assert local.model.ref.trained_context == 2048
     assert PICKLE not in hub.downloads()
@@ -167,9 +164,7 @@ def test_the_original_format_from_its_safetensors_revision(
 # --- interrupted
 
 
-def test_a_broken_connection_continues_where_it_broke(
-    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_broken_connection_continues_where_it_broke(tiny_hub: MiniHub, monkeypatch):
     # the client keeps whole chunks, by default of 10 MB
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
     located = open_model("org/tiny")
@@ -188,9 +183,7 @@ def test_a_broken_connection_continues_where_it_broke(
 
 
 @pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
-def test_a_connection_that_drops_between_requests(
-    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, at: str
-):
+def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch, at):
     """As with keep-alive connections: the server closes the connection instead of answering."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     tiny_hub.drops = at == "config"
@@ -205,7 +198,7 @@ def test_a_connection_that_drops_between_requests(
     assert tiny_hub.drops == 0
 
 
-def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch):
     pauses = []
     monkeypatch.setattr("time.sleep", pauses.append)
     repo = hub_module.HubRepo("org/tiny")
@@ -228,9 +221,7 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy():
         fetch(located, deepest_layer=0)
 
 
-def test_too_little_disk_is_said_before_the_download(
-    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch
-):
+def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch):
     target = find(ServedModelOptions(model="org/tiny", seqlens=(64,), prompt="random"))
     planned = plan(target)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
@@ -274,13 +265,7 @@ def test_a_missing_repo_names_known_ones_like_it():
     ],
 )
 def test_a_repo_that_needs_a_token(
-    hub: MiniHub,
-    saved: Save,
-    monkeypatch: pytest.MonkeyPatch,
-    way: str,
-    message: str,
-    words: str,
-    not_allowed: str,
+    hub: MiniHub, saved: Save, monkeypatch, way, message, words, not_allowed
 ):
     hub.publish("org/one", saved("mamba2"), private=way == "private", gated=way == "gated")
     error = failure("org/one")
@@ -304,12 +289,12 @@ def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Sav
 
 
 @pytest.mark.parametrize("name", ["org/name/more", "org/na me", "a" * 300, "-x", "org/..", "", " "])
-def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name: str):
+def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name):
     assert failure(name).exit_code == ExitCode.BAD_INPUT
     assert hub.log == []
 
 
-def cut_shard(folder: Path) -> None:
+def cut_shard(folder: Path):
     shard = min(folder.glob("model-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
 
@@ -326,7 +311,7 @@ def cut_shard(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_on_the_hub(
-    hub: MiniHub, copied: Save, damage: Callable[[Path], object], code: int, words: str
+    hub: MiniHub, copied: Save, damage: Callable[[Path], object], code, words
 ):
     folder = copied("mamba2")
     damage(folder)
@@ -338,9 +323,7 @@ def test_what_is_wrong_on_the_hub(
 # --- out of reach
 
 
-def test_offline_runs_from_the_cache_and_names_it(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
-):
+def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, monkeypatch):
     commit = hub.publish("org/tiny", saved("mamba2"))
     hub.publish("org/other", saved("bamba"))
     fetch_all(open_model("org/tiny"), deepest_layer=0)
@@ -369,9 +352,7 @@ def test_offline_runs_from_the_cache_and_names_it(
         (403, "answered 403 for org/other. Check HF_TOKEN."),
     ],
 )
-def test_a_hub_that_does_not_help(
-    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, down: int | None, words: str
-):
+def test_a_hub_that_does_not_help(tiny_hub: MiniHub, monkeypatch, down, words):
     monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
     fetch_all(open_model("org/tiny"))
     tiny_hub.down = down
@@ -383,7 +364,7 @@ def test_a_hub_that_does_not_help(
     assert (error.exit_code, words in f"{error.message} {error.hint}") == (4, True), error
 
 
-def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch):
+def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch):
     """The client alone would retry for 24 s."""
     hub.close()
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
@@ -393,9 +374,7 @@ def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatc
     assert "Similar names: allenai/Olmo-Hybrid-7B." in error.hint
 
 
-def test_a_password_in_the_endpoint_is_masked(
-    hub: MiniHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_password_in_the_endpoint_is_masked(hub: MiniHub, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", hub.url.replace("http://", "http://user:secret@"))
     hub.close()
     error = failure("org/tiny")
@@ -405,7 +384,7 @@ def test_a_password_in_the_endpoint_is_masked(
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
-def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str):
+def test_an_endpoint_that_is_no_address(monkeypatch, endpoint):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.BAD_INPUT
@@ -424,7 +403,7 @@ def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoin
     ],
 )
 def test_settings_that_the_client_cannot_use(
-    tiny_hub: MiniHub, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
+    tiny_hub: MiniHub, tmp_path, variables, code: ExitCode, words
 ):
     """In a separate process, because the client reads them once."""
     hub = {"HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": ""}
@@ -456,11 +435,9 @@ def test_settings_that_the_client_cannot_use(
         ),  # from SSL_CERT_FILE, without a name
     ],
 )
-def test_what_keeps_a_file_from_being_fetched(
-    monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, words: str
-):
+def test_what_keeps_a_file_from_being_fetched(monkeypatch, raised, code, words):
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise raised
 
     monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", fail)
@@ -469,7 +446,7 @@ def test_what_keeps_a_file_from_being_fetched(
     assert ("HF_HOME" in error.hint) == ("written" in error.message or "full" in error.message)
 
 
-def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureFixture[str]):
+def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys):
     import logging
 
     hub_module.api()
@@ -483,7 +460,7 @@ def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureF
 # --- local names
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path):
+def test_a_folder_that_is_not_there(tmp_path):
     assert failure(str(tmp_path / "nothing")).exit_code == ExitCode.MODEL_UNAVAILABLE
     assert failure("./nothing").exit_code == ExitCode.MODEL_UNAVAILABLE
     file = tmp_path / "file"

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -35,7 +34,7 @@ GDN = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 SSD = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2")
 
 
-def checkpoint(name: str, **config: Any) -> Path:
+def checkpoint(name: str, **config) -> Path:
     """A saved tiny model in bf16, whose config has other entries."""
     folder = Path(name)
     tiny_models.build(name, torch.bfloat16).save_pretrained(folder)
@@ -43,7 +42,7 @@ def checkpoint(name: str, **config: Any) -> Path:
     return folder
 
 
-def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> None:
+def rewrite(folder: Path, change: Callable[[Weights], Weights]):
     file = folder / "model.safetensors"
     save_file(
         {key: weight.contiguous() for key, weight in change(load_file(file)).items()},
@@ -70,7 +69,7 @@ def loaded(folder: Path, *, head: bool = False) -> Weights:
     return load_model(fetch(open_model(str(folder)), head=head), device="cpu").state_dict()
 
 
-def check_loaded(folder: Path, expected: Weights, *, head: bool = False) -> None:
+def check_loaded(folder: Path, expected: Weights, *, head: bool = False):
     weights = loaded(folder, head=head)
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
@@ -86,7 +85,7 @@ def run(folder: Path, *options: str, code: int = 0) -> tuple[Answer, Report | No
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 
-def check_predictions_refused(folder: Path, words: str, code: int = 2) -> None:
+def check_predictions_refused(folder: Path, words: str, code: int = 2):
     """Each command that needs the head is refused with these words."""
     for command in (("answers",), ("run", "--decode", "1")):
         answer = ending(code, command[0], str(folder), *PROMPT, *command[1:])
@@ -125,7 +124,7 @@ def with_exact_gates(
         ("kimi_linear", torch.float64),
     ],
 )
-def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype):
+def test_parameters_of_operators_keep_fp32(name, dtype):
     folder, exact = with_exact_gates(name, dtype)
     weights = loaded(folder)
     for (layer, leaf), gate in exact.items():
@@ -139,7 +138,7 @@ def test_parameters_of_operators_keep_fp32(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "kimi_linear"])
-def test_parameters_on_the_disk_keep_fp32(name: str):
+def test_parameters_on_the_disk_keep_fp32(name):
     folder, _ = with_exact_gates(name)
     located = open_model(str(folder))
     local = fetch(located)
@@ -159,7 +158,7 @@ def test_parameters_on_the_disk_keep_fp32(name: str):
     assert not torch.equal(rounded, whole)
 
 
-def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
+def in_two_files(folder: Path, later: Weights, *, named: bool = True):
     """Layer 0 is in a first file, by the index; a second file has the rest and `later` copies."""
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -174,7 +173,7 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_index_says_which_copy_of_a_tensor_counts(rows: int):
+def test_the_index_says_which_copy_of_a_tensor_counts(rows):
     """Copies of another shape must not count in sizes either."""
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
@@ -254,7 +253,7 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
 )
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
 def test_the_weight_that_does_not_fit_is_named(
-    name: str, change: Callable[[Weights], Weights], code: int, words: str, options: tuple[str, ...]
+    name, change: Callable[[Weights], Weights], code, words, options
 ):
     folder = checkpoint(name)
     rewrite(folder, change)
@@ -281,7 +280,7 @@ def test_a_file_beside_the_index_is_named():
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
-def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool):
+def test_names_that_wrappers_put_into_keys(name, wrapped, head):
     folder = checkpoint(name)
     expected = loaded(folder, head=head)
     rewrite(
@@ -292,7 +291,7 @@ def test_names_that_wrappers_put_into_keys(name: str, wrapped: str, head: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float8_e4m3fn])
-def test_what_is_no_weight_may_be_stored_in_anything(dtype: torch.dtype):
+def test_what_is_no_weight_may_be_stored_in_anything(dtype):
     folder = checkpoint("granitemoehybrid")
     expected = loaded(folder)
     extra = {
@@ -331,20 +330,16 @@ def test_gptq_of_the_old_kind_is_named():
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
     ],
 )
-def test_a_quantisation_that_only_the_config_has_left_is_none(file: str, left: dict[str, Any]):
+def test_a_quantisation_that_only_the_config_has_left_is_none(file, left):
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
     edit_json(folder / file, **left)
     check_loaded(folder, expected)
-    _, report = run(folder)
-    assert report
-    assert report.model
-    assert report.model.quantization is None
-    assert not any("quantised" in note for note in report.notes)
+    assert open_model(str(folder)).ref.quantization is None
 
 
 @pytest.mark.parametrize("files", [(), ("config.json",)])
-def test_checkpoints_of_a_training_run_are_named(files: tuple[str, ...]):
+def test_checkpoints_of_a_training_run_are_named(files):
     for step in (200, 1000):
         folder = Path("training") / f"checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -367,7 +362,7 @@ def test_a_pickle_keyed_by_numbers_is_refused():
     assert "holds an entry 0, which is no name of a weight" in answer.err
 
 
-def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
     folder = checkpoint("qwen3_5_text")
     monkeypatch.delitem(tf.MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping, "qwen3_5_text")
     check_predictions_refused(
@@ -379,7 +374,7 @@ def test_a_model_without_a_causal_class_has_no_answers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("weight", "part"), [("lm_head.weight", "head, lm_head,"), ("layers.1.mlp.up", "layers")]
 )
-def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str, part: str):
+def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
 
     def broken(weights: Weights) -> Weights:
@@ -397,8 +392,8 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight: str,
     assert "it is not the implementations" in answer.err
 
 
-def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch):
-    def full(*_: object, **__: object) -> None:
+def test_a_full_temporary_folder_is_no_damage(monkeypatch):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     model = open_model("demo")
@@ -412,7 +407,7 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch: pytest.MonkeyPatch):
     "file",
     ["tiktoken.model", "tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"],
 )
-def test_a_tokenizer_that_is_not_read_is_named(file: str):
+def test_a_tokenizer_that_is_not_read_is_named(file):
     folder = checkpoint("qwen3_5_text")
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("")
@@ -423,7 +418,7 @@ def test_a_tokenizer_that_is_not_read_is_named(file: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SSD, *GDN])
-def test_models_decode_with_parameters_in_fp32(name: str):
+def test_models_decode_with_parameters_in_fp32(name):
     folder = checkpoint(name)
     kept = ("A_log", "D", "dt_bias")
     rewrite(
@@ -443,7 +438,7 @@ def test_models_decode_with_parameters_in_fp32(name: str):
         ("model.", "model.language_model.model."),
     ],
 )
-def test_keys_with_foreign_prefixes_load_or_are_named(before: str, after: str, head: bool):
+def test_keys_with_foreign_prefixes_load_or_are_named(before, after, head):
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder, head=head)
     rewrite(folder, renamed(before, after))
@@ -473,7 +468,6 @@ def test_an_adapter_is_named_and_never_silent():
     answer, report = run(Path("qwen3_5_text"))
     words = "adapter_model.safetensors of qwen3_5_text is not applied"
     assert words in answer.err
-    assert report
     assert any(words in note for note in report.notes)
     rewrite(Path("qwen3_5_text"), renamed("in_proj_qkv.weight", "in_proj_qkv.base_layer.weight"))
     answer = ending(2, "capture", "qwen3_5_text", *PROMPT, "--dry-run")
@@ -485,7 +479,7 @@ def test_an_adapter_is_named_and_never_silent():
     ("key", "tied"),
     [("score.weight", True), ("classifier.weight", False), ("model.score.weight", True)],
 )
-def test_a_classifier_predicts_no_tokens(key: str, tied: bool):
+def test_a_classifier_predicts_no_tokens(key, tied):
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=tied)
     rewrite(folder, without("lm_head", **{key: torch.ones(2, 64)}))
     check_predictions_refused(folder, f"is a classifier, with '{key}' and no lm_head.weight")
@@ -499,9 +493,7 @@ def test_a_lost_head_is_named():
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (True, True), (None, True)])
-def test_the_outer_config_decides_whether_the_head_is_the_embedding(
-    outer: bool | None, inner: bool
-):
+def test_the_outer_config_decides_whether_the_head_is_the_embedding(outer: bool | None, inner):
     folder = checkpoint("qwen3_5_text")
     text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": inner}
     outside = {} if outer is None else {"tie_word_embeddings": outer}
@@ -518,20 +510,20 @@ def test_the_outer_config_decides_whether_the_head_is_the_embedding(
 @pytest.mark.parametrize(
     "value", ["flash_attention_2", "flash_attention_3", "made_up", {"": "flash_attention_2"}]
 )
-def test_the_attention_of_a_config_need_not_be_installed(key: str, value: object):
+def test_the_attention_of_a_config_need_not_be_installed(key, value):
     run(checkpoint("qwen3_5_text", **{key: value}), "--dry-run")
 
 
 @pytest.mark.parametrize("where", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_mlx_is_named(where: str, bits: int):
+def test_mlx_is_named(where, bits):
     folder = checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}})
     rewrite(folder, packed)
     answer, _ = run(folder, "--dry-run", code=2)
     assert f"is of MLX's format, with {bits} bits in groups of 64" in answer.err
 
 
-def check_decoded(folder: Path, decoded: Weights) -> None:
+def check_decoded(folder: Path, decoded: Weights):
     weights = loaded(folder)
     assert decoded
     for key, weight in decoded.items():
@@ -539,7 +531,7 @@ def check_decoded(folder: Path, decoded: Weights) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "block"), [(80, 32), (96, 64), (72, 128), (64, 32)])
-def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int):
+def test_blocks_of_fp8_may_be_cut_off(hidden, block):
     """96 in blocks of 64 would divide into two blocks of 48: equal blocks give wrong weights
     without an error.
     """
@@ -579,7 +571,7 @@ def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int):
     check_decoded(folder, decoded)
 
 
-def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
+def write_modelopt(folder: Path, file: str, codes: dict[str, str]):
     """Describe the weights as NVIDIA's tool does, in the config or in a file beside it."""
     if file == "config.json":
         edit_json(folder / file, quantization_config={"quant_method": "modelopt", **codes})
@@ -588,7 +580,7 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
-def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str):
+def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file):
     folder = checkpoint("qwen3_5_text")
     decoded = {}
 
@@ -612,7 +604,7 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str):
 @pytest.mark.parametrize(
     ("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())]
 )
-def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | None):
+def test_codes_without_a_scale_are_refused(codes, scale: tuple[int, ...] | None):
     folder = checkpoint("qwen3_5_text")
     weight = "model.layers.0.linear_attn.in_proj_qkv.weight"
     scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
@@ -629,7 +621,7 @@ def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
-def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str):
+def test_other_formats_of_modelopt_are_refused_by_name(file, algorithm):
     folder = checkpoint("qwen3_5_text")
     write_modelopt(folder, file, {"quant_algo": algorithm})
     rewrite(folder, packed)
@@ -661,7 +653,7 @@ def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str
         ({"heads": 1}, "has 'heads' = 1 in ssm_cfg"),
     ],
 )
-def test_options_of_original_mamba2(change: dict[str, Any], words: str):
+def test_options_of_original_mamba2(change, words):
     folder = checkpoint("mamba2")
     ssm = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32} | change
     config = {
@@ -697,7 +689,6 @@ def test_a_type_that_nobody_listed_works():
     spec = importlib.util.spec_from_file_location(
         "transformers.models.qwen3_5.modeling_made_up", file
     )
-    assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
@@ -718,8 +709,6 @@ def test_a_type_that_nobody_listed_works():
             json.dumps({"model_type": "made_up_omni", key: text, "audio_config": {}})
         )
         _, report = run(folder)
-        assert report
-        assert report.model
         assert (report.model.model_type, len(report.model.layers)) == ("made_up_omni", 3)
         Answer("runs")
         for file in Path("run").iterdir():

@@ -33,12 +33,12 @@ from ssdprof.errors import (
 Save = Callable[[str], Path]
 
 
-def load(folder: Path, deepest_layer: int | None = None, **options: Any) -> Any:
+def load(folder: Path, deepest_layer: int | None = None, **options):
     local = fetch(open_model(str(folder), **options), deepest_layer=deepest_layer)
     return load_model(local, device="cpu")
 
 
-def layer_outputs(model: Any, ids: Tensor) -> list[Tensor]:
+def layer_outputs(model, ids: Tensor) -> list[Tensor]:
     """The output of every decoder layer of a model with or without a head."""
     outputs = []
     layers = model.get_submodule("layers") if hasattr(model, "layers") else model.base_model.layers
@@ -55,21 +55,19 @@ def layer_outputs(model: Any, ids: Tensor) -> list[Tensor]:
     return outputs
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
+def edit_config(folder: Path, **changes):
     edit_json(folder / "config.json", **changes)
 
 
-def check_layers(model: Any, whole: Any, ids: Tensor) -> None:
+def check_layers(model, whole, ids: Tensor):
     """The layers of a cut model compute what the first ones of the whole model do."""
     for actual, expected in zip(layer_outputs(model, ids), layer_outputs(whole, ids), strict=False):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_a_cut_model_computes_what_the_whole_one_does(
-    saved: Save, name: str, deepest_layer: int | None
-):
+def test_a_cut_model_computes_what_the_whole_one_does(saved: Save, name, deepest_layer):
     located = open_model(str(saved(name)))
     local = fetch(located, deepest_layer=deepest_layer)
     model = load_model(local, device="cpu")
@@ -82,8 +80,8 @@ def test_a_cut_model_computes_what_the_whole_one_does(
     ) == located.weight_bytes(deepest_layer)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name: str):
+@tiny_models.every_model
+def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, name):
     located = open_model(str(saved(name)))
     model = load_model(fetch(located, head=True), device="cpu")
     ids = tiny_models.prompt(40)
@@ -96,7 +94,7 @@ def test_a_model_with_its_head_gives_the_logits_of_the_whole_one(saved: Save, na
     assert sum(stored.values()) == located.weight_bytes(head=True) >= located.weight_bytes()
 
 
-def test_a_shared_block_stays_shared(tmp_path: Path):
+def test_a_shared_block_stays_shared(tmp_path):
     config = tiny_models.shared("zamba2").config.to_dict()
     # two blocks, used twice each
     kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]
@@ -117,7 +115,7 @@ def test_a_shared_block_stays_shared(tmp_path: Path):
     ("text_type", "whole_type"), [("qwen3_5_text", "qwen3_5"), ("qwen3_5_moe_text", "qwen3_5_moe")]
 )
 def test_a_vision_language_repo_gives_its_language_model(
-    saved: Save, tmp_path: Path, text_type: str, whole_type: str
+    saved: Save, tmp_path, text_type, whole_type
 ):
     folder = saved(text_type)
     text_config = json.loads((folder / "config.json").read_text())
@@ -182,7 +180,6 @@ def test_a_tokenizer_from_another_folder(saved: Save, copied: Save):
     located = open_model(str(folder), tokenizer=str(saved("bamba")))
     assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
     tokenizer = fetch_tokenizer(located)
-    assert tokenizer
     assert tokenizer.label == "tiny-bamba"
     assert AutoTokenizer.from_pretrained(tokenizer.folder)("word9")["input_ids"] == [9]
     (folder / "empty").mkdir()
@@ -191,7 +188,7 @@ def test_a_tokenizer_from_another_folder(saved: Save, copied: Save):
 
 
 @pytest.mark.parametrize("limit", [[0.0, float("inf")], [0.0, {"__float__": "Infinity"}], None])
-def test_every_spelling_of_no_limit_loads(copied: Save, limit: object):
+def test_every_spelling_of_no_limit_loads(copied: Save, limit):
     folder = copied("mamba2")
     edit_config(folder, time_step_limit=limit)
     assert load(folder, 0).config.time_step_limit[1] == float("inf")
@@ -202,7 +199,7 @@ def test_every_spelling_of_no_limit_loads(copied: Save, limit: object):
     [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
 )
 def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
-    tmp_path: Path, stored: torch.dtype, in_config: torch.dtype | None
+    tmp_path, stored, in_config: torch.dtype | None
 ):
     """The config decides, even if the files differ.  Without an entry, the dtype of most of the
     weights decides.
@@ -224,9 +221,7 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64])
-def test_codes_without_a_quantisation_in_the_config_are_no_weights(
-    tmp_path: Path, dtype: torch.dtype
-):
+def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path, dtype):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.2.mlp.up_proj.weight"
@@ -256,11 +251,7 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(
     ],
 )
 def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_download(
-    copied: Save,
-    monkeypatch: pytest.MonkeyPatch,
-    quantization: dict[str, Any],
-    kind: type[SsdprofError],
-    words: str,
+    copied: Save, monkeypatch, quantization, kind: type[SsdprofError], words
 ):
     folder = copied("qwen3_5_text")
     edit_config(folder, quantization_config=quantization)
@@ -273,7 +264,7 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
             read(located)
 
 
-def test_weights_of_mxfp8_are_decoded(tmp_path: Path):
+def test_weights_of_mxfp8_are_decoded(tmp_path):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.0.mlp.gate_proj.weight"
@@ -313,7 +304,7 @@ def test_weights_of_mxfp8_are_decoded(tmp_path: Path):
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
-    copied: Save, change: dict[str, Any], deepest_layer: int | None, words: str
+    copied: Save, change, deepest_layer, words
 ):
     folder = copied("falcon_h1")
     edit_config(folder, **change)
@@ -326,7 +317,7 @@ def test_a_config_that_does_not_fit_is_refused_in_a_dry_run_too(
 
 
 @pytest.fixture
-def original_folder(tmp_path: Path) -> Path:
+def original_folder(tmp_path) -> Path:
     write_original(tmp_path, original_state(), PICKLE)
     return tmp_path
 
@@ -337,7 +328,7 @@ def open_original(folder: Path) -> Model:
 
 @pytest.mark.parametrize("form", [PICKLE, SINGLE, INDEX])
 @pytest.mark.parametrize("deepest_layer", [0, None])
-def test_the_original_format_loads(original_folder: Path, form: str, deepest_layer: int | None):
+def test_the_original_format_loads(original_folder: Path, form, deepest_layer):
     write_original(original_folder, original_state(), form)
     located = open_original(original_folder)
     assert located.ref.model_type == "mamba2"
@@ -356,7 +347,7 @@ def test_the_original_format_loads(original_folder: Path, form: str, deepest_lay
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bool):
+def test_the_original_format_loads_with_its_head(original_folder: Path, tied):
     """If the head is the embedding, checkpoints may or may not contain it."""
     edit_config(original_folder, tie_embeddings=tied)
     state = original_state()
@@ -376,7 +367,7 @@ def test_the_original_format_loads_with_its_head(original_folder: Path, tied: bo
 @pytest.mark.parametrize("deepest_layer", [0, None])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_dtype_of_the_original_format_is_known_before_it_is_loaded(
-    original_folder: Path, form: str, deepest_layer: int | None, dtype: torch.dtype
+    original_folder: Path, form, deepest_layer, dtype
 ):
     """The config does not have it.  A few numbers of each head keep their stored dtype."""
     state = {key: value.to(dtype) for key, value in original_state().items()}
@@ -409,7 +400,7 @@ A_LOG = "backbone.layers.0.mixer.A_log"
 
 
 def in_archive(program: bytes) -> Callable[[Path], object]:
-    def write(file: Path) -> None:
+    def write(file: Path):
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("archive/data.pkl", program)
             archive.writestr("archive/version", "3\n")
@@ -417,14 +408,14 @@ def in_archive(program: bytes) -> Callable[[Path], object]:
     return write
 
 
-def flip_a_bit(file: Path) -> None:
+def flip_a_bit(file: Path):
     """Of a weight."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
-def larger_storage(file: Path) -> None:
+def larger_storage(file: Path):
     """The pickled size of a storage is larger than the storage."""
     with zipfile.ZipFile(file) as source:
         contents = {name: source.read(name) for name in source.namelist()}
@@ -473,7 +464,7 @@ def changed(change: Callable[[Tensor], Any]) -> Callable[[Path], object]:
     ],
 )
 def test_a_pickle_is_a_table_of_floats(
-    original_folder: Path, damage: Callable[[Path], object], words: str
+    original_folder: Path, damage: Callable[[Path], object], words
 ):
     """In a dry run, too, which loads no values."""
     damage(original_folder / PICKLE)
@@ -485,7 +476,7 @@ def test_a_pickle_is_a_table_of_floats(
 
 
 @pytest.mark.parametrize("change", [{"d_model": 128}, {"n_layer": 4}, {"vocab_size": 10**6}])
-def test_an_original_config_that_is_not_its_weights(original_folder: Path, change: dict[str, int]):
+def test_an_original_config_that_is_not_its_weights(original_folder: Path, change):
     edit_config(original_folder, **change)
     with pytest.raises(
         (BadInputError, ModelUnavailableError), match=r"do not fit its config|lacks"

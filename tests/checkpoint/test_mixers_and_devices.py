@@ -30,8 +30,8 @@ from ssdprof.errors import BadInputError
 # --- mixers
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_every_mixer_is_found(name: str):
+@tiny_models.every_model
+def test_every_mixer_is_found(name):
     for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
         sites = find_mixers(model)
         assert tuple(site.layer_index for site in sites) == tiny_models.OPERATOR_LAYERS[name]
@@ -74,7 +74,7 @@ CPU = torch.device("cpu")
 MIXTURES = ("granitemoehybrid", "qwen3_next", "nemotron_h")
 
 
-def check_same(actual: list[CapturedLayer], expected: list[CapturedLayer]) -> None:
+def check_same(actual: list[CapturedLayer], expected: list[CapturedLayer]):
     for layer, other in zip(actual, expected, strict=True):
         assert (layer.layer, layer.call) == (other.layer, other.call)
         assert layer.inputs.tensors.keys() == other.inputs.tensors.keys()
@@ -95,9 +95,9 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
 
 
 @pytest.mark.parametrize("segment_length", [70, 32])
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@tiny_models.every_model
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
-    saved: Saved, name: str, segment_length: int
+    saved: Saved, name, segment_length
 ):
     located = open_model(str(saved(name)))
     local = fetch(located)
@@ -115,7 +115,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 
 
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
-def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str):
+def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name):
     """As with a GPU: the layers' weights are in main memory and move to the computing device, here
     the CPU.
     """
@@ -142,7 +142,7 @@ def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved
 
 
 @pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
-def test_hooks_leave_a_cache_where_its_layers_are(name: str):
+def test_hooks_leave_a_cache_where_its_layers_are(name):
     """For every name of the argument, which differs between models and versions of transformers."""
     model = tiny_models.shared(name).base_model
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str):
     assert sent[0]["another_name"] is sent[1] is cache
 
 
-def layers_of(model: Any, mapped: DeviceMap | None) -> dict[int | str, int]:
+def layers_of(model, mapped: DeviceMap | None) -> dict[int | str, int]:
     assert mapped is not None
     return {device: held.layers for device, held in weights_by_device(model, mapped).items()}
 

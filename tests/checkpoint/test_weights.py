@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
     return caught.value
 
 
-def test_a_header_gives_shapes_and_bytes(tmp_path: Path):
+def test_a_header_gives_shapes_and_bytes(tmp_path):
     file = tmp_path / "a.safetensors"
     save_file(
         {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)},
@@ -62,7 +61,7 @@ def corrupt(content: bytes) -> bytes:
     ],
 )
 def test_a_damaged_shard_cannot_be_had(
-    copied: Save, damage: Callable[[bytes], bytes] | None, words: str
+    copied: Save, damage: Callable[[bytes], bytes] | None, words
 ):
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
@@ -107,7 +106,7 @@ def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save):
     ],
 )
 def test_an_index_that_is_wrong_or_leaves_its_folder(
-    copied: Save, key: str, place: str | None, kind: type[SsdprofError], words: str
+    copied: Save, key, place, kind: type[SsdprofError], words
 ):
     folder = copied("mamba2")
     shard = min(folder.glob("model-*.safetensors"))
@@ -137,7 +136,7 @@ def test_names_that_are_no_file_do_not_stay_inside():
         ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
     ],
 )
-def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]):
+def test_a_damaged_index(copied: Save, content, error: type[SsdprofError]):
     folder = copied("mamba2")
     (folder / INDEX).write_bytes(
         content if isinstance(content, bytes) else json.dumps(content).encode()

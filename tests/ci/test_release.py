@@ -21,7 +21,7 @@ def test_it_publishes_only_what_was_tested_and_attested():
 
 
 @pytest.mark.parametrize(("tag", "fits"), [(f"v{VERSION}", True), ("v99.0.0", False)])
-def test_a_tag_that_is_not_the_version_is_refused(tag: str, fits: bool):
+def test_a_tag_that_is_not_the_version_is_refused(tag, fits):
     steps = yaml_of(".github/workflows/release.yml")["jobs"]["build"]["steps"]
     (check,) = (step["run"] for step in steps if step.get("name") == "The tag is the version")
     done = subprocess.run([*SHELL, check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag})

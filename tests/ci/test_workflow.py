@@ -121,7 +121,7 @@ def play(job: str, folder: Path, options: str, **environment: str) -> Played:
     return Played(not failed, log, summary.read_text(), reports, artifact, told)
 
 
-def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
+def check_job(job: str, folder: Path, options: str, **environment: str):
     """On the main branch, on a pull request that changes nothing, and on one whose fused kernel got
     worse.
     """
@@ -155,7 +155,7 @@ def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
     assert "\nThe comparison with the baseline did not pass" in worse.log
 
 
-def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path: Path):
+def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path):
     played = play("cpu", tmp_path, "--layers 99")
     assert not played.passed
     reason = "error: Layer 99 has no SSD, GDN or KDA operator; the model has 4: 0, 1, 3, 4."
@@ -165,13 +165,13 @@ def test_a_run_that_ends_early_fills_the_outputs_and_an_annotation(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", FAULTS)
-def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path: Path):
+def test_a_regression_fails_the_job_and_nothing_else_does(job, tmp_path):
     fake = {"FAKE_TIMES": "1"} if job == "gpu" else {}
     check_job(job, tmp_path, QUICK, **fake)
 
 
 @pytest.mark.slow
-def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path: Path):
+def test_every_line_of_the_page_runs_in_an_empty_repository(tmp_path):
     """With a wheel, in an environment that sees this one's libraries but not this package."""
     page = (ROOT / "docs" / "ci.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.M | re.S)
@@ -253,7 +253,7 @@ def test_the_page_says_how_often_an_unchanged_case_fails():
 
 
 @pytest.mark.gpu
-def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path):
+def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path):
     check_job("gpu", tmp_path, "--seq 16k --layers 1 --dtypes exact --states fp32")
 
 

@@ -2,8 +2,6 @@
 tokens.
 """
 
-from typing import Any
-
 import cases
 
 from ssdprof.core.base import EXACT_FP32, PrecisionName
@@ -20,7 +18,7 @@ def measured(
     *,
     ways: tuple[str, ...] = (),
     checked: int | None = None,
-    **fields: Any,
+    **fields,
 ) -> Case:
     """A call takes 10 us more than the device."""
     return cases.case(
@@ -39,7 +37,7 @@ def measured(
     )
 
 
-def report(*made: Case, **fields: Any) -> Report:
+def report(*made: Case, **fields) -> Report:
     return cases.bench(
         *made, **({"baseline": "mamba_ssm", "created": "2026-01-01T00:00:00+00:00"} | fields)
     )

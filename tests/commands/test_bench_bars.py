@@ -44,7 +44,7 @@ seconds = 2.0
 
 @cache
 def timed(
-    fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any
+    fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields
 ) -> Report:
     """mamba_ssm takes 300 us and has two precisions, one of them slower.  A call costs 10 us
     more.
@@ -103,9 +103,7 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
 
 @pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
-def test_a_kernel_that_failed_has_missed_whatever_another_result_says(
-    status: str, *, library: bool
-):
+def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status, *, library):
     good = timed()
     new = timed(created="2026-01-02T00:00:00+00:00")
     made = tuple(
@@ -152,14 +150,11 @@ device = {{ must = {must} }}
 """
 
 
-def check_files(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, must: int, *gpus: str
-) -> int | str | None:
+def check_files(folder: Path, monkeypatch, must: int, *gpus: str) -> int | str | None:
     """The exit code of the script, for a result of each GPU."""
     (folder / "bars.toml").write_text(A_BAR.format(must=must))
     for number, name in enumerate(gpus):
         environment = cases.environment()
-        assert environment.gpu
         of_gpu = environment.changed(gpu=environment.gpu.changed(name=name))
         (folder / f"{number}.json").write_text(dump(timed().changed(environment=of_gpu)))
     files = [str(folder / f"{number}.json") for number in range(len(gpus))]
@@ -172,7 +167,7 @@ def check_files(
 
 
 def test_the_script_prints_a_table_and_ends_with_1_if_a_bar_does_not_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, monkeypatch, capsys
 ):
     """Of one GPU only."""
     assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H200") == 0
@@ -194,7 +189,7 @@ def bars_of(operator: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_bar_holds_in_the_committed_results(operator: str):
+def test_every_bar_holds_in_the_committed_results(operator):
     cells = [
         cell
         for cell in recorded.committed("h200")

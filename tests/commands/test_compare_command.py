@@ -22,18 +22,18 @@ def compare(words: str) -> Answer:
     return Answer(f"compare {words}")
 
 
-def run(change: Callable[[Case], Case] = lambda case: case, **fields: object) -> Report:
+def run(change: Callable[[Case], Case] = lambda case: case, **fields) -> Report:
     return cases.two_layers(change=change, **fields)
 
 
-def kept(name: str, report: Report) -> None:
+def kept(name: str, report: Report):
     folder = Path("runs", name)
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(reports.dump(report.changed(id=name)))
 
 
 @pytest.fixture(autouse=True)
-def runs_in_folder(in_empty_folder: None) -> None:
+def runs_in_folder(in_empty_folder: None):
     kept("base", run())
     kept("same", run())
     kept("slow", run(cases.slowed(1.05, lambda case: case.implementation == "fused")))
@@ -128,7 +128,7 @@ def test_conditions_on_times_need_a_gpu():
         ("base cells.json", "cells.json"),
     ],
 )
-def test_what_is_refused(words: str, complaint: str):
+def test_what_is_refused(words, complaint):
     Path("ssdprof.txt").write_text("no report")
     Path("picture.json").write_bytes(b"\x89PNG")
     Path("cells.json").write_text('{"cells": []}')
@@ -146,7 +146,7 @@ def test_what_is_refused(words: str, complaint: str):
         ("compare base same", "x.xml", ".md, .html, .htm, .json,"),  # has no JUnit
     ],
 )
-def test_a_suffix_without_a_format_is_refused(words: str, file: str, named: str):
+def test_a_suffix_without_a_format_is_refused(words, file, named):
     refused = Answer(f"{words} -o {file}")
     assert (refused.code, refused.out) == (2, "")
     assert f"{file}: no format has the suffix {Path(file).suffix}." in refused.err

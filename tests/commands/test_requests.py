@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
         (StallsOptions, {"seqlen": "2k", "model": None}, {"seqlen": 2048}),
     ],
 )
-def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: dict[str, Any]):
+def test_words_are_read(kind: Callable[..., Any], typed, read):
     given = {
         name: value for name, value in ({"model": "demo"} | typed).items() if value is not None
     }
@@ -63,7 +63,6 @@ def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: d
     assert {name: getattr(found, name) for name in read} == read
     options = RunOptions(model="demo", packed="64x1k-4k")  # type: ignore[arg-type]
     packed = target.read(options).packed
-    assert packed is not None
     assert (packed.sequences, packed.shortest, packed.seqlen) == (64, 1024, 4096)
 
 
@@ -84,7 +83,7 @@ def test_words_are_read(kind: Callable[..., Any], typed: dict[str, Any], read: d
     ],
 )
 def test_two_precisions_unless_more_are_asked_for(
-    dtype: DType, intermediates: Any, states: tuple[DType, ...] | None, compared: list[str]
+    dtype: DType, intermediates, states: tuple[DType, ...] | None, compared
 ):
     assert list(map(str, precisions_for(dtype, intermediates, states))) == compared
 
@@ -129,7 +128,7 @@ def test_the_cells_and_names_of_a_bench():
     assert request.conditions == gates("rms:2")
 
 
-def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path):
+def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path):
     file = tmp_path / "ssdprof.toml"
     file.write_text(
         'gates = ["speedup:1.5", "rms:3", "match@0:50%"]\n[prefill]\ngates = ["speedup:1.1"]\n'
@@ -162,7 +161,7 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path):
         ({"gate": ["match@1:99%"]}, "The gate 'match@1:99%' has an unknown place"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], words: str):
+def test_what_does_not_go_together(options, words):
     with pytest.raises(BadInputError, match=words):
         target.run(RunOptions(model="demo", **options))
     assert target.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2

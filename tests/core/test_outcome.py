@@ -23,7 +23,7 @@ from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
 
 
-def with_result(result: str, *names: str) -> Any:
+def with_result(result: str, *names: str):
     return lambda one: failed(one, result) if one.implementation in names else one
 
 
@@ -35,7 +35,7 @@ def only(found: Report, name: str) -> tuple[cases.Case, ...]:
     return tuple(case for case in found.cases if case.implementation == name)
 
 
-def libraries(result: str, **fields: Any) -> Report:
+def libraries(result: str, **fields) -> Report:
     made = tuple(
         failed(case, result).changed(**fields) if case.kind == "library" else case
         for case in cell()
@@ -163,9 +163,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("found", "passed", "fields"), OUTCOMES)
-def test_a_report_passes_if_all_of_it_was_compared_and_passed(
-    found: Report, passed: bool, fields: dict[str, Any]
-):
+def test_a_report_passes_if_all_of_it_was_compared_and_passed(found: Report, passed, fields):
     result = Outcome(found)
     shown = {name: getattr(result, name) for name in fields}
     names = {
@@ -177,7 +175,7 @@ def test_a_report_passes_if_all_of_it_was_compared_and_passed(
 
 
 def test_an_exact_answer_that_is_not_finite_is_told_from_a_kernels():
-    def nonfinite(which: str) -> Any:
+    def nonfinite(which: str):
         (out, states) = WHOLE.cases[0].accuracy
         found = getattr(out, which).changed(nonfinite=3, first_nonfinite=(0, 1, 0, 0))
         return WHOLE.cases[0].changed(accuracy=(out.changed(**{which: found}), states))

@@ -31,7 +31,7 @@ def noisy(
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 4, 10, 20])
-def test_the_quantiles_are_student_s(degrees: int):
+def test_the_quantiles_are_student_s(degrees):
     """97.5 % of the density's area lies below."""
     scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
     steps = np.linspace(0, statistics._T[degrees - 1], 20_001)
@@ -47,7 +47,7 @@ def test_95_of_100_intervals_hold_the_true_median_wherever_recordings_lie():
 
 @pytest.mark.parametrize("clock", statistics.SPREAD)
 def test_95_of_100_intervals_of_three_processes_hold_the_truth_where_processes_differ_as_expected(
-    clock: str,
+    clock,
 ):
     """Student's t with two degrees of freedom would be twice as wide, and often useless."""
     draw = np.random.default_rng(0)
@@ -111,9 +111,7 @@ def test_a_drift_that_both_saw_does_not_widen_the_ratio():
         (0.8, 0.991, "no difference"),
     ],
 )
-def test_a_difference_counts_if_the_whole_interval_is_beyond_the_smallest(
-    low: float, high: float, expected: str
-):
+def test_a_difference_counts_if_the_whole_interval_is_beyond_the_smallest(low, high, expected):
     interval = Estimate(math.sqrt(low * high), low, high)
     assert interval.verdict(0.01) == expected
     opposite = {"faster": "slower", "slower": "faster"}
@@ -147,7 +145,7 @@ def test_settled_asks_every_pair():
         (0.015, 0.0049, True),
     ],
 )
-def test_it_is_settled_what_the_verdict_is(log_ratio: float, half_width: float, expected: bool):
+def test_it_is_settled_what_the_verdict_is(log_ratio, half_width, expected):
     spread = half_width * math.sqrt(5) / statistics._T[3]
     logs = log_ratio + spread * np.array([-1, -1, 0, 1, 1])
     medians = 100 * np.exp(logs)[:, None]

@@ -28,7 +28,7 @@ class FakeTimer(fakes.FakeTimer):
 
     events: list[str] = field(default_factory=list)
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         self.events.append("reallocate")
 
     def call_us(self, run: Callable[[], Any]) -> float:

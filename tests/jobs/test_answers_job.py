@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from ssdprof.store.reports import load
 pytestmark = pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
 
 
-def answered(seqlen: int = 24, **wanted: Any) -> Report:
+def answered(seqlen: int = 24, **wanted) -> Report:
     asked = AnswersOptions(
         model="demo",
         prompt="random",
@@ -70,9 +69,7 @@ def test_noise_comes_first_and_gates_do_not_judge_it():
     assert broken(report) == ()
 
 
-def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(monkeypatch):
     named = answered(implementations=("fused",), reference="unfused")
     assert reference(named) == ("unfused exact, fp32 states", "--reference names it.")
     monkeypatch.setattr(job, "PIECE", 8)
@@ -87,7 +84,7 @@ def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_lo
     assert reference(answered(implementations=("fused",), reference="oracle"))[0] == "fp64 oracle"
 
 
-def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
+def seen_by(noise, given: SSDInputs) -> SSDInputs:
     """The inputs that an operator gets."""
     seen = []
     mixer = SimpleNamespace(operator="ssd")
@@ -104,7 +101,7 @@ def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
 
 
 @pytest.mark.parametrize(("chunk", "halved"), [(64, 32), (32, 16), (16, 16)])
-def test_noise_of_other_chunks(chunk: int, halved: int):
+def test_noise_of_other_chunks(chunk, halved):
     assert seen_by(job.in_other_chunks, replace(inputs(), chunk_size=chunk)).chunk_size == halved
 
 
@@ -132,7 +129,7 @@ def test_formats_of_states_are_rows_after_the_implementations():
     """int8 with its error is within the noise, and what keeps less is farther away."""
     names = ("fp32", "int8-carried", "int8", "test_answers_job:halved")
     formats = tuple(map(parse_state_format, names))
-    report = answered(64, implementations=("fused",), decode_states=formats)
+    report = answered(32, implementations=("fused",), decode_states=formats)
     decoded = [case for case in report.cases if case.implementation == "recurrent"]
     assert [case.precision for case in decoded] == [f"exact, {name} states" for name in names]
     assert report.cases[-4:] == tuple(decoded)

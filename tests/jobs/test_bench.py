@@ -6,13 +6,12 @@ import math
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import task_of, value
 from command_line import passing
-from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
+from fakes import CELL, RAN, FakeTimer, needs_interpreter, noting, pretend_gpu
 from generated_inputs import cell_of, generated
 
 from ssdprof import kernels, operators
@@ -25,7 +24,6 @@ from ssdprof.jobs import compare, sample
 from ssdprof.jobs.bench import bench, sampling_seconds
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation
@@ -40,13 +38,11 @@ from ssdprof.report import exports
 from ssdprof.store import reports
 from ssdprof.store.reports import load
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
-)
+pytestmark = needs_interpreter
 
 
 @pytest.fixture(autouse=True)
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:
+def pretended_gpu(monkeypatch, users_folder: Path):
     pretend_gpu(monkeypatch)
     RAN.clear()
 
@@ -61,7 +57,7 @@ def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
     )
 
 
-def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
+def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields) -> Report:
     operator = fields.pop("operator", SSD)
     request = {
         "operator": operator.name,
@@ -111,12 +107,12 @@ def test_outputs_are_matched_with_another_one_than_the_baseline():
 
 
 @pytest.mark.parametrize("sizes", [(16,), (16, 32)])
-def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]):
+def test_short_checks_are_shared_and_named(monkeypatch, sizes):
     monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
     compared = []
     whole = job.Comparer.compare
 
-    def counting(self: Any, entries: Any, label: str, verdicts: Any = None) -> Any:
+    def counting(self, entries, label: str, verdicts=None):
         compared.append((entries[0].call.inputs.x.shape[1], verdicts is None))
         return whole(self, entries, label, verdicts)
 
@@ -128,10 +124,10 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, size
     assert all(case.samples for case in report.cases)
 
 
-def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_bench_leaves_what_it_has(monkeypatch):
     measured = job.CellBench.measured
 
-    def interrupted(bench: Any, cell: Cell, *rest: Any) -> Any:
+    def interrupted(bench, cell: Cell, *rest):
         if cell.tokens.seqlen == 40:
             raise KeyboardInterrupt
         return measured(bench, cell, *rest)
@@ -145,7 +141,7 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
     again = []
 
-    def noted(bench: Any, cell: Cell, *rest: Any) -> Any:
+    def noted(bench, cell: Cell, *rest):
         again.append(cell.tokens.seqlen)
         return measured(bench, cell, *rest)
 
@@ -155,10 +151,10 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def sampled_here(monkeypatch):
     """Further processes are calls in this one."""
 
-    def sample_again(folder: Path, number: int) -> None:
+    def sample_again(folder: Path, number: int):
         monkeypatch.setattr("sys.argv", ["sample", str(folder), str(number)])
         sample.main()
 
@@ -166,9 +162,7 @@ def sampled_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sampled_here")
-def test_a_further_process_repeats_the_command_of_the_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_further_process_repeats_the_command_of_the_report(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = "bench ssd --shape 4x16x16x1 --seq 36 --dtype fp32"
     passing(f"{words} --processes 2 --out kept")
@@ -178,9 +172,7 @@ def test_a_further_process_repeats_the_command_of_the_report(
 
 
 @pytest.mark.usefixtures("sampled_here")
-def test_a_further_process_that_fails_leaves_the_report_incomplete(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_further_process_that_fails_leaves_the_report_incomplete(capsys):
     command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
     report = benched(*cells(36), processes=2, command=command)
     assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
@@ -188,19 +180,17 @@ def test_a_further_process_that_fails_leaves_the_report_incomplete(
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])
-def test_further_processes_only_add_samples_and_say_nothing(
-    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, capsys):
     verified = []
     whole = compare.Comparer._accuracies
 
-    def noted(self: Any, outputs: Any, label: str) -> Any:
+    def noted(self, outputs, label: str):
         verified.append(label)
         return whole(self, outputs, label)
 
     usual = FakeTimer.device_us
 
-    def sample_again(folder: Path, number: int) -> None:
+    def sample_again(folder: Path, number: int):
         with pytest.MonkeyPatch.context() as patch:
             if fault == "slow":
                 patch.setattr(
@@ -237,7 +227,6 @@ def test_further_processes_only_add_samples_and_say_nothing(
     assert {case.result for case in report.cases} == {"passed"}
     assert all(len({one.process for one in case.samples}) == 3 for case in report.cases)
     found = report.speedup(report.cases[1])
-    assert found is not None
     of_equal_times = 2.447 * math.sqrt(4 / 6 * SPREAD["device"] ** 2 / 3)
     assert (math.log(found.high / found.value) == pytest.approx(of_equal_times)) == (fault == "")
     assert found.low < found.value < found.high
@@ -245,12 +234,12 @@ def test_further_processes_only_add_samples_and_say_nothing(
     assert all(row["call time, low [µs]"] for row in rows)
 
 
-def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch):
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch):
     """Also if the oracle alone lacks memory, and if an output was compared before."""
     whole = compare.compare_with_oracle
     passes = []
 
-    def full(*given: Any, **rest: Any) -> Any:
+    def full(*given, **rest):
         passes.append(None)
         if len(passes) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
@@ -263,11 +252,11 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
 
 
-def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch):
+def test_a_spent_budget_leaves_cells_out(monkeypatch):
     clock = [0.0]
     measured = job.CellBench.measured
 
-    def slowly(*given: Any) -> Any:
+    def slowly(*given):
         found = measured(*given)
         clock[0] += 100
         return found
@@ -282,12 +271,10 @@ def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch):
     assert report.missing == ()
 
 
-def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch):
     clock = [0.0]
 
-    def compiling(*_: object) -> None:
+    def compiling(*_):
         clock[0] += 200
         signal.raise_signal(signal.SIGALRM)  # the end of its time
 
@@ -305,7 +292,7 @@ def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(
 
 
 def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
-    monkeypatch: pytest.MonkeyPatch, users_folder: Path
+    monkeypatch, users_folder: Path
 ):
     monkeypatch.setattr(isolate, "_tried", lambda *_: [("ran", "")])
     (users_folder / "own_kernels.py").write_text(
@@ -340,7 +327,7 @@ SIZES = {"ssd": "2x16x16x1", "gdn": "1/2x16x16"}
 def library(operator: str) -> Implementation:
     """Another library, which computes the recurrence in 65 us."""
 
-    def run(inputs: Any, _precision: Any) -> Any:
+    def run(inputs, _precision):
         RAN.append(("library", 65.0))
         exact = ssd_recurrence(inputs) if operator == "ssd" else gdn_recurrence(inputs)
         kind = inputs.x.dtype if operator == "ssd" else inputs.v.dtype
@@ -358,7 +345,7 @@ def library(operator: str) -> Implementation:
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name, monkeypatch
 ):
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
@@ -386,7 +373,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     assert report.speedup(theirs) is None
 
 
-def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatch):
+def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch):
     operator = operators.get("gdn")
     for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
         monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))

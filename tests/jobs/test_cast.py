@@ -48,7 +48,7 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not():
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype: torch.dtype):
+def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype):
     inputs = GDNCase(dtype=dtype).inputs()
     inputs = replace(inputs, beta=inputs.beta.to(dtype), g=inputs.g.float())
     after = dtypes(cast_inputs(operators.get(inputs.operator), inputs, "fp16")[0])

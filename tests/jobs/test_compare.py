@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -115,8 +114,8 @@ def test_laws_are_told_whether_the_interpreter_ran_the_call():
     assert told == {"plain": False, "triton": True, "plain again": False}
 
 
-def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.MonkeyPatch):
-    def no_memory(*_args: object, **_kwargs: object) -> None:
+def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch):
+    def no_memory(*_args, **_kwargs):
         raise torch.OutOfMemoryError("tried to allocate 4 GiB")
 
     monkeypatch.setattr(module, "compare_with_oracle", no_memory)
@@ -172,14 +171,12 @@ def groups(*, timed: bool = False) -> list[Entry]:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
-def test_little_memory_changes_nothing_but_the_number_of_passes(
-    monkeypatch: pytest.MonkeyPatch, capacity: int
-):
+def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch, capacity):
     roomy = compared(groups())
     passes = []
     whole = module.compare_with_oracle
 
-    def counted(inputs: Any, candidates: Any, **rest: Any) -> Any:
+    def counted(inputs, candidates, **rest):
         passes.append(len(candidates))
         return whole(inputs, candidates, **rest)
 
@@ -199,9 +196,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(
     assert len(passes) == {1: 10, 2: 8, 3: 4, 4: 4, 5: 2, 8: 2, 100: 1}[capacity]
 
 
-def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(monkeypatch):
     monkeypatch.setattr(Call, "outputs_that_fit", 2)
     (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
     verdicts = compared([base], entries("a", baseline=base), entries("b", baseline=base))
@@ -302,7 +297,7 @@ def test_nothing_is_faster_than_the_roof():
 
 
 def test_what_goes_wrong_while_it_is_timed():
-    def zero(name: str, output: SSDOutput) -> None:
+    def zero(name: str, output: SSDOutput):
         if name == "racy":
             output.out[0, 9, 1].zero_()
 
@@ -344,17 +339,17 @@ def test_what_goes_wrong_while_it_is_timed():
     ("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)]
 )
 def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, factor: float, largest: float
+    monkeypatch, precision: Precision, factor, largest
 ):
     scales = []
     changeable = module._changeable
 
     @contextmanager
-    def noted(calls: Any) -> Iterator[Callable[[float], None]]:
+    def noted(calls) -> Iterator[Callable[[float], None]]:
         with changeable(calls) as scale:
             assert scale
 
-            def note(number: float) -> None:
+            def note(number: float):
                 scales.append(number)
                 scale(number)
 
@@ -482,9 +477,7 @@ FP32, FP16, BF16 = (Precision.named(f"exact, {one} states") for one in ("fp32", 
     ],
     ids=["it was not requested", "equal states", "a library that lacks the states"],
 )
-def test_the_baseline_runs_at_equal_states_if_it_has_them(
-    wanted: Any, baseline: str, fixed: Any, pairs: Any
-):
+def test_the_baseline_runs_at_equal_states_if_it_has_them(wanted, baseline, fixed, pairs):
     fused = get("ssd", "fused")
     first = replace(
         get("ssd", "unfused"),
@@ -513,9 +506,7 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
     assert [matched_with(entry, made, "nobody") for entry in made] == [None] * len(made)
 
 
-def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(monkeypatch):
     monkeypatch.setattr(module, "_changeable", lambda _: nullcontext(None))
     (case,) = compared(entries("a"), timer=FakeTimer()).values()
     assert (case.result, bool(case.samples)) == ("passed", True)

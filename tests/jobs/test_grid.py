@@ -24,7 +24,7 @@ from ssdprof.operators.ssd_inputs import GENERATOR
         ("64,64", (64,)),
     ],
 )
-def test_lengths(words: str, expected: tuple[int, ...]):
+def test_lengths(words, expected):
     assert lengths(words) == expected
 
 
@@ -76,7 +76,7 @@ def test_shapes_by_model_and_by_sizes():
 
 
 @pytest.mark.parametrize("words", ["mamba3", "80x64x128", "80x64x128x3", "0x64x128x1", ""])
-def test_shapes_that_are_none(words: str):
+def test_shapes_that_are_none(words):
     with pytest.raises(BadInputError):
         parse_shapes(GENERATOR, words)
 

@@ -93,14 +93,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 @cache
-def without_values(name: str) -> Any:
+def without_values(name: str):
     config = CONFIGS[name]()
     config.dtype = "bfloat16"
     with torch.device("meta"):
         return tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def write_without_values(name: str, folder: Path) -> Any:
+def write_without_values(name: str, folder: Path):
     """A checkpoint whose weights are a hole in a sparse file, and its model without values."""
     model = without_values(name)
     model.config.save_pretrained(folder)
@@ -121,7 +121,7 @@ def write_without_values(name: str, folder: Path) -> Any:
     return model
 
 
-def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> None:
+def gpu_with(monkeypatch, free: int, *, host: int = 0):
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
     monkeypatch.setattr(placement, "host_memory", lambda: host)
@@ -129,9 +129,7 @@ def gpu_with(monkeypatch: pytest.MonkeyPatch, free: int, *, host: int = 0) -> No
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_of_the_largest_models_fits_where_the_page_says(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layer_of_the_largest_models_fits_where_the_page_says(name, tmp_path, monkeypatch):
     """One layer is in memory at a time, so the number of layers does not matter."""
     model = write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
@@ -163,7 +161,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
         assert caught.value.hint.startswith("What fits: --seq 8192")
 
 
-def test_a_smaller_model_of_the_family_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_smaller_model_of_the_family_is_advised(tmp_path, monkeypatch):
     write_without_values("Granite-4.0-h-small", tmp_path)
     target = find(
         ServedModelOptions(
@@ -192,9 +190,7 @@ def test_a_smaller_model_of_the_family_is_advised(tmp_path: Path, monkeypatch: p
         ("Nemotron-3-Super-120B-A12B", 8, "What fits: --seq 8192 or --layers first:1."),
     ],
 )
-def test_what_would_fit_is_advised(
-    name: str, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_would_fit_is_advised(name, free, hint, tmp_path, monkeypatch):
     """In addition to the memory for the computation."""
     write_without_values(name, tmp_path)
     request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))

@@ -7,7 +7,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 
 
-def test_the_interpreter_takes_short_prompts_only(monkeypatch: pytest.MonkeyPatch):
+def test_the_interpreter_takes_short_prompts_only(monkeypatch):
     monkeypatch.setattr(limits, "device", lambda: torch.device("cpu"))
     limits.check_replay((16, limits.LONGEST_INTERPRETED))
     for seqlens, batch in (

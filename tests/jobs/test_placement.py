@@ -42,7 +42,7 @@ INPUTS = 2**20  # more than twice the captured inputs of a layer
 
 
 @pytest.fixture(scope="session")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def granite(tmp_path_factory) -> Path:
     """A mixture of experts with layers of about 3 MB, without a tokenizer."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=128,
@@ -67,7 +67,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(
-    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
+    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options
 ) -> Target:
     return find(
         ServedModelOptions(
@@ -76,7 +76,7 @@ def asked(
     )
 
 
-def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
+def memory(monkeypatch, gpus: list[int], host: int):
     """A machine with this much free memory."""
     monkeypatch.setattr(
         limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu")
@@ -107,9 +107,7 @@ def beside(folder: Path) -> int:
         ([], 0.6, "disk-offload"),
     ],
 )
-def test_the_fastest_placement_that_fits(
-    granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
-):
+def test_the_fastest_placement_that_fits(granite: Path, monkeypatch, gpus: list[float], host, kind):
     """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
     weights = target.weight_bytes
@@ -134,7 +132,7 @@ def test_the_fastest_placement_that_fits(
     )
 
 
-def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
@@ -161,9 +159,7 @@ def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytes
             choose(asked(granite, kind))
 
 
-def test_a_second_gpu_that_another_process_has_alone_is_left_out(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_second_gpu_that_another_process_has_alone_is_left_out(granite: Path, monkeypatch):
     weights = asked(granite).weight_bytes
     more = beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
@@ -182,7 +178,7 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(
 
 
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
+    granite: Path, monkeypatch
 ):
     weights = asked(granite).weight_bytes
     more = beside(granite)
@@ -194,7 +190,7 @@ def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     assert choose(asked(granite)).record.kind == "disk-offload"
 
 
-def save_in_fp8(folder: Path) -> None:
+def save_in_fp8(folder: Path):
     """Qwen3.5 with the projections of its MLPs in fp8."""
     tiny_models.shared("qwen3_5_text").save_pretrained(folder)
     (file,) = folder.glob("*.safetensors")
@@ -230,7 +226,7 @@ def save_in_fp8(folder: Path) -> None:
     ids=["experts one by one", "experts together", "fp8"],
 )
 def test_weights_that_transformers_writes_anew_are_counted(
-    save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Callable[[Path], None], whole, tmp_path, monkeypatch
 ):
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
@@ -250,9 +246,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     assert (chosen.rewritten_bytes == on_disk) == whole
 
 
-def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(granite: Path, monkeypatch):
     """A tokenizer of another model, and no room for weights that are written anew."""
     monkeypatch.setattr(placement, "fetch", None)
     target = asked(granite, seqlen=256, tokenizer="demo")
@@ -280,7 +274,7 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
     assert "TMPDIR" in caught.value.hint
 
 
-def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path):
+def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path):
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -296,7 +290,7 @@ def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Pat
         choose(asked(tmp_path, "cpu-offload"))
 
 
-def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_price_is_measured(granite: Path, monkeypatch):
     record = Placement(
         kind="disk-offload",
         device="cuda:0",
@@ -311,7 +305,7 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
     copied = []
 
-    def copy_bytes_per_s(_: object, most: int) -> float:
+    def copy_bytes_per_s(_, most: int) -> float:
         copied.append(most)
         return 2e9
 
@@ -337,11 +331,11 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch):
     assert ChosenPlacement(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
-def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch):
     hidden = []
     fetch = placement.fetch
 
-    def noted(*given: Any, **rest: Any) -> Any:
+    def noted(*given, **rest):
         hidden.append(bool(are_progress_bars_disabled()))
         return fetch(*given, **rest)
 
@@ -351,7 +345,7 @@ def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.Monk
     assert hidden == [False, False]
 
 
-def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path):
+def test_a_file_is_read_to_know_how_fast_that_is(tmp_path):
     file = tmp_path / "weights"
     file.write_bytes(b"x" * 1_000_000)
     speed = placement.read_bytes_per_s(file)
@@ -361,9 +355,7 @@ def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path):
     assert placement.read_bytes_per_s(tmp_path / "empty") is None
 
 
-def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(granite: Path, monkeypatch):
     """The model is loaded according to the placement, while the files that it reads exist.
 
     Streamed weights are part of the predicted peak, together with the weights that stay in memory.
@@ -391,7 +383,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
 # --- the memory that it needs
 
 
-def wide(name: str) -> Any:
+def wide(name: str):
     """A config with layers so wide that activations affect the peak."""
     common = {
         "vocab_size": 128,
@@ -439,7 +431,7 @@ def wide(name: str) -> Any:
     return configs[name]()
 
 
-def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
+def measured(model, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
     """Bytes of all tensors that are alive at once while the model's operators are captured."""
     for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
@@ -463,7 +455,7 @@ def shapes_of(name: str) -> tuple[Any, set[int]]:
     return shapes, {site.layer_index for site in find_mixers(shapes)}
 
 
-def layers_of(model: Any, name: str) -> Any:
+def layers_of(model, name: str):
     known = tiny_models.layer_refs(name)
     return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
 
@@ -492,7 +484,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
     ids=["whole", "segments", "chunks", "decode", "packed"],
 )
 def test_the_predicted_peak_is_that_of_a_capture(
-    name: str, segment_length: int, serving: Serving, monkeypatch: pytest.MonkeyPatch
+    name, segment_length, serving: Serving, monkeypatch
 ):
     """The prediction runs on the meta device, without memory."""
     # torch's CausalBias cannot be constructed under a dispatch mode.
@@ -514,9 +506,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
-def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
-    name: str, tmp_path: Path
-):
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name, tmp_path):
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     target = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
@@ -529,9 +519,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(
 
 @pytest.mark.parametrize("segment_length", [1024, 256])
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_operator_calls_of_one_form_are_tried_once(
-    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_operator_calls_of_one_form_are_tried_once(name, segment_length, monkeypatch):
     """The predicted peak is the same as if every call were tried."""
     shapes, wanted = shapes_of(name)
     tried = []  # not the calls, because a call holds its tensors
@@ -576,16 +564,15 @@ def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer():
 
 @pytest.mark.parametrize("kind", [None, "one-gpu"])
 def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
-    kind: PlacementKind | None, granite: Path, monkeypatch: pytest.MonkeyPatch
+    kind: PlacementKind | None, granite: Path, monkeypatch
 ):
-    def fails(*_: Any, **__: Any) -> Any:
+    def fails(*_, **__):
         raise NotImplementedError("not on meta")
 
     monkeypatch.setattr(placement.memory, "predict_memory", fails)
     target = asked(granite, kind)
     memory(monkeypatch, [], target.weight_bytes)
     planned = plan(target)
-    assert planned.placement is not None
     assert (planned.placement.kind, planned.placement.predicted_peak_bytes) == ("one-gpu", None)
     words = (
         "The memory that is needed besides the weights is not known, because of an error: "
@@ -597,9 +584,7 @@ def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
     assert planned.notes[-1] == said[-1] == words
 
 
-def test_segments_of_a_given_length_may_be_tried_with_less_memory(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_segments_of_a_given_length_may_be_tried_with_less_memory(granite: Path, monkeypatch):
     target = asked(granite, "one-gpu")
     memory(monkeypatch, [], target.weight_bytes)
     with pytest.raises(MissingCapabilityError, match="what is computed for 96 tokens takes"):
@@ -607,16 +592,14 @@ def test_segments_of_a_given_length_may_be_tried_with_less_memory(
     assert choose(asked(granite, "one-gpu", segment_length=32)).segment_lengths == (32,)
 
 
-def test_each_prompt_has_the_longest_segments_that_fit(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatch):
     target = replace(asked(granite), seqlens=(1024, 2048, 4096))
     needed = placement.Chooser(replace(target, seqlens=(2048,))).least_beside()
     memory(monkeypatch, [], target.weight_bytes + needed)
     assert choose(target).segment_lengths == (1024, 2048, 2048)
 
 
-def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch):
+def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch):
     """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole
     prompt.
     """
@@ -634,7 +617,7 @@ LONG = 16384
 
 
 @pytest.fixture(scope="module")
-def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_granite(tmp_path_factory) -> Path:
     """Layers of 0.27 GB, large enough to detect streaming."""
     config = tf.GraniteMoeHybridConfig(
         vocab_size=1024,
@@ -679,7 +662,7 @@ def capped(size: int | None) -> Iterator[None]:
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 @pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
 def test_the_predicted_peak_of_a_gpu(
-    large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch: pytest.MonkeyPatch
+    large_granite: Path, kind: PlacementKind, segment_length, monkeypatch
 ):
     """torch's count, under a cap that makes the offloads stream; on one GPU, because several would
     hold all weights.
@@ -701,7 +684,7 @@ def test_the_predicted_peak_of_a_gpu(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
-def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int):
+def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
     """The cache of every layer is on the layer's GPU."""
     found = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
@@ -720,7 +703,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def on_host(inputs: Any) -> dict[str, Tensor]:
+def on_host(inputs) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in inputs.tensors.items()}
 
 
@@ -733,7 +716,7 @@ def on_host(inputs: Any) -> dict[str, Tensor]:
         (2 * 10**9, False, False, False),
     ],
 )
-def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, is_refused: bool):
+def test_a_large_download_needs_a_yes(size, cached, yes, is_refused):
     found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
     target = SimpleNamespace(
         located=SimpleNamespace(files=lambda *_, **__: found),

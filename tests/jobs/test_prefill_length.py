@@ -37,13 +37,13 @@ LAYERS = 3
 LENGTH = 12
 
 
-def contender(name: str, run: Any = None, kind: Any = "bundled") -> Implementation:
+def contender(name: str, run=None, kind="bundled") -> Implementation:
     """It computes with the reference, which is faster here than kernels in the interpreter, unless
     `run` is given.
     """
     base = kernels.get("ssd", "reference")
 
-    def noted(inputs: Any, precision: Any) -> Any:
+    def noted(inputs, precision):
         RAN.append((name, US.get(name, 1.0)))
         return (run or base.run)(inputs, precision)
 
@@ -59,7 +59,7 @@ def unseen(run: Callable[[], object]) -> Trace:
 class Ticking:
     """A clock on which every prefill and every profile takes a second."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = 0.0
 
     def now(self) -> float:
@@ -164,7 +164,6 @@ def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_diffe
             assert report.speedup(case) is None
             continue
         speedup = report.speedup(case)
-        assert speedup is not None
         expected = (REST_US + LAYERS * US["unfused"]) / (REST_US + LAYERS * US[name])
         assert speedup.value == pytest.approx(expected)
         assert report.predicted(case) == pytest.approx(expected)
@@ -212,13 +211,13 @@ def test_with_time_enough_every_recording_lies_elsewhere():
     assert len(case.samples[0].us) == timer.events.count("reallocate") >= 5
 
 
-def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch):
+def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch):
     told = []
     known = set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
 
-    def run(inputs: Any, precision: Any) -> Any:
+    def run(inputs, precision):
         word, _, case = next(line for line in reversed(told) if line != "alive").partition(" ")
         known.add(Case.model_validate_json(case).implementation if word == "case" and case else "")
         return kernels.get("ssd", "reference").run(inputs, precision)
@@ -228,18 +227,18 @@ def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
-    def run(*_: Any) -> Any:
+    def run(*_):
         raise error
 
     return run
 
 
-def nan(inputs: Any, precision: Any) -> Any:
+def nan(inputs, precision):
     out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
     return out * math.nan, final_states
 
 
-def zeros(inputs: Any, precision: Any) -> Any:
+def zeros(inputs, precision):
     out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
     return torch.zeros_like(out), final_states
 
@@ -353,7 +352,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 @pytest.mark.parametrize(
     ("round_s", "moves"), [(0.1, True), (1.3, True), (1.4, False), (10.0, False), (math.inf, False)]
 )
-def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s: float, moves: bool):
+def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s, moves):
     plan = sampling_plan(round_s, 20.0, 0.01)
     assert (plan.warmup_rounds > 0) == moves
     if moves:

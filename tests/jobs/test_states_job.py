@@ -12,7 +12,8 @@ from command_line import DEMOS, ending, passing
 from ssdprof import operators
 from ssdprof.core.case import Case, DecodedStates
 from ssdprof.core.statistics import exponent
-from ssdprof.jobs.states import errors_of_heads, marks_of
+from ssdprof.jobs.states import errors_of_heads, head_memories, marks_of
+from ssdprof.kernels import GDNInputs
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -50,9 +51,7 @@ def states_of(folder: str) -> dict[str, tuple[Case, DecodedStates]]:
     ("length", "step", "marks"),
     [(1, 1, (1,)), (4, 1, (1, 2, 4)), (9, 1, (1, 2, 4, 8, 9)), (9, 4, (4, 8, 9)), (2, 4, (2,))],
 )
-def test_errors_are_known_after_powers_of_two_of_steps(
-    length: int, step: int, marks: tuple[int, ...]
-):
+def test_errors_are_known_after_powers_of_two_of_steps(length, step, marks):
     assert marks_of(length, step) == marks
 
 
@@ -68,13 +67,12 @@ def test_the_exponent_of_growth_has_an_interval():
     assert known
     assert known == pytest.approx((0.5, 0.5, 0.5))
     noisy = exponent(steps, [3 * step**0.5 * 1.1 ** (-1) ** step for step in (4, 8, 17, 32)])
-    assert noisy
     assert noisy.low < 0.5 < noisy.high
     assert exponent(steps[:2], [1.0, 2.0]) is None
 
 
 @pytest.mark.parametrize("operator", SHAPES)
-def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str):
+def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
     Path("mine.py").write_text(FORMATS)
     names = ["fp32", "bf16", "mine:all", "mine:loses_a_head", "mine:empty"]
     words = f"--shape {SHAPES[operator]} --seq 12 --decode-states {','.join(names)}"
@@ -97,17 +95,30 @@ def test_a_format_that_loses_a_head_is_found_in_every_operator(operator: str):
     assert found["bf16"][1].slot_bytes == 2 * 2 * 4 * 4
 
 
+def test_memories_of_heads_are_those_of_their_mean_decay():
+    """exp(-6.9) is 1/1000: after 63, 65, 16,000 and 17,000 tokens."""
+    g = -6.9078 / torch.tensor([63.0, 65.0, 16e3, 17e3]) * torch.tensor([[0.5], [1.5]])
+    qkv = torch.ones(1, 2, 4, 8)
+    inputs = GDNInputs(q=qkv, k=qkv, v=qkv, g=g[None], beta=torch.ones(1, 2, 4))
+    assert head_memories(operators.get("gdn"), inputs) == (0, 1, 2, 3)
+
+
 def test_a_longer_step_rounds_less_often():
-    passing(f"bench ssd {SMALL} --decode-states bf16 --out a")
-    passing(f"bench ssd {SMALL} --decode-states bf16 --decode-step 8 --out b")
-    (_, each), (case, eighth) = *states_of("a").values(), *states_of("b").values()
-    assert case.where.endswith(", decoded by 8")
-    assert eighth.marks == (8, 16, 24)
-    assert eighth.last(eighth.state_errors) < each.last(each.state_errors)  # type: ignore[operator]
+    """Between steps nothing is; the last one may be shorter."""
+    passing(f"bench ssd {SMALL} --decode-states bf16 --decode-step 20 --out a")
+    ((case, task),) = states_of("a").values()
+    assert case.where.endswith(", decoded by 20")
+    assert task.marks == (20, 24)
+    for errors, least, most in (
+        (task.out_errors[0], 1e-5, 5e-4),  # of the initial state alone
+        (task.state_errors[0], 1e-4, 1e-2),
+        (task.state_errors[1], 1e-4, 1e-2),
+    ):
+        assert all(error is not None and least <= error <= most for error in errors), errors
 
 
 @pytest.mark.parametrize("model", DEMOS)
-def test_prompts_and_stored_captures_are_decoded(model: str):
+def test_prompts_and_stored_captures_are_decoded(model):
     words = "--layers first:1 --decode-states fp32,int8"
     passing(f"run {model} --seq 12 --batch 2", words, "--save-captures --out a")
     found = states_of("a")
@@ -159,7 +170,7 @@ def test_an_interrupted_run_goes_on_with_the_other_formats():
         ("--decode-states fp32,mine:broken", 1, "RuntimeError: boom (mine.py:"),
     ],
 )
-def test_what_cannot_be_decoded_is_told(words: str, code: int, message: str):
+def test_what_cannot_be_decoded_is_told(words, code, message):
     Path("mine.py").write_text(FORMATS)
     answer = ending(code, f"bench ssd {SMALL} {words} --out a")
     assert message in f"{answer.err} {answer.shown}"

@@ -2,8 +2,6 @@
 every family.
 """
 
-from typing import Any
-
 import pytest
 import tiny_models
 import torch
@@ -27,7 +25,7 @@ from ssdprof.measure.trace import work
 LENGTH = 40  # more than a chunk
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(tiny_models.prompt(LENGTH), use_cache=False).logits
 
@@ -36,7 +34,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     "implementation", ["reference", pytest.param("unfused", marks=pytest.mark.slow), "fused"]
 )
-def test_an_implementation_computes_in_the_models_place(name: str, implementation: str):
+def test_an_implementation_computes_in_the_models_place(name, implementation):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     before = logits(model)
@@ -49,7 +47,7 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
 
 
 @pytest.mark.parametrize("name", ["granitemoehybrid", "olmo_hybrid"])
-def test_only_the_named_layers_are_replaced(name: str):
+def test_only_the_named_layers_are_replaced(name):
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     replaced = []
@@ -119,14 +117,14 @@ def names(model_name: str) -> dict[str, list[str]]:
         ("olmo_hybrid", ["OlmoHybridAttention 1"], ["OlmoHybridMLP 4"]),
     ],
 )
-def test_parts_are_found_by_what_modules_do(name: str, attention: list[str], mlps: list[str]):
+def test_parts_are_found_by_what_modules_do(name, attention, mlps):
     found = names(name)
     assert (found["attention"], found["MLP"]) == (attention, mlps)
     assert len(found["mixer"]) == len(found["gated norm"]) == 1
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "zamba2"])
-def test_no_module_is_part_of_two(name: str):
+def test_no_module_is_part_of_two(name):
     model = tiny_models.shared(name)
     found = _modules(model, find_mixers(model))
     outer = [module for part in ("mixer", "attention", "MLP") for module in found[part]]

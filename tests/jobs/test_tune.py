@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import Answer, ending, passing
+from fakes import needs_interpreter
 from generated_inputs import cell_of, generated
 from tuning_fakes import (
     COMMITTED_SEGMENT,
@@ -33,7 +34,6 @@ from ssdprof.jobs import tune as job
 from ssdprof.jobs.tune import DECIDING, Problem, difference, search
 from ssdprof.kernels import device, registry
 from ssdprof.kernels.choice import FusedCall
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -61,15 +61,10 @@ from ssdprof.store import tuned as store
 CPU = torch.device("cpu")
 SMALL_GDN = "1/2x16x16"
 EXACT = Precision()
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
-)
 
 
 @pytest.fixture(autouse=True)
-def cache(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Path]:
+def cache(request, monkeypatch, tmp_path) -> Iterator[Path]:
     """The folder of stored configurations; without a real GPU, this machine has the GPU `GPU`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -86,7 +81,7 @@ gdn_inputs = partial(generated, "gdn", SMALL_GDN, layout="contiguous")
 # --- candidates
 
 
-def options(tuning: Any, committed: Any, inputs: Any) -> list[Any]:
+def options(tuning, committed, inputs) -> list[Any]:
     return [option for axis in tuning.axes(committed) for option in axis(committed, inputs)]
 
 
@@ -143,9 +138,7 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
         (KDA, KDA_HOPPER, generated("kda", LONG_GDN, 8192), "prep_block_k", {128}),
     ],
 )
-def test_what_the_candidates_vary(
-    tuning: Any, committed: Any, inputs: Any, fields: str, tried: set[object]
-):
+def test_what_the_candidates_vary(tuning, committed, inputs, fields, tried: set[object]):
     """A kernel takes all of them: they are read back as they are stored."""
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
     assert set(map(attrgetter(*fields.split()), configs)) == tried
@@ -174,7 +167,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer():
     ],
 )
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
-    headdim: int, dtype: torch.dtype, committed: SSDPortableConfig
+    headdim, dtype, committed: SSDPortableConfig
 ):
     """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to
     such rows.
@@ -199,13 +192,13 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
 # --- from shapes and stored captures to problems
 
 
-def made(intermediates: Any = "exact") -> list[Problem]:
+def made(intermediates="exact") -> list[Problem]:
     cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 40, sequences=2))
     return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kernel_one_for_each(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ):
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
@@ -228,17 +221,17 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 Found = tuple[tuple[Case, ...], TunedConfig | str]
 
 
-def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> Found:
+def found(fake: FakeTimer, problem: Problem | None = None, run=None) -> Found:
     problem = problem or ssd_problem("hopper", 1280)
 
     class Faked(Problem):
-        def run(self, inputs: Any, config: Any) -> Any:
+        def run(self, inputs, config):
             return (run or fake.run)(inputs, config)
 
     return search(Faked(**vars(problem)), fake)
 
 
-def value(outcome: Found, name: str) -> Any:
+def value(outcome: Found, name: str):
     _, find = outcome
     assert isinstance(find, TunedConfig), find
     return find.settings[name]
@@ -263,9 +256,7 @@ def of(cases: Sequence[Case], name: str) -> Case:
 
 
 @pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
-def test_it_goes_to_the_fastest_axis_by_axis(
-    fitting: int, turns: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_it_goes_to_the_fastest_axis_by_axis(fitting, turns, monkeypatch):
     """A configuration is written to the file and read back unchanged.  fitting: whose outputs are
     kept by graphs.
     """
@@ -301,12 +292,12 @@ class PlacedTimer(FakeTimer):
     recordings = 0
     factors: dict[object, float]
 
-    def reallocate(self, generator: np.random.Generator) -> None:
+    def reallocate(self, generator: np.random.Generator):
         self.generator = generator
         self.factors = {}
         self.recordings += 1
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         factor = self.factors.setdefault(graph[0], float(self.generator.uniform(0.96, 1.04)))
         return super().device_us(graph) * factor
 
@@ -321,7 +312,7 @@ def by_warps(better_at: tuple[int, ...]) -> FakeTimer:
 
 
 def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
-    def run(inputs: Any, config: Any) -> Any:
+    def run(inputs, config):
         output = fake.run(inputs, config)
         return output._replace(out=-output.out) if inputs.cu_seqlens is not None else output
 
@@ -352,7 +343,7 @@ def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
     ],
     ids=["noise", "a lucky place", "0.8 %", "wrong at length", "refused", "cannot be captured"],
 )
-def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str):
+def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why):
     outcome = found(fake)
     assert isinstance(outcome[1], str)
     assert why in outcome[1]
@@ -362,7 +353,6 @@ def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str):
         assert value(found(faster), "segment") == 4
     if "1%" in why:
         ratio = of(outcome[0], "segment 4").over(of(outcome[0], "committed"))
-        assert ratio is not None
         assert ratio.verdict(0.01) == "no difference"
     if "wrong" in why:
         assert list(of_result(outcome, "inaccurate")) == ["segment 4, ring 2"]
@@ -392,7 +382,7 @@ def test_a_wrong_candidate_is_named_and_never_found():
     ],
 )
 def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_the_search(
-    broken: str, result: str, why: str, monkeypatch: pytest.MonkeyPatch
+    broken, result, why, monkeypatch
 ):
     """Otherwise all other candidates would be reported as failing."""
 
@@ -439,9 +429,7 @@ def used() -> list[str]:
     ]
 
 
-def test_what_is_stored_is_used_and_said_also_in_another_process(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, monkeypatch):
     assert used() == []
     file = kept()
     assert file == cache / "NVIDIA-Test.json"
@@ -485,9 +473,7 @@ def test_later_outcomes_replace_those_for_the_same_calls():
     assert used()[1:] == ["segment 8"], "a search that finds nothing deletes what was found before"
 
 
-def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monkeypatch):
     file = kept(environment(GPU.model_copy(update={"name": "NVIDIA Other"})))
     assert used() == []
     file.rename(file.with_name("NVIDIA-Test.json"))
@@ -512,7 +498,7 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(
         ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
     ],
 )
-def test_what_cannot_be_read_is_said(before: str, after: str, why: str):
+def test_what_cannot_be_read_is_said(before, after, why):
     file = kept()
     text = file.read_text()
     assert before in text
@@ -521,7 +507,7 @@ def test_what_cannot_be_read_is_said(before: str, after: str, why: str):
     assert f"NVIDIA-Test.json {why}" in said
 
 
-def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch):
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file where a folder should be")
     with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
@@ -569,7 +555,7 @@ def test_clear_needs_no_gpu():
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended_gpu(monkeypatch):
     """By its timer 8 warps are twice as fast.  Kernels run in the interpreter, and their outputs
     are right.
     """
@@ -579,7 +565,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     run = Problem.run
 
-    def noted(problem: Problem, inputs: Any, config: Any) -> Any:
+    def noted(problem: Problem, inputs, config):
         if isinstance(inputs, SSDInputs):
             return fake.run(inputs, config)
         fake.ran.append((config, inputs.length))
@@ -612,9 +598,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_from_words_to_kernels_that_take_the_find(
-    words: str, places: tuple[str, ...], plan: Callable[[], Any]
-):
+def test_from_words_to_kernels_that_take_the_find(words, places, plan: Callable[[], Any]):
     """The file is real: the next command reads it and says so, and its kernels use the
     configuration.
     """
@@ -631,7 +615,7 @@ def test_from_words_to_kernels_that_take_the_find(
 
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
-def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path):
+def test_what_ends_early_keeps_what_it_has(monkeypatch, cache: Path):
     words = "tune ssd --shape 2x16x16x1,4x16x16x1 --seq 40"
     with monkeypatch.context() as patch:
         seconds = count(0, 100)
@@ -642,7 +626,7 @@ def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cach
     assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
     passing("tune --clear")
 
-    def interrupted(problem: Problem, timer: Any) -> Any:
+    def interrupted(problem: Problem, timer):
         if str(problem).startswith("4x16x16x1"):
             raise KeyboardInterrupt
         return search(problem, timer)

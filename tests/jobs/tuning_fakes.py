@@ -44,7 +44,7 @@ COMMITTED = {
 }
 
 
-def ssd_inputs(seqlen: int, sizes: str = "2x16x16x1") -> Any:
+def ssd_inputs(seqlen: int, sizes: str = "2x16x16x1"):
     return generated("ssd", sizes, seqlen, layout="contiguous")
 
 
@@ -107,7 +107,7 @@ class FakeTimer(fakes.FakeTimer):
             raise CallError("it synchronises")
         return (config, self.cost(config, tokens), run, output), output
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         if self.faulty(graph[0]):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return super().device_us(graph) * next(self.noise)

@@ -54,41 +54,39 @@ def capability() -> int:
 # --- SSD
 
 
-def ssd_portable(
-    case: SSDCase, precision: Precision, config: SSDPortableConfig | None = None
-) -> None:
+def ssd_portable(case: SSDCase, precision: Precision, config: SSDPortableConfig | None = None):
     inputs = on_meta(case.inputs())
     config = config or SSDPortableConfig.choose(inputs, divmod(capability(), 10), precision)
     ssd_portable_launch(inputs, precision, config)(inputs)
 
 
-def ssd_unfused(case: SSDCase, precision: Precision) -> None:
+def ssd_unfused(case: SSDCase, precision: Precision):
     five_stages(on_meta(case.inputs()), precision)
 
 
-def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut) -> None:
+def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut):
     inputs = on_meta(case.inputs())
     config = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
     ssd_hopper_launch(inputs, precision, replace(config, **vars(segments)))(inputs)
 
 
-def ssd_recurrent(case: SSDCase, state_every: int = 0) -> None:
+def ssd_recurrent(case: SSDCase, state_every: int = 0):
     inputs = replace(on_meta(case.inputs()), state_every=state_every)
     recurrent_launch(inputs)(inputs)
 
 
-def drafted_in_place(inputs: Any) -> Any:
+def drafted_in_place(inputs):
     """With a slot of a pool for the state after each token."""
     table = torch.empty(inputs.sequences, inputs.length, dtype=torch.int32, device="meta")
     return replace(inputs, state_indices=table, accepted=table[:, 0], write_indices=table)
 
 
-def ssd_in_place(case: SSDCase) -> None:
+def ssd_in_place(case: SSDCase):
     inputs = drafted_in_place(on_meta(case.inputs()))
     recurrent_launch(inputs, in_place=True)(inputs)
 
 
-def ssd_step(case: SSDCase) -> None:
+def ssd_step(case: SSDCase):
     two_stages(on_meta(case.inputs()))
 
 
@@ -201,7 +199,7 @@ def convolution(
     state: bool = False,
     channels: int = 256,
     dtype: torch.dtype = BF16,
-) -> None:
+):
     def meta(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -210,7 +208,7 @@ def convolution(
     causal_conv1d(x, meta(channels, 4), one, initial_state=initial, wants_final_state=state)
 
 
-def norm(x: Tensor, gate: Tensor, group_size: int, *, norm_first: bool = False) -> None:
+def norm(x: Tensor, gate: Tensor, group_size: int, *, norm_first: bool = False):
     weight = torch.empty(x.shape[2], dtype=BF16, device="meta")
     gated_rms_norm(x, gate, weight, eps=1e-5, group_size=group_size, norm_first=norm_first)
 
@@ -250,33 +248,33 @@ SSD_SMALL: Launches = {
 # --- GDN
 
 
-def gdn_portable(case: GDNCase, **changes: Any) -> None:
+def gdn_portable(case: GDNCase, **changes):
     inputs = on_meta(case.inputs())
     config = GDNPortableConfig.choose(inputs, divmod(capability(), 10), 132)
     gdn_portable_launch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)
 
 
-def gdn_unfused(case: GDNCase, precision: Precision) -> None:
+def gdn_unfused(case: GDNCase, precision: Precision):
     six_stages(on_meta(case.inputs()), precision)
 
 
-def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
+def gdn_hopper(case: GDNCase, config: GDNHopperConfig):
     inputs = on_meta(case.inputs(beta=case.inputs().beta.float()))
     gdn_hopper_launch(inputs, config)(inputs)
 
 
-def gdn_recurrent(case: GDNCase, *, wide: bool = False) -> None:
+def gdn_recurrent(case: GDNCase, *, wide: bool = False):
     inputs = on_meta(case.inputs())
     inputs = replace(inputs, state_every=int(wide))
     gdn_recurrent_launch(inputs, blocks_of(inputs, wide=wide))(inputs)
 
 
-def gdn_in_place(case: GDNCase) -> None:
+def gdn_in_place(case: GDNCase):
     inputs = drafted_in_place(on_meta(case.inputs()))
     gdn_recurrent_launch(inputs, blocks_of(inputs), in_place=True)(inputs)
 
 
-def stepped(case: GDNCase | SSDCase, name: str) -> None:
+def stepped(case: GDNCase | SSDCase, name: str):
     """Token by token, with states in a format."""
     stepping = Stepping(parse_state_format(name), 1, 0)
     inputs = drafted_in_place(on_meta(case.inputs()))
@@ -287,7 +285,7 @@ def stepped(case: GDNCase | SSDCase, name: str) -> None:
         gdn_recurrent_launch(inputs, blocks, in_place=True, stepping=stepping)(inputs)
 
 
-def gdn_step(case: GDNCase) -> None:
+def gdn_step(case: GDNCase):
     three_stages(on_meta(case.inputs()))
 
 
@@ -426,17 +424,17 @@ BROKEN: Launches = {
 # --- KDA
 
 
-def kda_unfused(case: KDACase, precision: Precision) -> None:
+def kda_unfused(case: KDACase, precision: Precision):
     kda_six_stages(on_meta(case.inputs()), precision)
 
 
-def kda_portable(case: KDACase, **changes: Any) -> None:
+def kda_portable(case: KDACase, **changes):
     inputs = on_meta(case.inputs())
     config = replace(KDAPortableConfig.choose(inputs), **changes)
     kda_portable_launch(inputs, EXACT, config, state_v_first=False)(inputs)
 
 
-def kda_hopper(case: KDACase) -> None:
+def kda_hopper(case: KDACase):
     inputs = on_meta(case.inputs())
     kda_portable_launch(
         inputs, EXACT, KDAPortableConfig.choose_hopper(inputs), state_v_first=False

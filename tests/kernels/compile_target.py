@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -77,7 +76,7 @@ def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[s
     }
 
 
-def on_meta(inputs: Any) -> Any:
+def on_meta(inputs):
     """A dataclass with its tensors moved to the meta device: same strides, no memory, an aligned
     address.
     """
@@ -114,7 +113,7 @@ def recorded_form(table: str, capability: int) -> dict[str, str]:
 class _AbsentGpu:
     """Replaces the driver that Triton queries before it compiles."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int):
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
@@ -127,7 +126,7 @@ class _AbsentGpu:
         return self._target
 
 
-def _resources(kernel: Any) -> Compiled:
+def _resources(kernel) -> Compiled:
     from ssdprof.kernels.launch import parameter_count
 
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -243,7 +242,7 @@ def _compile_all(
     kernels = []
     run = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self, *args, grid, warmup: bool, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernels.append(_resources(kernel))
 

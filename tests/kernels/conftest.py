@@ -2,7 +2,6 @@ import fcntl
 import gc
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned_memory(monkeypatch):
     """New memory holds NaN (or -1) until a kernel writes it."""
 
     def poison(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        def allocate_poisoned(*args, **kwargs) -> Tensor:
             tensor = allocate(*args, **kwargs)
             tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
             return tensor
@@ -30,7 +29,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "new_empty", poison(Tensor.new_empty))
 
 
-def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) -> None:
+def emulate_on(monkeypatch, device: str, *operators: str):
     """The Hopper kernels run in the emulator, if the device is "emulator"."""
     from gluon_emulator import GDN, KDA, SSD, emulate
 
@@ -39,14 +38,14 @@ def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) ->
 
 
 @pytest.fixture
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def kernel(request, monkeypatch):
     """The `Target` that a test gets from `targets`."""
     emulate_on(monkeypatch, request.param.device, request.param.operator)
     return request.param
 
 
 @pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request, monkeypatch) -> str:
     """Where tensors lie in a test of the Hopper kernels in the emulator and on a GPU."""
     emulate_on(monkeypatch, request.param, "ssd", "gdn")
     if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
@@ -55,7 +54,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.fixture
-def much_gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def much_gpu_memory(tmp_path_factory) -> Iterator[None]:
     """Tens of gigabytes of GPU memory, for one test at a time across all test processes; freed
     afterwards.
     """

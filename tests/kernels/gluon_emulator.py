@@ -24,7 +24,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import ptx
-import pytest
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
@@ -105,7 +104,7 @@ class Turns:
     far ahead of them.
     """
 
-    def __init__(self, turns: random.Random) -> None:
+    def __init__(self, turns: random.Random):
         self.turns = turns
         # live thread -> its condition, or None
         self.waits: dict[int, Callable[[], bool] | None] = {}
@@ -122,14 +121,14 @@ class Turns:
     def speed(self) -> float:
         return self.turns.choice((SLOW, 1.0, 1.0))
 
-    def add(self, function: Callable[[], None]) -> None:
+    def add(self, function: Callable[[], None]):
         me = len(self.threads)
         self.waits[me] = None
         self.speeds.append(self.speed())
         self.threads.append(threading.Thread(target=self.live, args=(me, function), daemon=True))
         self.threads[me].start()
 
-    def run(self) -> None:
+    def run(self):
         """Runs until all threads have ended."""
         with self.changed:
             self.hand_on()
@@ -139,7 +138,7 @@ class Turns:
         if self.failure is not None:
             raise self.failure
 
-    def live(self, me: int, function: Callable[[], None]) -> None:
+    def live(self, me: int, function: Callable[[], None]):
         self.local.me = me
         try:
             with self.changed:
@@ -151,7 +150,7 @@ class Turns:
             del self.waits[me]
             self.hand_on()
 
-    def wait(self, ready: Callable[[], bool] | None = None) -> None:
+    def wait(self, ready: Callable[[], bool] | None = None):
         """Let other threads run, at least until `ready`."""
         me = self.local.me
         with self.changed:
@@ -159,12 +158,12 @@ class Turns:
             self.hand_on()
             self.until_mine(me)
 
-    def until_mine(self, me: int) -> None:
+    def until_mine(self, me: int):
         while self.running != me:
             if self.failure is not None or not self.changed.wait(PATIENCE):
                 raise self.failure or TimeoutError("nobody moves")
 
-    def hand_on(self) -> None:
+    def hand_on(self):
         self.running = None
         while self.waits and self.failure is None:
             able = [one for one, ready in self.waits.items() if ready is None or ready()]
@@ -184,7 +183,7 @@ class Turns:
             self.copies.pop(self.turns.randrange(len(self.copies)))[1]()
         self.changed.notify_all()
 
-    def finish_copies(self) -> None:
+    def finish_copies(self):
         """Completes the pending copies of the calling thread."""
         mine = [copy for owner, copy in self.copies if owner == self.local.me]
         self.copies = [(owner, copy) for owner, copy in self.copies if owner != self.local.me]
@@ -193,17 +192,17 @@ class Turns:
 
 
 class Barrier:
-    def __init__(self, count: int = 0) -> None:
+    def __init__(self, count: int = 0):
         self.count = self.pending = count
         self.bytes = self.phase = 0
 
-    def arrive(self, count: int = 1, expected: int = 0) -> None:
+    def arrive(self, count: int = 1, expected: int = 0):
         assert self.pending >= count, "more arrivals than the barrier was made for"
         self.pending -= count
         self.bytes += expected
         self.end_phase()
 
-    def end_phase(self) -> None:
+    def end_phase(self):
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
@@ -214,7 +213,7 @@ class Shared:
 
     layout = None
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content):
         self.content = content
 
     @property
@@ -227,7 +226,7 @@ class Shared:
             return torch.Size([len(self.content), *self.content[0].shape])
         return self.content.shape
 
-    def index(self, place: Any) -> Any:
+    def index(self, place):
         part = self.content[int(place)]
         return part[0] if isinstance(part, list) else Shared(part)
 
@@ -240,7 +239,7 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.content.view(shape))
 
-    def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+    def _reinterpret(self, _dtype: torch.dtype, shape: list[int], _layout) -> Shared:
         """Views half rows or pairs of rows as rows, splits the rows, or views an operand's 16-bit
         rows, in blocks of 64 columns.
         """
@@ -257,10 +256,10 @@ class Shared:
         assert shape in (halves, pairs, [1, rows, *columns], [2, rows // 2, *columns])
         return Shared(self.content.view(shape))
 
-    def load(self, _layout: Any) -> Tensor:
+    def load(self, _layout) -> Tensor:
         return self.content.clone()
 
-    def store(self, value: Tensor) -> None:
+    def store(self, value: Tensor):
         assert value.shape == self.content.shape
         self.content.copy_(value)
 
@@ -268,7 +267,7 @@ class Shared:
 class Pointer:
     """Elements of a tensor's memory, by offset.  Access outside of that memory is an error."""
 
-    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+    def __init__(self, memory: Tensor, offset=0):
         self.memory = memory
         self.offset = offset
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
@@ -280,16 +279,16 @@ class Pointer:
         length = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((length,), (1,), 0), tensor.storage_offset())
 
-    def __add__(self, offset: Any) -> Pointer:
+    def __add__(self, offset) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
 
-    def __sub__(self, offset: Any) -> Pointer:
+    def __sub__(self, offset) -> Pointer:
         return Pointer(self.memory, self.offset - offset)
 
-    def __getitem__(self, index: Any) -> Pointer:
+    def __getitem__(self, index) -> Pointer:
         return Pointer(self.memory, self.offset[index])
 
-    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+    def places(self, mask) -> tuple[Tensor, Tensor]:
         offset = torch.as_tensor(self.offset)
         mask = torch.as_tensor(True if mask is None else mask)
         offset, mask = torch.broadcast_tensors(offset, mask)
@@ -302,7 +301,7 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor: an address, sizes, strides.  Reads outside of those sizes give zeros."""
 
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host):
         self.shape = host.shape
         self.strides = host.strides
         base = host.base
@@ -332,7 +331,7 @@ class Descriptor:
 class Product:
     """A matrix product that may not have been computed yet."""
 
-    def __init__(self, a: Any, b: Shared, accumulator: Any) -> None:
+    def __init__(self, a, b: Shared, accumulator):
         self.a = a
         self.b = b
         self.accumulator = accumulator
@@ -359,19 +358,19 @@ def _bitcast(value: Tensor | int, dtype: torch.dtype, *, bitcast: bool) -> Tenso
 class Machine:
     """A GPU with room for `resident` programs, and the parts of Gluon that they use."""
 
-    def __init__(self, source: Source, seed: int, resident: int) -> None:
+    def __init__(self, source: Source, seed: int, resident: int):
         self.source = source
         self.random = random.Random(seed)
         self.resident = resident
         self.turns = Turns(self.random)
 
-    def start(self, programs: Iterator[Callable[[], None]]) -> None:
+    def start(self, programs: Iterator[Callable[[], None]]):
         """Starts the next of `programs`, and the one after it when its roles have ended."""
         program = next(programs, None)
         if program is None:
             return
 
-        def body() -> None:
+        def body():
             self.turns.local.roles = []
             program()
             first, *others = self.turns.local.roles or [None]
@@ -384,7 +383,7 @@ class Machine:
             )
             left = len(roles)
 
-            def live(role: tuple[Callable[..., None], tuple[Any, ...]], lane: int | None) -> None:
+            def live(role: tuple[Callable[..., None], tuple[Any, ...]], lane: int | None):
                 nonlocal left
                 self.turns.local.lane, self.turns.local.meeting = lane, meeting
                 function, args = role
@@ -400,7 +399,7 @@ class Machine:
 
         self.turns.add(body)
 
-    def launch(self, programs: list[Callable[[], None]]) -> None:
+    def launch(self, programs: list[Callable[[], None]]):
         self.turns = Turns(self.random)
         order = iter(self.random.sample(programs, len(programs)))
         for _ in range(self.resident):
@@ -413,10 +412,10 @@ class Machine:
         def either(of: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return lambda *values: of(*torch.broadcast_tensors(*map(torch.as_tensor, values)))
 
-        def layout(*_args: Any, **_kwargs: Any) -> None:
+        def layout(*_args, **_kwargs):
             return None
 
-        def specialize(functions: list[Any], _warps: Any, _registers: Any) -> None:
+        def specialize(functions: list[Any], _warps, _registers):
             self.turns.local.roles = functions
 
         return SimpleNamespace(
@@ -475,7 +474,7 @@ class Machine:
             warp_specialize=specialize,
         )
 
-    def meet(self) -> None:
+    def meet(self):
         """A barrier of all threads of a role.  Here each lane is a thread, if the role has both
         lanes.
         """
@@ -486,16 +485,14 @@ class Machine:
             self.turns.wait(lambda: meeting.phase != phase)
 
     @staticmethod
-    def load(
-        pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = ""
-    ) -> Tensor:
+    def load(pointer: Pointer, mask=None, other=0, cache_modifier: str = "") -> Tensor:
         del cache_modifier
         places, mask = pointer.places(mask)
         read = pointer.memory[places]
         return torch.where(mask, read, torch.as_tensor(other, dtype=read.dtype))
 
     @staticmethod
-    def store(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
+    def store(pointer: Pointer, value: Tensor, mask=None):
         places, mask = pointer.places(mask)
         pointer.memory[places[mask]] = value[mask].to(pointer.memory.dtype)
 
@@ -543,13 +540,13 @@ class Machine:
         pointer.memory[place] += value
         return old
 
-    def atomic_xchg(self, pointer: Pointer, value: Tensor, sem: str) -> None:
+    def atomic_xchg(self, pointer: Pointer, value: Tensor, sem: str):
         del sem
         pointer.memory[int(pointer.offset)] = value
         self.turns.wait()
 
     @staticmethod
-    def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    def allocate(dtype: torch.dtype, shape: list[int], layout) -> Shared:
         if layout == "barrier":
             return Shared([[Barrier()] for _ in range(shape[0])])
         return Shared(torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
@@ -557,19 +554,19 @@ class Machine:
     # --- Gluon's operations for Hopper
 
     def hopper(self) -> dict[str, Any]:
-        def init(barrier: Barrier, count: int) -> None:
+        def init(barrier: Barrier, count: int):
             barrier.count = barrier.pending = count
 
-        def wait(barrier: Barrier, parity: Any, pred: Any = True) -> None:
+        def wait(barrier: Barrier, parity, pred=True):
             if pred:
                 self.turns.wait(lambda: barrier.phase & 1 != int(parity))
 
-        def arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        def arrive(barrier: Barrier, count: int = 1, pred=True):
             if pred:
                 barrier.arrive(count)
                 self.turns.wait()
 
-        def arrive_of_lane(barrier: Barrier, increment_count: bool) -> None:
+        def arrive_of_lane(barrier: Barrier, increment_count: bool):
             assert not increment_count
             arrive(barrier, count=THREADS)
 
@@ -587,15 +584,13 @@ class Machine:
             store_wait=lambda _count: self.turns.finish_copies(),
         )
 
-        def product(
-            a: Any, b: Shared, accumulator: Any, *, use_acc: bool = True, is_async: bool
-        ) -> Product:
+        def product(a, b: Shared, accumulator, *, use_acc: bool = True, is_async: bool) -> Product:
             assert is_async
             begun = Product(a, b, accumulator if use_acc else None)
             self.turns.local.begun = [*getattr(self.turns.local, "begun", []), begun]
             return begun
 
-        def product_wait(left: int, deps: list[Product]) -> Any:
+        def product_wait(left: int, deps: list[Product]):
             self.turns.wait()
             begun = self.turns.local.begun
             for one in begun[: len(begun) - left]:
@@ -614,12 +609,10 @@ class Machine:
             "mma_v2": lambda a, b, accumulator: a.float() @ b.float() + accumulator,
         }
 
-    def copy_in(
-        self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared
-    ) -> None:
+    def copy_in(self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared):
         pointer, inside = source.tile(start)
 
-        def copy() -> None:
+        def copy():
             target.content.copy_(self.load(pointer, inside))
             barrier.bytes -= target.content.numel() * target.content.element_size()
             barrier.end_phase()
@@ -627,10 +620,10 @@ class Machine:
         self.turns.copies.append((-1, copy))
         self.turns.wait()
 
-    def copy_out(self, target: Descriptor, start: list[Any], source: Shared) -> None:
+    def copy_out(self, target: Descriptor, start: list[Any], source: Shared):
         pointer, inside = target.tile(start)
 
-        def copy() -> None:
+        def copy():
             self.store(pointer, source.content, inside)
 
         self.turns.copies.append((self.turns.local.me, copy))
@@ -678,9 +671,7 @@ class Machine:
         """Replaces `ssdprof.kernels.launch.Launcher`."""
         kernels = self.kernels()
 
-        def make(
-            jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]
-        ) -> Callable[..., None]:
+        def make(jitted, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
             if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
                 interpreted = Launcher(InterpretedFunction(jitted.fn), scalars, options)
                 return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
@@ -694,14 +685,14 @@ class Machine:
             if "S" in names:
                 constants = {"S": SimpleNamespace(**constants)}
 
-            def program(number: int, tensors: tuple[Any, ...]) -> None:
+            def program(number: int, tensors: tuple[Any, ...]):
                 self.turns.local.program = number
                 given = list(map(_argument, tensors))
                 if "tensors" in names:  # after the descriptors
                     given[names.index("tensors") :] = [tuple(given[names.index("tensors") :])]
                 kernel(*given, *scalars, **constants)
 
-            def launch(count: int, *tensors: Any) -> None:
+            def launch(count: int, *tensors):
                 self.count = count
                 self.launch([partial(program, number, tensors) for number in range(count)])
 
@@ -723,14 +714,14 @@ class _LinearLayout:
 
     reg_bases = lane_bases = warp_bases = block_bases = ()
 
-    def __init__(self, _layout: Any, shape: list[int]) -> None:
+    def __init__(self, _layout, shape: list[int]):
         self.shape = shape
 
 
 class _Constant:
     """A class, because annotations use it too."""
 
-    def __new__(cls, value: Any) -> Any:
+    def __new__(cls, value):
         return value
 
 
@@ -743,11 +734,11 @@ _DTYPES = {  # of Triton
 }
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value):
     return value.tensor() if isinstance(value, Part) else value
 
 
-def _argument(value: Any) -> Any:
+def _argument(value):
     if isinstance(value, Tensor | Part):
         return Pointer.to(value)
     return value if value is None else Descriptor(value)
@@ -770,8 +761,6 @@ def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def emulate(
-    monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD
-) -> None:
+def emulate(monkeypatch, *, seed: int, resident: int = 3, source: Source = SSD):
     """Launch the Hopper kernels of `source` in the emulator until the test ends."""
     monkeypatch.setattr(source.launch, "Launcher", Machine(source, seed, resident).launcher())

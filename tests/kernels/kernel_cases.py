@@ -2,7 +2,9 @@
 comparisons.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -38,7 +40,7 @@ class Case:
     device: str = "cpu"
     seed: int = 0
 
-    def but(self, **changes: Any) -> Any:
+    def but(self, **changes):
         return replace(self, **changes)
 
     def __str__(self) -> str:
@@ -57,6 +59,11 @@ class Case:
     @property
     def sequences(self) -> int:
         return len(self.lengths) or self.batch
+
+    def draws(self) -> tuple[torch.Generator, Callable[..., Tensor]]:
+        """A generator, and what it draws of the normal distribution."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        return generator, partial(torch.randn, generator=generator, device=self.device)
 
     @property
     def bounds(self) -> Tensor | None:
@@ -78,14 +85,10 @@ class SSDCase(Case):
     gate: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
 
-    def inputs(self, **overrides: Any) -> SSDInputs:
-        generator = torch.Generator(self.device).manual_seed(self.seed)
+    def inputs(self, **overrides) -> SSDInputs:
+        _, normal = self.draws()
         tokens = self.tokens
         h, p, g, n = self.heads, self.headdim, self.groups, self.dstate
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=self.device)
-
         # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output,
         # z and dt of the projection before it
         x, B, C = normal(*tokens, h * p + 2 * g * n).to(self.dtype).split([h * p, g * n, g * n], -1)
@@ -123,15 +126,11 @@ class GDNCase(Case):
     collinear: float = 0.0
     l2norm: bool = True
 
-    def inputs(self, **overrides: Any) -> GDNInputs:
-        generator = torch.Generator(self.device).manual_seed(self.seed)
+    def inputs(self, **overrides) -> GDNInputs:
+        generator, normal = self.draws()
         tokens = self.tokens
         keys = self.key_heads
         heads = self.key_heads * self.values_per_key
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=self.device)
-
         key = normal(keys, self.key_dim)
         q = normal(*tokens, keys, self.key_dim)
         k = normal(*tokens, keys, self.key_dim)
@@ -167,7 +166,7 @@ class KDACase(GDNCase):
 
     gates: str = "generated"
 
-    def inputs(self, **overrides: Any) -> KDAInputs:
+    def inputs(self, **overrides) -> KDAInputs:
         plain = super().inputs()
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
         shape = (*plain.v.shape[:3], self.key_dim)
@@ -193,43 +192,43 @@ def bounds(lengths: tuple[int, ...], device: str = "cpu") -> Tensor:
 # --- the same operation on both operators' inputs
 
 
-def tensors_of(inputs: Any) -> dict[str, Tensor]:
+def tensors_of(inputs) -> dict[str, Tensor]:
     return {name: value for name, value in vars(inputs).items() if isinstance(value, Tensor)}
 
 
-def tokens_of(inputs: Any) -> tuple[str, ...]:
+def tokens_of(inputs) -> tuple[str, ...]:
     """Names of the tensors with a value for each position."""
     return tuple(name for name in TOKENS[type(inputs)] if getattr(inputs, name) is not None)
 
 
-def with_state(inputs: Any, state: Tensor | None) -> Any:
+def with_state(inputs, state: Tensor | None):
     return replace(inputs, **{inputs.LINEAR[1]: state})
 
 
-def changed(inputs: Any, change: Any, *names: str) -> Any:
+def changed(inputs, change, *names: str):
     """These tensors, or all of tokens, after a function."""
     return replace(
         inputs, **{name: change(getattr(inputs, name)) for name in names or tokens_of(inputs)}
     )
 
 
-def moved(inputs: Any, device: str = "cuda") -> Any:
+def moved(inputs, device: str = "cuda"):
     return changed(inputs, lambda tensor: tensor.to(device), *tensors_of(inputs))
 
 
-def cut(inputs: Any, start: int, stop: int | None, **overrides: Any) -> Any:
+def cut(inputs, start: int, stop: int | None, **overrides):
     """Positions start..stop of every row."""
     pieces = {name: getattr(inputs, name)[:, start:stop] for name in tokens_of(inputs)}
     return replace(inputs, **pieces | overrides)
 
 
-def rows(inputs: Any, which: Any) -> Any:
+def rows(inputs, which):
     """Rows of a batch, with their initial states."""
     names = [*tokens_of(inputs), *(() if inputs.initial is None else inputs.LINEAR[1:])]
     return changed(inputs, lambda tensor: tensor[which], *names)
 
 
-def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
+def sequences(inputs, *, packed: bool = False) -> dict[int, Any]:
     """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of
     one sequence.
     """
@@ -243,7 +242,7 @@ def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
     return alone
 
 
-def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
+def spoilt(inputs, value: float, place, *names: str):
     """With `value` at this place of these tensors, or of all tensors of tokens."""
 
     def spoil(tensor: Tensor) -> Tensor:
@@ -264,13 +263,13 @@ def with_steps(inputs: SSDInputs, step: float | Tensor, A: float | None = None) 
 # --- comparisons
 
 
-def assert_bitwise(output: Any, expected: Any) -> None:
+def assert_bitwise(output, expected):
     for name, a, b in zip(("out", "final_states"), output, expected, strict=True):
         assert torch.isfinite(a).all(), f"{name} is not finite"
         assert torch.equal(a, b), name
 
 
-def head_errors(output: Any, exact: Any) -> tuple[Tensor, Tensor]:
+def head_errors(output, exact) -> tuple[Tensor, Tensor]:
     """RMS error of each head's output and final states, relative to its RMS."""
     of_tensors = []
     for a, b, head in zip(output, exact, (2, 1), strict=True):
@@ -281,14 +280,14 @@ def head_errors(output: Any, exact: Any) -> tuple[Tensor, Tensor]:
     return of_tensors[0], of_tensors[1]
 
 
-def assert_no_less_exact(output: Any, other: Any, exact: Any) -> None:
+def assert_no_less_exact(output, other, exact):
     """No head has an error that is more than 1 % larger than the other output's."""
     both = (head_errors(each, exact) for each in (output, other))
     for name, errors, others in zip(("out", "final_states"), *both, strict=True):
         assert (errors <= 1.01 * others).all(), f"{name}: {(errors / others).tolist()}"
 
 
-def assert_close(output: Any, exact: Any, limit: float) -> None:
+def assert_close(output, exact, limit: float):
     """The error of every head."""
     for name, errors in zip(("out", "final_states"), head_errors(output, exact), strict=True):
         assert (errors <= limit).all(), f"{name}: {errors.tolist()}"

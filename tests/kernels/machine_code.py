@@ -31,7 +31,7 @@ def operators_hashes(recorded: dict[str, str]) -> dict[str, str]:
     }
 
 
-def main() -> None:
+def main():
     import triton
     from compile_cases import TABLES
     from compile_target import CAPABILITIES, OLDEST, RECORDED, recorded_form

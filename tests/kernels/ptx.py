@@ -41,7 +41,7 @@ def _elements(registers: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(registers, -1).contiguous().view(dtype)
 
 
-def _execute(statement: str, registers: Registers) -> None:
+def _execute(statement: str, registers: Registers):
     name, _, rest = statement.partition(" ")
     operands = [
         operand.strip() for operand in re.findall(r"\{[^}]*\}|[^,{}]+", rest) if operand.strip()

@@ -79,10 +79,10 @@ class Target:
     only_hopper: bool = False
     device: str = "cpu"
 
-    def __call__(self, inputs: Any, precision: Precision = EXACT) -> Any:
+    def __call__(self, inputs, precision: Precision = EXACT):
         return self.run(inputs, precision)
 
-    def case(self, **changes: Any) -> Any:
+    def case(self, **changes):
         """Inputs for any kernel of the operator.  In the interpreter, which is slow, one head, and
         lengths for chunks of 16; longer ones on other devices.
         """
@@ -103,7 +103,7 @@ class Target:
         kind = {"gdn": GDNCase, "kda": KDACase}[self.operator]
         return kind(**on_device | here | self.sizes | changes | lengths)
 
-    def assert_right(self, output: Any, inputs: Any, precision: Precision = EXACT) -> None:
+    def assert_right(self, output, inputs, precision: Precision = EXACT):
         limits = self.gpu_limits if self.device == "cuda" else self.limits
         limit = limits.get(output.out.dtype) if precision == EXACT else None
         if limit is None:
@@ -179,7 +179,7 @@ def gdn_portable(config: GDNPortableConfig) -> Run:
 def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False) -> Run:
     """K and V other than 128 in slices.  Without a configuration: as chosen."""
 
-    def run(inputs: Any, _precision: Precision) -> Any:
+    def run(inputs, _precision: Precision):
         sliced = (inputs.q.shape[3], inputs.v.shape[3]) != (128, 128)
         refused = gdn_hopper.unsupported_otherwise if sliced else gdn_hopper.unsupported
         assert not inputs.q.is_cuda or refused(inputs) == ""
@@ -283,15 +283,13 @@ SSD_FINE = ("ssd fine", *(f"ssd hopper, {name}" for name in ("fine", "uneven", "
 SSD_EVERY = SSD_CHOSEN + SSD_FINE
 
 
-def slow(*values: Any) -> list[Any]:
+def slow(*values) -> list[Any]:
     """Parameters of the slow tier; a tuple has a value for each name."""
     several = (value if isinstance(value, tuple) else (value,) for value in values)
     return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
 
 
-def listed(
-    *names: str, slow: Any = (), emulated: Any = (), emulated_slow: Any = (), gpu: Any = ()
-) -> list[Any]:
+def listed(*names: str, slow=(), emulated=(), emulated_slow=(), gpu=()) -> list[Any]:
     """Parameters: these targets in the interpreter, in the emulator and on a GPU."""
     parameters = []
     for where, device, chosen in (
@@ -311,5 +309,5 @@ def listed(
     return parameters
 
 
-def targets(*names: str, **others: Any) -> pytest.MarkDecorator:
+def targets(*names: str, **others) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kernel", listed(*names, **others), indirect=True)

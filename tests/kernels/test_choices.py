@@ -110,7 +110,7 @@ def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
     )
 
 
-def planned(operator: str, name: str, inputs: Any, draw: random.Random) -> Any:
+def planned(operator: str, name: str, inputs, draw: random.Random):
     """The plan, or the refusal."""
     try:
         return asdict(kernels.get(operator, name).plan(inputs, draw.choice(PRECISIONS)))
@@ -118,7 +118,7 @@ def planned(operator: str, name: str, inputs: Any, draw: random.Random) -> Any:
         return str(error)
 
 
-def portable(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
+def portable(operator: str, _name: str, inputs, draw: random.Random):
     """The portable kernel's configuration on some GPU."""
     gpu, sms = draw.choice(GPUS)
     if operator == "ssd":
@@ -126,7 +126,7 @@ def portable(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any
     return asdict(GDNPortableConfig.choose(inputs, gpu, sms, batch_invariant=draw.random() < 0.3))
 
 
-def hopper(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
+def hopper(operator: str, _name: str, inputs, draw: random.Random):
     """The Hopper kernel's configuration, for inputs that it may refuse."""
     if operator == "ssd" and not program_count(inputs):
         return "half a pair of heads"
@@ -161,7 +161,7 @@ SLOW = ("ssd", "hopper")
     ("operator", "name"),
     [pytest.param(*one, marks=[pytest.mark.slow] * (one == SLOW)) for one in FROZEN],
 )
-def test_the_choices_are_the_frozen_ones(operator: str, name: str):
+def test_the_choices_are_the_frozen_ones(operator, name):
     digest = hashlib.sha256("\n".join(choices(operator, name)).encode()).hexdigest()[:16]
     assert digest == FROZEN[operator, name]
 
@@ -219,7 +219,7 @@ def test_a_reason_goes_with_the_choice():
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
 
 
-def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch):
+def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}")
     )

@@ -3,7 +3,6 @@ spill little.
 """
 
 import json
-from typing import Any
 
 import pytest
 import triton
@@ -47,7 +46,7 @@ PLACES += [("COMMON", one) for one in (89, 120)]  # L4 and RTX
 
 
 @pytest.mark.parametrize(("table", "capability"), PLACES)
-def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int):
+def test_kernels_fit_spill_little_and_are_safe(table, capability):
     """No product reads from a lost address, or registers that may be overwritten while it is in
     flight.  Products and
     sums are fused whatever Triton is set to: otherwise results and speeds would depend on an
@@ -74,7 +73,7 @@ def test_kernels_fit_spill_little_and_are_safe(table: str, capability: int):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_shipped_configurations_take_no_more_than_recorded(capability: int):
+def test_shipped_configurations_take_no_more_than_recorded(capability):
     """Every row of the committed configurations, with any Triton."""
     if not RECORDED.exists():
         pytest.skip(f"nothing was recorded with Triton {triton.__version__}")
@@ -90,7 +89,7 @@ def test_shipped_configurations_take_no_more_than_recorded(capability: int):
 
 @pytest.mark.skipif(NEWER, reason="recorded with the oldest Triton")
 @pytest.mark.parametrize("table", TABLES)
-def test_machine_code_is_the_recorded_one(table: str):
+def test_machine_code_is_the_recorded_one(table):
     """Names, resources and instructions of every kernel for sm_90."""
     recorded = json.loads(RECORDED.read_text())["90"]
     theirs = {name: text for name, text in recorded.items() if name.startswith(f"{table} ")}
@@ -103,11 +102,11 @@ def test_operators_hashes_are_those_of_the_recorded_kernels():
     )
 
 
-def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch):
+def test_every_row_is_compiled(monkeypatch):
     chosen = set()
     first_fit = config.first_fit
 
-    def noting(table: Any, **call: Any) -> Any:
+    def noting(table, **call):
         row = first_fit(table, **call)
         chosen.add(id(row))
         return row
@@ -152,5 +151,5 @@ FOUND = [
 
 
 @pytest.mark.parametrize(("first", "second", "count"), FOUND)
-def test_finds_writes_to_operands_before_a_wait(first: str, second: str, count: int):
+def test_finds_writes_to_operands_before_a_wait(first, second, count):
     assert len(racy_writes(LOOP.format(first=first, second=second))) == count

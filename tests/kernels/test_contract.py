@@ -60,7 +60,7 @@ WIDE["kda"] = WIDE["gdn"]
     emulated=("ssd hopper, short", "gdn first passes"),
     gpu=("ssd hopper, short", "gdn first passes"),
 )
-def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype: torch.dtype):
+def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype):
     inputs = kernel.case(initial_states=True).inputs()
     names = WIDE[kernel.operator]
     # steps and gates in 64 bits go to another kernel
@@ -184,7 +184,7 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target):
     ),
 )
 @pytest.mark.parametrize("dtype", [FP32, *slow(BF16, FP16)], ids=str)
-def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype):
+def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype):
     inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
     whole = kernel(inputs)
     order = [2, 0, 1]
@@ -203,7 +203,7 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype: torch.dtype)
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
 )
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
-def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...]):
+def test_a_pack_is_its_sequences_alone(kernel: Target, lengths):
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
     whole = kernel(inputs)
     ends = inputs.cu_seqlens.tolist()
@@ -232,7 +232,7 @@ def test_a_pack_is_its_sequences_alone(kernel: Target, lengths: tuple[int, ...])
     slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"),
     gpu=("ssd unfused", "gdn unfused"),
 )
-def test_two_calls_with_a_carried_state_are_one(kernel: Target, where: int):
+def test_two_calls_with_a_carried_state_are_one(kernel: Target, where):
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     first = kernel(cut(inputs, 0, where))
     second = kernel(with_state(cut(inputs, where, None), first.final_states))
@@ -333,7 +333,7 @@ STEPS = [
 STEPS += [(0.5, 0.0), (0.01, -1e-39), (1e-38, -1e-38)]
 
 
-def steps_of_any_size(kernel: Target, **sizes: Any) -> SSDInputs:
+def steps_of_any_size(kernel: Target, **sizes) -> SSDInputs:
     """A head of each kind."""
     inputs = kernel.case(seqlen=60, heads=len(STEPS), initial_states=True, **sizes).inputs()
     step, A = torch.tensor(STEPS, device=inputs.x.device).T
@@ -362,7 +362,7 @@ def test_steps_of_any_size_in_bf16(kernel: Target, precision: Precision):
     ("step", "scale"), [(1e-6, 100.0), *slow((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))]
 )
 @targets(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
-def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step: float, scale: float):
+def test_small_steps_of_large_numbers_in_fp16(kernel: Target, step, scale):
     """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
     sizes = dict(seqlen=82, dstate=64) if kernel.device == "emulator" else dict(seqlen=13)
     inputs = with_steps(kernel.case(**sizes, skip="", dtype=FP16).inputs(), step)
@@ -389,7 +389,7 @@ def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Ta
 @pytest.mark.parametrize("A", [0.0, *slow(-1e-6)])
 @pytest.mark.parametrize("precision", [EXACT, *slow(*PRECISIONS[1:])], ids=str)
 @targets("ssd tiny", gpu=SSD_CHOSEN)
-def test_no_decay_is_linear_attention(kernel: Target, A: float, precision: Precision):
+def test_no_decay_is_linear_attention(kernel: Target, A, precision: Precision):
     inputs = with_steps(kernel.case(seqlen=75, initial_states=True).inputs(), 0.01, A)
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
@@ -453,7 +453,7 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target):
     ("collinear", "largest_beta"), [(0.99, 2.0), *slow((0.9, 1.0), (0.9, 2.0), (0.99, 1.0))]
 )
 @targets("gdn unfused", "kda unfused", "kda wide")
-def test_collinear_keys(kernel: Target, dtype: torch.dtype, collinear: float, largest_beta: float):
+def test_collinear_keys(kernel: Target, dtype, collinear, largest_beta):
     sizes = dict(seqlen=100, key_dim=32, gate=0.0, collinear=collinear, largest_beta=largest_beta)
     inputs = kernel.case(**sizes, dtype=dtype).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
@@ -611,7 +611,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("operator", "name", "case", "words"), REFUSED)
-def test_what_it_does_not_do_it_refuses_by_name(operator: str, name: str, case: Any, words: str):
+def test_what_it_does_not_do_it_refuses_by_name(operator, name, case, words):
     implementation = get(operator, name)
     for call in (implementation.run, implementation.plan):
         with pytest.raises(UnsupportedError, match=f"^{name}: {words}"):

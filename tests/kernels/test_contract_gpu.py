@@ -56,7 +56,7 @@ def on_parts(segment: int) -> Target:
     return Target("gdn", gdn_hopper_by(config), device="cuda")
 
 
-def long(kernel: Target) -> Any:
+def long(kernel: Target):
     """A call in several waves of programs."""
     return MAMBA2 if kernel.operator == "ssd" else QWEN
 
@@ -85,9 +85,7 @@ ROWS += [
 
 @pytest.mark.parametrize(("changes", "precision"), ROWS, ids=str)
 @pytest.mark.parametrize("seqlen", [1, 100, 2000, 20000])
-def test_a_row_of_a_batch_is_what_it_is_alone(
-    seqlen: int, changes: dict[str, Any], precision: Precision
-):
+def test_a_row_of_a_batch_is_what_it_is_alone(seqlen, changes, precision: Precision):
     """With `batch_invariant`.  Without it, the Hopper kernel cuts large batches into longer
     segments, or divides numbers of heads as 32 into equal shares.
     """
@@ -100,7 +98,7 @@ def test_a_row_of_a_batch_is_what_it_is_alone(
 # --- graphs
 
 
-def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
+def assert_replays(call: Callable[[Any], Any], case):
     """On new inputs, with memory that holds NaN."""
     inputs = case.inputs()
     others = case.but(seed=1).inputs()
@@ -178,7 +176,7 @@ PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED
 
 @EXACT_AND_RELAXED
 @pytest.mark.parametrize(("name", "case"), PLANS, ids=str)
-def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Precision):
+def test_a_call_allocates_what_the_plan_says(name, case, precision: Precision):
     inputs = case.inputs()
     implementation = get("ssd" if isinstance(case, SSDCase) else "gdn", name)
     implementation.run(inputs, precision)  # compiles
@@ -267,7 +265,7 @@ def products_keep_subnormal_numbers() -> bool:
 
 @pytest.mark.parametrize("name", ["x", "B", "C", "initial_states"])
 @targets(gpu=SSD_CHOSEN)
-def test_subnormal_numbers(kernel: Target, name: str):
+def test_subnormal_numbers(kernel: Target, name):
     """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ
     here.
     """
@@ -281,7 +279,7 @@ def test_subnormal_numbers(kernel: Target, name: str):
 
 @pytest.mark.parametrize("name", ["x", "B", "C"])
 @targets(gpu=SSD_CHOSEN)
-def test_large_numbers(kernel: Target, name: str):
+def test_large_numbers(kernel: Target, name):
     """Far beyond the range of fp16, since bf16 inputs may be."""
     inputs = kernel.case(seqlen=28).inputs()
     getattr(inputs, name).mul_(1e25)

@@ -76,7 +76,7 @@ GDN_SIZES: dict[str, tuple[Any, ...]] = dict(
 )
 
 
-def generated(kind: Any, count: int, **fixed: Any) -> list[Any]:
+def generated(kind, count: int, **fixed) -> list[Any]:
     """Cases of random sizes, the same in every process.  fixed: what they have in common."""
     draw = random.Random(str(fixed))
     sizes = SSD_SIZES if kind is SSDCase else GDN_SIZES
@@ -234,9 +234,7 @@ def right() -> list[Any]:
     case: Any
     sizes: Any
 
-    def add(
-        kernels: list[Any], cases: Iterable[Any], precisions: Any = (EXACT,), *, slow: bool = False
-    ) -> None:
+    def add(kernels: list[Any], cases: Iterable[Any], precisions=(EXACT,), *, slow: bool = False):
         for kernel, case, precision in product(kernels, cases, precisions):
             marks = [*kernel.marks, *([pytest.mark.slow] if slow else [])]
             name = (
@@ -248,7 +246,7 @@ def right() -> list[Any]:
                 )
             )
 
-    def by(run: Any, name: str, device: str, marks: list[Any]) -> list[Any]:
+    def by(run, name: str, device: str, marks: list[Any]) -> list[Any]:
         return [
             pytest.param(
                 replace(TARGETS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
@@ -497,7 +495,7 @@ def right() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kernel", "case", "precision"), right(), indirect=["kernel"])
-def test_against_the_oracle(kernel: Target, case: Any, precision: Precision):
+def test_against_the_oracle(kernel: Target, case, precision: Precision):
     inputs = case.inputs()
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
 
@@ -510,14 +508,14 @@ def test_against_the_oracle(kernel: Target, case: Any, precision: Precision):
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_edge_inputs(kernel: Target, dtype: torch.dtype):
+def test_edge_inputs(kernel: Target, dtype):
     """Those that `run` gives to a user's kernel: measure/laws.py."""
     like = kernel.case(dtype=dtype, **{} if kernel.operator == "ssd" else {"l2norm": True}).inputs()
     for kind in operators.get(kernel.operator).generated.edges(like):
         assert any(passes(kernel, form.make()) for form in kind)
 
 
-def passes(kernel: Target, inputs: Any) -> bool:
+def passes(kernel: Target, inputs) -> bool:
     """False if it refuses them."""
     try:
         output = kernel(inputs)

@@ -38,7 +38,7 @@ class FakeDriver:
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
 
-    def cuTensorMapEncodeTiled(self, where: int, *arguments: Any) -> int:
+    def cuTensorMapEncodeTiled(self, where: int, *arguments) -> int:
         """Encodes a map that begins with the address."""
         assert where % 64 == 0, "the driver requires it"
         kind, rank, address, sizes, strides, block, steps, *choices = arguments
@@ -48,7 +48,7 @@ class FakeDriver:
         ctypes.c_int64.from_address(where).value = address
         return 0
 
-    def cuLaunchKernel(self, *arguments: Any) -> int:
+    def cuLaunchKernel(self, *arguments) -> int:
         *numbers, parameters, extra = arguments
         assert extra is None
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64, 128: ctypes.c_int64}
@@ -65,9 +65,7 @@ class Compiled:
 
     function = FUNCTION
 
-    def __init__(
-        self, parameters: int = len(SIZES), signature: Any = SIGNATURE, **metadata: Any
-    ) -> None:
+    def __init__(self, parameters: int = len(SIZES), signature=SIGNATURE, **metadata):
         plain = dict(
             num_warps=4,
             shared=1000,
@@ -91,12 +89,12 @@ class Compiled:
         }
         self.launched: list[tuple[Any, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+    def __getitem__(self, grid: tuple[int, int, int]):
         return lambda *arguments: self.launched.append((grid, *arguments))
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def driver(monkeypatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(launching, "cuda_driver", lambda: fake)
     active = SimpleNamespace(
@@ -111,7 +109,7 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
     return rows(x.dtype, 16, block=(8, 64))(x), x, None, torch.zeros(3)
 
 
-def prepared(first: tuple[Any, ...], **compiled: Any) -> DirectLaunch:
+def prepared(first: tuple[Any, ...], **compiled) -> DirectLaunch:
     """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their
     addresses.
     """
@@ -125,7 +123,7 @@ GROUPED |= {name: SIGNATURE[name] for name in ("strides", "scale", "SIZE")}
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["apart", "tensors in one argument"])
-def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped: bool):
+def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped):
     first = tensors()
     given = (first[0], first[1:]) if grouped else first
     launch = prepared(given, signature=GROUPED if grouped else SIGNATURE)
@@ -150,9 +148,7 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, group
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
 
 
-def test_a_descriptor_is_encoded_once_for_each_address(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch):
     """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]
     addresses = [one[0].base.data_ptr() for one in kept]
@@ -194,13 +190,13 @@ UNUSUAL = [
 
 
 @pytest.mark.parametrize("compiled", UNUSUAL, ids=str)
-def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict[str, Any]):
+def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled):
     """Options that this package does not use, arguments of other kinds, other parameters."""
     assert direct_launch(Compiled(**compiled), tensors(), CONSTANTS) is None
     assert not driver.launches
 
 
-def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_driver_triton_launches(monkeypatch):
     monkeypatch.setattr(launching, "cuda_driver", lambda: None)
     assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
 
@@ -208,13 +204,13 @@ def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch):
 class Kernel:
     """Replaces a kernel that Triton compiles at its first launch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.compiled = Compiled()
 
     @staticmethod
-    def fn(rows, x, absent, y, strides, scale, SIZE) -> None: ...  # type: ignore[no-untyped-def]
+    def fn(rows, x, absent, y, strides, scale, SIZE): ...  # type: ignore[no-untyped-def]
 
-    def __getitem__(self, _grid: Any) -> Any:
+    def __getitem__(self, _grid):
         return lambda *_arguments, **_options: self.compiled
 
 

@@ -53,7 +53,7 @@ def squared_errors(output: SSDOutput, exact: SSDOutput) -> dict[str, torch.Tenso
     }
 
 
-def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
+def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs):
     """Two evaluations round differently, so their errors differ by chance.  The sequences' spread
     gives the scale.
     """
@@ -74,7 +74,7 @@ def assert_no_head_is_less_exact(kernel: Target, inputs: SSDInputs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtype):
+def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype):
     """Chunks: 64 positions, 256 in the unfused pipeline.  The heads forget within 40 and 3
     positions.  The second segment begins at position 256.
     """
@@ -87,7 +87,7 @@ def test_no_head_is_less_exact_than_unfused_in_the_interpreter(dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("model", CHUNK_SIZES)
 @targets(gpu=SSD_CHOSEN)
-def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: str):
+def test_no_head_is_less_exact_than_unfused(kernel: Target, model, dtype):
     inputs = generated("ssd", model, SEQLEN, sequences=SEQUENCES, dtype=dtype, device="cuda")
     assert_no_head_is_less_exact(kernel, replace(inputs, chunk_size=CHUNK_SIZES[model]))
 
@@ -97,7 +97,7 @@ def test_no_head_is_less_exact_than_unfused(kernel: Target, model: str, dtype: s
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape: str, dtype: str):
+def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way, shape, dtype):
     """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
     inputs = generated("ssd", shape, seqlen, sequences=SEQUENCES, dtype=dtype, device="cuda")
@@ -109,7 +109,7 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape
 
 
 @pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> list[SSDInputs]:
+def captured(tmp_path_factory) -> list[SSDInputs]:
     """The demo model's layers, cut into sequences."""
     folder = tmp_path_factory.mktemp("captures") / "demo"
     result = CliRunner().invoke(
@@ -135,7 +135,7 @@ def test_no_captured_head_is_less_exact_than_unfused(kernel: Target, captured: l
 
 @pytest.mark.parametrize("state_dtype", [FP32, FP16], ids=str)
 @targets(gpu=SSD_CHOSEN)
-def test_relaxed_matches_as_the_published_kernel_does(kernel: Target, state_dtype: torch.dtype):
+def test_relaxed_matches_as_the_published_kernel_does(kernel: Target, state_dtype):
     """The table of its authors, on inputs with the distribution of their benchmark."""
     generator = torch.Generator("cuda").manual_seed(0)
 

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[SSDCase, str, Precision]] = {
 
 
 @triton.jit
-def _nothing() -> None:
+def _nothing():
     """Compiled first, to include Triton's one-time work per process: a hash of itself and 400 MB of
     its compiler.
     """
@@ -82,7 +82,7 @@ def compiled(label: str, folder: Path, most: float) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def most_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
+def most_seconds(tmp_path_factory) -> float:
     """For one kernel on this processor."""
     reference = sum(compiled("unfused", tmp_path_factory.mktemp("reference"), 0).values())
     return MOST_SECONDS * max(1, reference / REFERENCE_SECONDS)
@@ -90,6 +90,6 @@ def most_seconds(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", CASES)
-def test_no_kernel_takes_long_to_compile(label: str, most_seconds: float, tmp_path: Path):
+def test_no_kernel_takes_long_to_compile(label, most_seconds: float, tmp_path):
     seconds = compiled(label, tmp_path, most_seconds)
     assert max(seconds.values()) <= most_seconds, seconds

@@ -72,7 +72,7 @@ class Function:
     needed: tuple[str, ...]
     options: tuple[str, ...]
 
-    def __call__(self, inputs: Any, **overrides: Any) -> Any:
+    def __call__(self, inputs, **overrides):
         options = {name: getattr(inputs, name) for name in self.options}
         return self.run(*(getattr(inputs, name) for name in self.needed), **(options | overrides))
 
@@ -99,7 +99,7 @@ EVERY = [
 ]
 
 
-def inputs_of(operator: str, case: str) -> Any:
+def inputs_of(operator: str, case: str):
     return CASES[operator][case].inputs()
 
 
@@ -107,7 +107,7 @@ def inputs_of(operator: str, case: str) -> Any:
     ("operator", "function", "case"),
     [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")],
 )
-def test_the_function_is_the_implementation(operator: str, function: Function, case: str):
+def test_the_function_is_the_implementation(operator, function: Function, case):
     inputs = inputs_of(operator, case)
     precision = Precision(intermediates="relaxed", state_dtype=BF16)
     inputs = inputs if operator == "ssd" else replace(inputs, scale=0.7)
@@ -120,9 +120,7 @@ def test_the_function_is_the_implementation(operator: str, function: Function, c
 @pytest.mark.parametrize(
     ("operator", "unfused", "case"), [("gdn", gdn_unfused, GDNCase), ("kda", kda_unfused, KDACase)]
 )
-def test_the_unfused_functions_take_what_the_inputs_take(
-    operator: str, unfused: Any, case: type[GDNCase]
-):
+def test_the_unfused_functions_take_what_the_inputs_take(operator, unfused, case: type[GDNCase]):
     assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
     inputs = case(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
     given = {
@@ -140,7 +138,7 @@ GRAPHS = [*EVERY[:-1], ("kda, V first", CHANNELS, "batch"), ("gdn, V first", DEL
     ("operator", "function", "case"), [GRAPHS[0], *slow(*GRAPHS[1:-2]), *GRAPHS[-2:]]
 )
 def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
-    operator: str, function: Function, case: str
+    operator, function: Function, case
 ):
     inputs = inputs_of(operator[:3], case)
     precision = ("relaxed", BF16) if case == "step" else ("exact", FP32)
@@ -196,12 +194,12 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells():
 # --- plans
 
 
-def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(call: Callable[[], Any], monkeypatch) -> list[str]:
     """The names of the kernels that the call launches."""
     kernels = []
     run = InterpretedFunction.run
 
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self, *args, **kwargs):
         kernels.append(self.__name__)
         return run(self, *args, **kwargs)
 
@@ -213,7 +211,7 @@ def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[s
 @pytest.mark.parametrize(
     "case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"]
 )
-def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pytest.MonkeyPatch):
+def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch):
     kernels = launched(lambda: get("ssd", "unfused").run(case.inputs(), EXACT), monkeypatch)
     assert get("ssd", "unfused").plan(case.inputs(), EXACT).launches == len(kernels)
 
@@ -227,7 +225,7 @@ def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pyt
     ],
     ids=["gdn fp32", "gdn bf16", "an ssd step"],
 )
-def test_a_plan_names_the_precision_that_has_the_same_bits(operator: str, case: Any, same: str):
+def test_a_plan_names_the_precision_that_has_the_same_bits(operator, case, same):
     inputs = case.inputs()
     implementation = get(operator, "fused")
     assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
@@ -258,7 +256,7 @@ STEPS = {
     ],
 )
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
-    case: SSDCase, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    case: SSDCase, kernel, monkeypatch
 ):
     inputs = case.inputs()
     one = STEP.inputs()
@@ -278,7 +276,7 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
 # --- the signature of mamba_ssm
 
 
-def mamba(inputs: Any, **overrides: Any) -> Any:
+def mamba(inputs, **overrides):
     options = {
         name: getattr(inputs, name)
         for name in SSD_OPTIONS
@@ -309,7 +307,7 @@ def test_mamba_drop_in():
 # --- the signatures of flash-linear-attention
 
 
-def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -> Any:
+def fla(inputs, function=chunk_gated_delta_rule, **overrides):
     options = {
         name: getattr(inputs, name)
         for name in ("scale", "initial_state", "cu_seqlens", "g", "beta")
@@ -321,14 +319,14 @@ def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -
 BOTH = pytest.mark.parametrize("function", [chunk_gated_delta_rule, chunk_kda])
 
 
-def gdn_or_kda(function: Any) -> tuple[Function, Any]:
+def gdn_or_kda(function) -> tuple[Function, Any]:
     """The function that a drop-in stands on, and inputs of a batch."""
     of_kda = function is chunk_kda
     return (CHANNELS, KDA["batch"].inputs()) if of_kda else (DELTA, GDN["batch"].inputs())
 
 
 @BOTH
-def test_fla_drop_in(function: Any):
+def test_fla_drop_in(function):
     ours, inputs = gdn_or_kda(function)
     expected = ours(inputs)
     out, final_state = fla(inputs, function)
@@ -372,7 +370,7 @@ REFUSED = {
 
 
 @BOTH
-def test_fla_drop_in_refuses_by_name(function: Any):
+def test_fla_drop_in_refuses_by_name(function):
     _, inputs = gdn_or_kda(function)
     other = "return_intermediate_states" if function is chunk_kda else "head_first"
     for name in (*REFUSED, "cp_context", other):
@@ -414,6 +412,6 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("function", SIGNATURES)
-def test_a_drop_in_has_the_signature_of_its_library(function: Any):
+def test_a_drop_in_has_the_signature_of_its_library(function):
     parameters = inspect.signature(function).parameters.values()
     assert [(one.name, one.default) for one in parameters] == list(SIGNATURES[function].items())

@@ -47,7 +47,7 @@ def same(a: GDNOutput, b: GDNOutput) -> bool:
     return all(map(torch.equal, a, b))
 
 
-def assert_right(result: GDNOutput, inputs: GDNInputs) -> None:
+def assert_right(result: GDNOutput, inputs: GDNInputs):
     assert_close(result, gdn_chunked(inputs), LIMITS[inputs.q.dtype])
 
 
@@ -62,7 +62,7 @@ def with_and_without_parts(
 
 
 @pytest.mark.parametrize(("gate", "chunks"), [(0.06, 9), *slow((4.0, 8), (0.035, 10))])
-def test_a_first_segment_is_longer_by_what_first_passes_cost(device: str, gate: float, chunks: int):
+def test_a_first_segment_is_longer_by_what_first_passes_cost(device: str, gate, chunks):
     """A NaN in the first of two segments reaches that segment's end, and no further if heads
     forget.
     """
@@ -113,7 +113,7 @@ def test_minus_infinity_turns_first_passes_off(device: str):
 
 
 @pytest.mark.parametrize("seeds", [3, *slow(6)])
-def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch, seeds: int):
+def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch, seeds):
     inputs = SMALL.but(seqlen=330, initial_states=True, l2norm=True).inputs()
     results = []
     for seed in range(seeds):
@@ -123,7 +123,7 @@ def test_results_do_not_depend_on_whose_turn_it_is(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("sizes", [dict(batch=2, seqlen=150), OLMO], ids=["128", "slices"])
-def test_final_states_with_v_before_k(device: str, sizes: dict[str, Any]):
+def test_final_states_with_v_before_k(device: str, sizes):
     inputs = SMALL.but(**sizes, initial_states=True, device=device).inputs()
     k_first, v_first = (
         run(inputs, replace(GDN_CUT, segment=3), v_first=flag) for flag in (False, True)
@@ -136,16 +136,16 @@ def test_final_states_with_v_before_k(device: str, sizes: dict[str, Any]):
 # --- heads that forget slowly
 
 
-def mixed(inputs: GDNInputs) -> None:
+def mixed(inputs: GDNInputs):
     """Head 0 does not forget, heads 1 and 2 forget, and head 3 forgets in the second half."""
     inputs.g[..., 0], inputs.g[:, :320, 3] = -1e-4, -1e-4
 
 
-def forgets_until_500(inputs: GDNInputs) -> None:
+def forgets_until_500(inputs: GDNInputs):
     inputs.g[:, 500:] = 0.0
 
 
-def last_is_slow(inputs: GDNInputs) -> None:
+def last_is_slow(inputs: GDNInputs):
     inputs.g[..., -1] = -1e-4
 
 
@@ -217,7 +217,7 @@ PARTS: dict[str, tuple[dict[str, Any], Any, GDNHopperConfig, list[Any], list[Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
-def test_which_segments_take_parts(device: str, name: str):
+def test_which_segments_take_parts(device: str, name):
     sizes, change, config, equal, different = PARTS[name]
     inputs = SMALL.but(**sizes, device=device).inputs()
     if change:
@@ -244,7 +244,7 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str):
 
 
 @pytest.mark.slow
-def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch):
     """It does not depend on the number of programs that compute parts, or on their order either."""
     inputs = SMALL.but(**MIXED, device=device).inputs()
     mixed(inputs)
@@ -263,7 +263,7 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("sizes", [dict(values_per_key=2), OLMO], ids=["128", "slices"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_long_and_short_q_and_k(device: str, dtype: torch.dtype, sizes: dict[str, Any]):
+def test_long_and_short_q_and_k(device: str, dtype, sizes):
     """Products of raw ones are below and above the normal numbers of fp16."""
     inputs = SMALL.but(
         **sizes, dtype=dtype, l2norm=True, initial_states=True, device=device
@@ -311,12 +311,7 @@ def test_copies_for_slices_are_planned():
         ({}, lambda v: torch.cat([v, v], 2)[:, :, :2], ""),
     ],
 )
-def test_what_slices_take(
-    monkeypatch: pytest.MonkeyPatch,
-    sizes: dict[str, Any],
-    change: Callable[..., Any] | None,
-    reason: str,
-):
+def test_what_slices_take(monkeypatch, sizes, change: Callable[..., Any] | None, reason):
     """Views of one tensor, but no heads apart."""
     monkeypatch.setattr(
         "ssdprof.kernels.gdn.hopper.slices.unsupported_otherwise", lambda _inputs: ""
@@ -350,7 +345,7 @@ HARD = {
 @pytest.mark.parametrize("run", [16, 1024])
 @pytest.mark.parametrize("beta", [0.5, 0.875, 0.99])
 @targets(emulated=("gdn hopper",), gpu=("gdn hopper",))
-def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float, run: int):
+def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta, run):
     """Roundings of the inverse then add up in all tokens of the run, because A is a function of the
     distance.
     """
@@ -363,7 +358,7 @@ def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta: float
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("name", HARD)
-def test_no_head_is_less_exact_than_unfused(name: str):
+def test_no_head_is_less_exact_than_unfused(name):
     """The RMS error against fp64 is at most 1 % larger, with the configuration that `gdn_fused`
     chooses.
     """

@@ -62,14 +62,12 @@ CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
 class Recorder(TorchDispatchMode):
     """Runs torch operations and records them and the bytes that they allocate."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.operations: list[str] = []
         self.nbytes = 0
 
-    def __torch_dispatch__(
-        self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation, _types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         name = operation.overloadpacket.__name__
         if name not in POISON:
@@ -80,11 +78,11 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def launches(monkeypatch) -> Iterator[list[tuple[Any, ...]]]:
     """The arguments of every launch.  The launches do nothing."""
     made = []
 
-    def launcher(*_prepared: Any) -> Callable[..., None]:
+    def launcher(*_prepared) -> Callable[..., None]:
         return lambda _programs, *arguments: made.append(arguments)
 
     monkeypatch.setattr(launch, "Launcher", launcher)
@@ -119,7 +117,7 @@ def call(inputs: GDNInputs) -> GDNOutput:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
-    monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
+    monkeypatch, launches: list[tuple[Any, ...]], name
 ):
     case, config, number, operations = CASES[name]
     monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
@@ -145,7 +143,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
         assert (following - begin) % ALIGNMENT == 0
 
 
-def _base(argument: Any) -> Any:
+def _base(argument):
     """The tensor of a descriptor."""
     return getattr(argument, "base", argument)
 

@@ -38,7 +38,7 @@ def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken():
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> SSDInputs:
+def hopper(monkeypatch) -> SSDInputs:
     """Inputs that pretend to be on a Hopper GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
@@ -113,7 +113,7 @@ WORKSPACES = [
 
 
 @pytest.mark.parametrize(("segments", "state_dtype", "nbytes"), WORKSPACES)
-def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int):
+def test_the_workspace(segments: Cut, state_dtype, nbytes):
     """Plus the ticket."""
     inputs = MEASURED_LAYER.inputs()
     config = replace(
@@ -131,7 +131,7 @@ LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
 
 
 @pytest.mark.parametrize("pairs", [1, 8, MAMBA2_2_7B, 64, 132, 400])
-def test_segments_are_the_whole_sequence_in_order(pairs: int):
+def test_segments_are_the_whole_sequence_in_order(pairs):
     for nchunks in LENGTHS:
         segments = fastest_cut(nchunks, pairs, H200, n_split=1)
         lengths = segments.lengths(nchunks)
@@ -154,7 +154,7 @@ def from_before(lengths: list[int], memory: int) -> float:
 
 @pytest.mark.parametrize("n_split", [1, 2])
 @pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
-def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int, n_split: int):
+def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs, n_split):
     """In addition to f, each term is rounded once, and the output once."""
     worse = {}
     for nchunks in range(1, 200):
@@ -172,7 +172,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int
     assert not worse, "by (chunks, positions of memory)"
 
 
-def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch: pytest.MonkeyPatch):
+def test_lengths_of_one_class_are_cut_by_one_simulation(monkeypatch):
     """A server gets prompts of all lengths, and must not simulate for each, nor ever again."""
     simulated = []
     plain = TIMES[1]

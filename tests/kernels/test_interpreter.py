@@ -35,7 +35,7 @@ def _helpers_kernel(offset_ptr, decay_ptr, log2_decay_ptr, strides, SIZE: tl.con
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_elementwise(dtype: torch.dtype):
+def test_elementwise(dtype):
     a, b = torch.randn(2, 64).to(dtype)
     found = torch.empty_like(a)
     _elementwise_kernel[(1,)](a, b, found, SIZE=64)
@@ -44,7 +44,7 @@ def test_elementwise(dtype: torch.dtype):
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32])
-def test_casts_round_to_nearest_even(source: torch.dtype, target: torch.dtype):
+def test_casts_round_to_nearest_even(source, target):
     values = torch.randn(64)
     ties = torch.tensor(
         [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 1e-40, 0.0, -0.0, torch.inf]
@@ -76,11 +76,11 @@ def test_decay_is_at_most_1_and_keeps_nan():
     assert decay[5].isnan()
 
 
-def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch):
+def test_the_language_is_searched_once_and_left_as_it_was(monkeypatch):
     offset = torch.empty(2, dtype=torch.int64)
     decay = torch.empty(2)
 
-    def launch() -> None:
+    def launch():
         _helpers_kernel[(2,)](offset, decay, torch.tensor([-1.0, 0.0]), (10, 3), SIZE=2)
 
     launch()

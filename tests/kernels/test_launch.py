@@ -3,9 +3,6 @@ right arguments.
 """
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import EXACT, RELAXED, SSDCase
+from torchrun import python
 
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import Constants, Launcher, kept, launch
@@ -27,18 +25,18 @@ class Kernel:
     kernel.
     """
 
-    def __init__(self, *, compiles: bool = True, fails: bool = False) -> None:
+    def __init__(self, *, compiles: bool = True, fails: bool = False):
         self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self.collecting: list[bool] = []  # whether garbage is collected while Triton compiles
         self._compiles = compiles
         self._fails = fails
 
     @staticmethod
-    def fn(a: Any, b: Any, stride: Any, size: Any, BLOCK: Any, DEEP: Any) -> None:
+    def fn(a, b, stride, size, BLOCK, DEEP):
         """Has the names of its arguments."""
 
-    def __getitem__(self, grid: Any) -> Any:
-        def run(*arguments: Any, **options: Any) -> Any:
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
             self.launches.append(("triton", grid, arguments, options))
             self.collecting.append(gc.isenabled())
             if self._fails:
@@ -49,44 +47,25 @@ class Kernel:
 
 
 class Compiled:
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel):
         self._kernel = kernel
 
-    def __getitem__(self, grid: Any) -> Any:
+    def __getitem__(self, grid):
         return lambda *arguments: self._kernel.launches.append(("compiled", grid, arguments, {}))
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_kept(monkeypatch):
     monkeypatch.setattr(launching, "_kept", {})
     monkeypatch.setattr(fused.FUSED, "launches", {})
-
-
-def python(*arguments: str, **environment: str) -> str:
-    """The output of another process."""
-    environ = {
-        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
-    } | environment
-    ran = subprocess.run(
-        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
 
 
 # --- importing kernels
 
 
-def test_triton_hashes_itself_beside_what_comes_before_the_first_call():
-    """In a process that only imports kernels, if they are for a GPU."""
-    code = "import torch; torch.cuda.device_count = lambda: 1"
-    code += "; from ssdprof.kernels import launch, ssd_fused; launch.wait_for_hash()"
-    code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
-    assert int(python("-c", code, TRITON_INTERPRET="0")) == 1
-
-
-DRIVER_REFUSED = """
+IMPORTED = """
 import torch
+from triton.runtime.cache import triton_key
 
 def start():
     raise AssertionError("the driver was started")
@@ -94,13 +73,20 @@ def start():
 torch.cuda._is_compiled = lambda: True
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = start
 torch.cuda._device_count_nvml = lambda: 1
-from ssdprof.kernels import device, ssd_fused
+from ssdprof.kernels import device, launch, ssd_fused
 print(device.INTERPRETED)
+launch.wait_for_hash()
+print(triton_key.cache_info().currsize)
 """
 
 
-def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards():
-    assert python("-c", DRIVER_REFUSED) == "False\n", "NVML was not asked"
+def test_importing_kernels_for_a_gpu_starts_a_hash_of_triton_and_no_driver(monkeypatch):
+    """The hash is made beside what comes before the first call; processes that are forked
+    afterwards start the driver.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ran = python("-c", IMPORTED)
+    assert ran.stdout == "False\n1\n", f"NVML was not asked, or {ran.stderr}"
 
 
 # --- one kernel
@@ -108,9 +94,7 @@ def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards():
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
-    monkeypatch: pytest.MonkeyPatch, enabled: bool, fails: bool
-):
+def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(monkeypatch, enabled, fails):
     kernel = Kernel(fails=fails)
     waited = []
     before = gc.isenabled()
@@ -200,11 +184,11 @@ def test_another_place_or_content_is_the_same_launch():
         "no warps",
     ],
 )
-def test_what_triton_would_tell_apart_is_told_apart(other: Any):
+def test_what_triton_would_tell_apart_is_told_apart(other):
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
 
-def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
+def test_not_everything_is_kept_for_ever(monkeypatch):
     monkeypatch.setattr(launching, "MOST_KEPT", 3)
     launches = {}
     assert [kept(launches, key, lambda: 5) for key in range(8)] == [5] * 8
@@ -214,11 +198,11 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
 # --- a whole call
 
 
-def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch):
     chosen = []
     choose = SSDPortableConfig.choose
 
-    def noted(*arguments: Any) -> SSDPortableConfig:
+    def noted(*arguments) -> SSDPortableConfig:
         chosen.append(choose(*arguments))
         return chosen[-1]
 

@@ -4,7 +4,6 @@ Triton's launch.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -66,16 +65,14 @@ CALLS = {
 
 @pytest.mark.parametrize("kernel", ["fused", "unfused"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_drivers_launches_write_what_tritons_do(
-    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_drivers_launches_write_what_tritons_do(name, kernel, monkeypatch):
     inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
     left = []
     launch = Launcher.__call__
 
-    def watched(self: Launcher, programs: int, *tensors: Any) -> None:
+    def watched(self: Launcher, programs: int, *tensors):
         launch(self, programs, *tensors)
         if self._direct is None:
             left.append(self.kernel.fn.__name__)
@@ -90,7 +87,7 @@ def test_the_drivers_launches_write_what_tritons_do(
 
 
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
-def test_calls_of_many_signatures_in_turns(precision: Any):
+def test_calls_of_many_signatures_in_turns(precision):
     fused.FUSED.launches.clear()
     prepared = 0
     for seed in range(3):
@@ -102,11 +99,11 @@ def test_calls_of_many_signatures_in_turns(precision: Any):
 
 
 @pytest.mark.parametrize("name", ["as it is", "z"])
-def test_profilers_are_told_of_every_launch(name: str):
+def test_profilers_are_told_of_every_launch(name):
     inputs = CASES[name].inputs()
     told = []
 
-    def note(metadata: Any) -> None:
+    def note(metadata):
         told.append(dict(metadata.get()))
 
     triton.knobs.runtime.launch_enter_hook.add(note)

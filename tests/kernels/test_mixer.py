@@ -2,8 +2,6 @@
 widths, groups.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from kernel_cases import BF16, FP16, FP32
@@ -39,14 +37,14 @@ def convolved(
     return out * torch.sigmoid(out) if silu else out
 
 
-def assert_close(out: Tensor, expected: Tensor) -> None:
+def assert_close(out: Tensor, expected: Tensor):
     assert (out.double() - expected).abs().max() <= EPS[out.dtype] * expected.abs().max()
 
 
 @DTYPES
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 70])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, stateful: bool):
+def test_the_convolution_is_the_formula(length, dtype: torch.dtype, stateful):
     x = normal(2, length, 130, dtype=dtype)
     weight = normal(130, 4, dtype=dtype, seed=1)
     bias = normal(130, seed=2)
@@ -61,7 +59,7 @@ def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, statefu
 
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("silu", [False, True])
-def test_other_widths_and_views(width: int, silu: bool):
+def test_other_widths_and_views(width, silu):
     """Columns of a projection, or with neighbouring positions side by side; without bias and final
     state.
     """
@@ -110,7 +108,7 @@ def test_what_the_convolution_does_not_take_is_refused():
 # --- the norm
 
 
-def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings: Any) -> Tensor:
+def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings) -> Tensor:
     """The formula in fp64, in x's shape."""
     x = x.double()
     gate = gate.double()
@@ -127,7 +125,7 @@ def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("width", "group_size"), [(16, 16), (96, 48), (320, 320), (5120, 5120), (24, 8)]
 )
-def test_the_norm_is_the_formula(width: int, group_size: int, dtype: torch.dtype, norm_first: bool):
+def test_the_norm_is_the_formula(width, group_size, dtype: torch.dtype, norm_first):
     x = normal(2, 5, width, dtype=dtype)
     gate = 3 * normal(2, 5, width, dtype=dtype, seed=1)
     weight = normal(width, seed=2)
@@ -140,7 +138,7 @@ def test_the_norm_is_the_formula(width: int, group_size: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool):
+def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first):
     x = normal(2, 70, 64)
     wide = normal(2, 70, 200, seed=1)
     weight = normal(64, seed=2)

@@ -48,7 +48,7 @@ def test_the_first_pass_stops_where_nothing_is_felt():
 
 @pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows: bool):
+def test_nothing_is_rounded_on_the_way_into_the_state(dtype, p_rows):
     """Rounding x times its weight would cost 0.4 of a unit roundoff.  A sequence of this length has
     no first pass.
     """
@@ -107,7 +107,7 @@ def _segments_kernel(
 
 
 @pytest.mark.parametrize(("sequences", "every"), [(6, 1), (200, 29)])
-def test_segments_of_packed_sequences(sequences: int, every: int):
+def test_segments_of_packed_sequences(sequences, every):
     """200 sequences: more than one iteration reads.  Some are empty."""
     lengths = tuple((7 * i * i) % 61 for i in range(sequences))
     begins = bounds(lengths)
@@ -146,7 +146,7 @@ def test_plan_says_what_is_allocated():
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])
-def test_the_inverse_of_collinear_keys(chunk: int):
+def test_the_inverse_of_collinear_keys(chunk):
     """beta near 2 and nearly collinear keys: the powers of the system are huge, its inverse is
     not.
     """
@@ -178,7 +178,7 @@ def test_segments_forget_but_not_too_early():
 
 @pytest.mark.parametrize("l2norm", [False, True])
 @pytest.mark.parametrize("heads", [32, 160])
-def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2norm: bool):
+def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads, l2norm):
     """Otherwise segments or tiles would differ between a sequence in a pack and the sequence
     alone.
     """
@@ -205,7 +205,7 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
 
 
 @pytest.mark.parametrize("lengths", [(10, 10), (1, 1, 30), (1,)])
-def test_short_packs_do_not_run_the_recurrent_kernel_if_batch_invariant(lengths: tuple[int, ...]):
+def test_short_packs_do_not_run_the_recurrent_kernel_if_batch_invariant(lengths):
     assert (
         gdn_fused.plan(GDNCase(lengths=lengths).inputs(), batch_invariant=True).variant
         != "recurrent"

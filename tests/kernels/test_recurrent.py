@@ -43,7 +43,7 @@ EXP2 = {
 
 
 @OPERATORS
-def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_exp2_that_is_off_by_a_bit(operator: str, monkeypatch):
     """As on a GPU, always in one direction: the error does not add up over 100 positions."""
     inputs = EXP2[operator]
     exp2 = np.exp2
@@ -68,7 +68,7 @@ def test_what_is_left_of_a_state_that_mostly_decays(operator: str):
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_16_bit_rounds_only_the_output(dtype: torch.dtype):
+def test_16_bit_rounds_only_the_output(dtype):
     inputs = GDNCase(seqlen=4, dtype=dtype, initial_states=True).inputs()
     ours = gdn_recurrent(inputs)
     expected = gdn_recurrence(inputs)
@@ -81,7 +81,7 @@ def test_16_bit_rounds_only_the_output(dtype: torch.dtype):
 @OPERATORS
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("turned", [False, True])
-def test_in_place(operator: str, turned: bool, dtype: torch.dtype):
+def test_in_place(operator: str, turned, dtype):
     """The state keeps its memory, dtype and layout."""
     inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
     if operator == "gdn":
@@ -102,7 +102,7 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype):
         run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
 
 
-def pooled(inputs: Any, dtype: torch.dtype) -> Any:
+def pooled(inputs, dtype: torch.dtype):
     """Its states in slots of a pool with V before K; the others are NaN."""
     pool, slots = generate.pool(inputs.initial.to(dtype).mT, 2 * inputs.sequences)
     return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)
@@ -124,7 +124,7 @@ POOLED: dict[str, Any] = {
 @pytest.mark.parametrize("operator", POOLED)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch.dtype):
+def test_a_servers_pool_in_place(operator, dtype, index):
     """A call writes the slots of its sequences, in the pool's dtype and layout, and no other."""
     inputs = pooled(POOLED[operator].inputs(), dtype)
     pool = getattr(inputs, inputs.LINEAR[1])
@@ -143,7 +143,7 @@ def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch
 
 
 @pytest.mark.parametrize("operator", POOLED)
-def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str):
+def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator):
     """Packed sequences too, and with the state after every token; new states have the pool's
     layout.
     """
@@ -164,7 +164,7 @@ def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str):
 
 
 @pytest.mark.parametrize("operator", POOLED)
-def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str):
+def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator):
     inputs = POOLED[operator].inputs()
     for name in names(operator):
         one = get(operator, name)
@@ -194,7 +194,7 @@ def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str):
         (dict(initial=torch.zeros(6, 4, 16)), "must have shape"),
     ],
 )
-def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: str):
+def test_pools_that_do_not_fit(operator, given, complaint):
     inputs = pooled(POOLED[operator].inputs(), FP32)
     changed = {
         inputs.LINEAR[1] if name == "initial" else name: value for name, value in given.items()
@@ -204,7 +204,7 @@ def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: 
 
 
 @pytest.mark.parametrize(("operator", "many"), [("gdn", 512), ("gdn", 1), ("kda", 1), ("ssd", 512)])
-def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch):
+def test_every_state(operator, many, monkeypatch):
     """Its row for a token is the final state of a call that ends there; packed, each sequence's
     last is final.
     """
@@ -239,7 +239,7 @@ def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("name", ["unfused", "recurrent"])
-def test_long_keys_under_strong_gates_stay_finite(name: str):
+def test_long_keys_under_strong_gates_stay_finite(name):
     """Without gates, the inverse of such a chunk overflows in fp16."""
     inputs = GDNCase(seqlen=64, key_dim=64, l2norm=False, gate=8.0, dtype=FP16).inputs()
     inputs = replace(inputs, k=8 * inputs.k)

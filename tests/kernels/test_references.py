@@ -1,7 +1,6 @@
 """The oracles: their meaning, and their two forms against each other."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ def unrolled(inputs: SSDInputs) -> torch.Tensor:
     head.
     """
     x, dt, B, C = (getattr(inputs, name).double() for name in ("x", "dt", "B", "C"))
-    assert inputs.dt_bias is not None
     dt = torch.log1p(torch.exp(dt + inputs.dt_bias.double())).clamp(*inputs.dt_limit)
     out = torch.zeros_like(x)
     for b in range(x.shape[0]):
@@ -43,11 +41,9 @@ def test_ssd_recurrence_is_the_sum_it_stands_for():
 
 
 @pytest.mark.parametrize("skip", ["(h)", "(h, p)"])
-def test_skip_then_gate(skip: str):
+def test_skip_then_gate(skip):
     inputs = SSDCase(seqlen=5, skip=skip, gate=True).inputs()
     plain = ssd_recurrence(replace(inputs, D=None, z=None)).out
-    assert inputs.D is not None
-    assert inputs.z is not None
     D = inputs.D.double()
     z = inputs.z.double()
     expected = (
@@ -82,7 +78,7 @@ def test_blocks_tile_every_sequence(lengths: list[int], block: int):
     ],
     ids=["ssd", "gdn"],
 )
-def test_fp32_is_fp32_and_near(recurrence: Any, chunked: Any, case: Any):
+def test_fp32_is_fp32_and_near(recurrence, chunked, case):
     output = chunked(case.inputs(), FP32)
     assert output.out.dtype == output.final_states.dtype == FP32
     assert_close(output, recurrence(case.inputs()), 1e-5)
@@ -99,7 +95,7 @@ def test_as_an_implementation_it_rounds_once():
 @pytest.mark.parametrize(
     ("chunked", "case"), [(ssd_chunked, SSDCase()), (gdn_chunked, GDNCase(seqlen=75))]
 )
-def test_bounds_that_do_not_rise_to_the_end_are_refused(bounds: list[int], chunked: Any, case: Any):
+def test_bounds_that_do_not_rise_to_the_end_are_refused(bounds, chunked, case):
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 75"):
         chunked(case.inputs(cu_seqlens=torch.tensor(bounds)))
 
@@ -125,7 +121,7 @@ def test_value_heads_share_the_key_head_before_them():
 
 @pytest.mark.parametrize("length", [1, 64, 65, 150])
 @pytest.mark.parametrize("values_per_key", [1, 3])
-def test_gdn_in_blocks_is_the_recurrence(length: int, values_per_key: int):
+def test_gdn_in_blocks_is_the_recurrence(length, values_per_key):
     case = GDNCase(
         batch=2,
         seqlen=length,

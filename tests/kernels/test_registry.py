@@ -1,7 +1,5 @@
 """Implementations by name, and the public names of `ssdprof.kernels`."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,10 +19,10 @@ def test_an_unknown_name_lists_the_known_ones():
         ssdprof.kernels.get("ssd", "fast")
 
 
-def test_a_name_is_taken_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_name_is_taken_once(monkeypatch):
     monkeypatch.setattr(registry, "_implementations", {})
 
-    def plan(_inputs: Any, _precision: Precision) -> Plan:
+    def plan(_inputs, _precision: Precision) -> Plan:
         return Plan(variant="none", launches=0)
 
     mine = Implementation(
@@ -51,7 +49,7 @@ def test_exported_names_are_there_and_no_other():
         (Precision(intermediates="relaxed"), torch.float32, torch.bfloat16),
     ],
 )
-def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expected: torch.dtype):
+def test_intermediate_dtype(precision: Precision, input_dtype, expected):
     assert precision.intermediate_dtype(input_dtype) == expected
 
 
@@ -65,6 +63,6 @@ def test_intermediate_dtype(precision: Precision, input_dtype: torch.dtype, expe
         ),
     ],
 )
-def test_a_precision_that_is_none_is_refused(arguments: dict[str, Any], message: str):
+def test_a_precision_that_is_none_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Precision(**arguments)

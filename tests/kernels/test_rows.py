@@ -20,7 +20,7 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "shape", [(1, 64, 2, 16), (2, 131, 3, 20), (1, 5, 1, 200), (3, 1, 2, 64), (1, 0, 2, 16)]
 )
-def test_a_copy_is_contiguous_and_equal(shape: tuple[int, ...], dtype: torch.dtype):
+def test_a_copy_is_contiguous_and_equal(shape, dtype):
     rows = torch.randn(shape).to(dtype)
     for tensor in (
         innermost(rows),
@@ -47,7 +47,7 @@ def fused(supports: str = "") -> Fused:
     everything.
     """
 
-    def unsupported(call: Any) -> str:
+    def unsupported(call) -> str:
         return supports or (
             "its rows" if any(map(is_scattered, (call.inputs.x, call.inputs.B))) else ""
         )

@@ -112,7 +112,7 @@ def test_memory(kernel: str):
 
 
 @pytest.mark.parametrize("kernel", ["ssd tiny", "ssd unfused", "gdn cut", "gdn unfused"])
-def test_races(kernel: str):
+def test_races(kernel):
     said = sanitized("racecheck", kernel, "--racecheck-report", "all")
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
@@ -129,7 +129,7 @@ def role(thread: int) -> int:
 @pytest.mark.parametrize(
     ("kernel", "case"), [("short", "ragged"), ("short", "n 256"), ("shared", "batch")]
 )
-def test_races_within_a_role(kernel: str, case: str):
+def test_races_within_a_role(kernel, case):
     """With N = 256 this includes the exchange of the halves.
 
     Between roles the tool reports false races.  Roles synchronise at mbarriers.  There a thread may
@@ -155,7 +155,7 @@ def test_launches_that_block(kernel: str):
     run(sys.executable, __file__, kernel, CUDA_LAUNCH_BLOCKING="1")
 
 
-def main(kernel: str, *names: str) -> None:
+def main(kernel: str, *names: str):
     for name in names or KERNELS[kernel]:
         case, precision = (SSD_CASES if TARGETS[kernel].operator == "ssd" else GDN_CASES)[name]
         inputs = case.inputs()

@@ -46,7 +46,7 @@ def test_every_process_has_the_bits_of_its_first_calls():
     )
 
 
-def main() -> None:
+def main():
     slow = GDNCase(
         **GDN_ON_HOPPER | dict(key_heads=16, seqlen=8192, gate=1e-4), device="cuda"
     ).inputs()

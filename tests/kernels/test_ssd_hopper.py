@@ -4,7 +4,6 @@ a GPU.
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def slowly(inputs: SSDInputs, factor: float = 0.01) -> SSDInputs:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("resident", [1, 2, 5])
-def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int):
+def test_every_cut_in_any_order(monkeypatch, cut, resident):
     for seed in range(3):
         emulate(monkeypatch, seed=seed, resident=resident)
         passes(RAGGED.inputs(), CUTS[cut])
@@ -81,7 +80,7 @@ FIRST_PASSES = [
 
 
 @pytest.mark.parametrize(("sizes", "cut", "factor", "ring"), FIRST_PASSES)
-def test_first_passes(device: str, sizes: dict[str, Any], cut: Cut, factor: float, ring: int):
+def test_first_passes(device: str, sizes, cut: Cut, factor, ring):
     assert len(MANY) > SEQUENCE_BLOCK.value
     passes(slowly(SMALL.but(**sizes, device=device).inputs(), factor), cut, ring=ring)
 
@@ -89,9 +88,7 @@ def test_first_passes(device: str, sizes: dict[str, Any], cut: Cut, factor: floa
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [2, 3, 4])
 @pytest.mark.parametrize("dstate", [64, 256])
-def test_weights_that_nobody_has_read_are_not_overwritten(
-    monkeypatch: pytest.MonkeyPatch, dstate: int, ring: int
-):
+def test_weights_that_nobody_has_read_are_not_overwritten(monkeypatch, dstate, ring):
     """The first pass uses every slot of each ring more than once, with roles in several orders."""
     inputs = slowly(SMALL.but(dstate=dstate, seqlen=64 * 12 + 5).inputs())
     for seed in range(4):
@@ -102,7 +99,7 @@ def test_weights_that_nobody_has_read_are_not_overwritten(
 @pytest.mark.parametrize("before", [2, 3, 4])
 @pytest.mark.parametrize("rates", [(-4.0, -0.01), (-0.01, -4.0)], ids=["the second", "the first"])
 def test_a_first_pass_ends_when_both_heads_have_forgotten(
-    device: str, rates: tuple[float, float], before: int
+    device: str, rates: tuple[float, float], before
 ):
     """One of a program's two heads forgets within a chunk, and the other forgets very slowly."""
     inputs = SMALL.but(seqlen=64 * before + 50, device=device).inputs()
@@ -129,9 +126,7 @@ SHARED = [
 
 
 @pytest.mark.parametrize("sizes", SHARED, ids=str)
-def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
-    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
-):
+def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(monkeypatch, sizes):
     """States pass between shares in fp32, with exact and relaxed intermediates.  On all
     multiprocessors and on few.
     """

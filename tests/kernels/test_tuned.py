@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ FOUND = SSDHopperConfig(segment=3, reason="found")
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch) -> Iterator[None]:
     """Nothing is left behind."""
     monkeypatch.setattr(fused, "sm_count", lambda _: 132)
     yield
@@ -92,7 +91,7 @@ def test_overrides_are_replaced_and_leave_another_operators_alone():
     use_overrides("gdn", {})
 
 
-def use_portable(inputs: SSDInputs, **fields: Any) -> None:
+def use_portable(inputs: SSDInputs, **fields):
     config = replace(
         SSDPortableConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields
     )

@@ -5,7 +5,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare
 
 
-def assert_passes(output: Output, inputs: Inputs, precision: Precision) -> None:
+def assert_passes(output: Output, inputs: Inputs, precision: Precision):
     """AssertionError with the reason unless the output passes."""
     candidate = Candidate(output=output, precision=precision)
     reasons = [accuracy.reason for accuracy in compare(inputs, {"": candidate})[""]]

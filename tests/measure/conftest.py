@@ -1,5 +1,3 @@
-from typing import Any
-
 import torch
 
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -15,7 +13,7 @@ def random_inputs(
     dstate: int = 16,
     groups: int = 2,
     seed: int = 0,
-    **overrides: Any,
+    **overrides,
 ) -> SSDInputs:
     """Generated as a layer is initialised: normal x, B and C, steps 1e-3..1e-1 before the token's
     part, A in -16..-1.

@@ -68,7 +68,7 @@ def test_what_is_not_finite_matches_only_the_same_infinity():
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_the_first_nonfinite_is_the_first_in_memory_order(block: int):
+def test_the_first_nonfinite_is_the_first_in_memory_order(block):
     ours = torch.zeros(SHAPE)
     ours[1, 1, 0, 0] = ours[0, 3, 2, 1] = ours[0, 4, 0, 0] = math.nan
     result = deviation_of(ours, torch.zeros(SHAPE), block)
@@ -122,9 +122,7 @@ def test_sums_are_the_same_bits_each_time():
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_an_error_is_found_in_its_slice_of_the_positions(
-    block: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_error_is_found_in_its_slice_of_the_positions(block, monkeypatch):
     """Two slices of 5 positions: 0 to 2, and 3 and 4."""
     monkeypatch.setattr(accuracy, "SLICES", 2)
     other = torch.full(SHAPE, 2.0)

@@ -35,7 +35,7 @@ def gdn() -> GDNInputs:
         (0, slice(40, 60), "the first position outside is 40 of {}"),
     ],
 )
-def test_the_place_where_an_error_begins(row: int, columns: slice, remark: str):
+def test_the_place_where_an_error_begins(row, columns: slice, remark):
     inputs = gdn()
     out, states = oracle_output(inputs)
     out[row, columns, 1] += 0.5
@@ -62,9 +62,7 @@ def test_the_sequence_whose_state_is_wrong():
         (Precision(intermediates="relaxed"), "intermediates were rounded to 16 bits"),
     ],
 )
-def test_an_error_as_large_as_that_of_a_known_rounding(
-    precision: Precision, words: str, chunk: int
-):
+def test_an_error_as_large_as_that_of_a_known_rounding(precision: Precision, words, chunk):
     inputs = gdn()
     inputs = replace(
         inputs, **{name: getattr(inputs, name).float() for name in ("q", "k", "v", "beta")}

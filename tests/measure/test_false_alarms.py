@@ -93,16 +93,14 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )
-def test_another_evaluation_passes(dtype: torch.dtype, shape: str, seed: int):
+def test_another_evaluation_passes(dtype: torch.dtype, shape, seed):
     inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}
 
 
 @pytest.mark.parametrize(("name", "step"), [("kda", 5e-5), ("kda", 2e-4)])
 @pytest.mark.parametrize("chunk", [16, 64])
-def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
-    name: str, step: float, chunk: int
-):
+def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(name, step, chunk):
     """A decay that is nearer to 1 than half a unit in the last place leaves a rounded number as it
     was, at every position: such errors do not average out, and depend on the kernel's chunks.
     """
@@ -119,7 +117,7 @@ def test_roundings_that_restore_a_number_after_a_slow_decay_are_no_gain(
 @pytest.mark.parametrize(
     ("dtype", "off"), [(torch.float32, 1e-4), (torch.float16, 0.02), (torch.bfloat16, 0.1)], ids=str
 )
-def test_a_wrong_decay_does_not_pass(dtype: torch.dtype, off: float):
+def test_a_wrong_decay_does_not_pass(dtype, off):
     """The tolerance for exponents covers only their rounding in fp32."""
     shape = SHAPES["a chunk of 256"]
     inputs, wrong = (

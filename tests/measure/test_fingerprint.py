@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_changed_bit_changes_it(dtype: torch.dtype):
+def test_one_changed_bit_changes_it(dtype):
     tensor = torch.randn(3, 50).to(dtype)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
@@ -37,9 +37,7 @@ LINE = torch.arange(40.0)
         (torch.tensor([math.nan, 0.0]), torch.tensor([math.nan, -0.0])),
     ],
 )
-def test_a_nan_is_its_bits_and_places_count(
-    one: torch.Tensor, other: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_nan_is_its_bits_and_places_count(one: torch.Tensor, other: torch.Tensor, monkeypatch):
     monkeypatch.setattr(accuracy, "_BLOCK", 16)
     assert fingerprint(one) == fingerprint(one.clone())
     assert fingerprint(one) != fingerprint(other)

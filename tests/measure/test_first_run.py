@@ -48,10 +48,10 @@ def test_an_interrupt_that_c_code_made_another_error_of_is_still_one():
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch: pytest.MonkeyPatch, lost: bool):
+def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch, lost):
     """Its culprit is named; an error that leaves the GPU is not touched."""
 
-    def synchronize(_: torch.device) -> None:
+    def synchronize(_: torch.device):
         if lost:
             raise RuntimeError("CUDA error")
 
@@ -77,7 +77,7 @@ def test_an_error_without_a_message_says_where_it_was_raised():
 # --- memory
 
 
-def test_outputs_fill_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch):
+def test_outputs_fill_half_of_the_free_memory(monkeypatch):
     output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
     monkeypatch.setattr(module, "free_memory", lambda _device: 10 * output_bytes)
     assert call_of(random_inputs(batch=2)).outputs_that_fit == 5

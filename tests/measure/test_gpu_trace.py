@@ -103,7 +103,7 @@ def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks():
     x = torch.randn(1, 4096, 512, device=device)
     weight = torch.randn(512, 4, device=device)
 
-    def run() -> None:
+    def run():
         with marked("mixer"):
             torch.mm(x[0], x[0].T)
             with marked("convolution"):

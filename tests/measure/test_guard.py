@@ -75,7 +75,7 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]):
         (2, "between the elements of"),
     ],
 )
-def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int):
+def test_a_write_beside_an_input_is_seen(elements, where, bits):
     guarded = GuardedInputs(ssd())
     beside(guarded.inputs.tensors["dt"], elements).view(torch.int32).fill_(bits)
     assert guarded.out_of_bounds() == f"it writes out of bounds, {where} its inputs dt"
@@ -123,7 +123,7 @@ def test_guarded_tensors_hold_what_they_would_hold():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_nobody_wrote_is_counted(dtype: torch.dtype):
+def test_what_nobody_wrote_is_counted(dtype):
     with GuardedAllocations():
         tensor = torch.empty(4, 6, dtype=dtype)
     assert unwritten(tensor) == 24

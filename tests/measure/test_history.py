@@ -30,19 +30,19 @@ Forgotten = Callable[[Any, Span], Tensor]  # (inputs, window) -> of each head, (
 LIMIT = -14.0  # about 2^-20
 
 
-def by_the_largest_channel(inputs: Any, window: Span) -> Tensor:
+def by_the_largest_channel(inputs, window: Span) -> Tensor:
     """Whether the largest channel's sum of gates is below `LIMIT`: no bound for keys that mix."""
     sums = inputs.g[window.batch, window.start : window.stop].float().sum(0)
     return (sums.amax(-1) if sums.ndim == 2 else sums) < LIMIT
 
 
-def by_the_sum(inputs: Any, window: Span) -> Tensor:
+def by_the_sum(inputs, window: Span) -> Tensor:
     """Whether a head's decays multiply to less than exp(LIMIT): small, but not nothing."""
     gate = operators.get(inputs.operator).oracle.gate(inputs, window)
     return gate.exponents[..., -1].sum(0) < LIMIT
 
 
-def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
+def dropping(window: int, forgotten: Forgotten, only: str, inputs):
     """Correct, but heads begin anew at each border of `window` tokens where the window after it is
     `forgotten`, and are read from that window's end on.
 
@@ -82,9 +82,7 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs: Any) -> Any:
         ("4/4x32x16", 200, {"use_qk_l2norm": False, "scale": 0.5}),
     ],
 )
-def test_the_outputs_of_turning_keys_have_a_closed_form(
-    sizes: str, seqlen: int, changes: dict[str, Any]
-):
+def test_the_outputs_of_turning_keys_have_a_closed_form(sizes, seqlen, changes):
     like = replace(generated("kda", sizes, seqlen, sequences=2), **changes)
     kinds = list(kda_histories(like, (1, 2)))
     assert len(kinds) == 1 + 4 + 2
@@ -113,7 +111,7 @@ def test_every_channel_of_turning_keys_decays_in_every_window():
 @pytest.mark.parametrize(("window", "tokens"), [(16, 120), (64, 260), (1024, 120)])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
 def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
-    window: int, tokens: int, only: str
+    window, tokens, only
 ):
     kernel = partial(dropping, window, by_the_largest_channel, only)
     found = law(TURNING_KEYS, kernel, generated("kda", "2/2x32x16", tokens))
@@ -127,7 +125,7 @@ def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
 
 
 def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_history():
-    def half(inputs: Any) -> Any:
+    def half(inputs):
         out, states = oracle_output(inputs)
         return out / 2, states
 
@@ -140,7 +138,7 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
 
 @pytest.mark.parametrize("chunk", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(chunk: int, dtype: torch.dtype):
+def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(chunk, dtype):
     """The rounded form, also with states in 16 bit."""
     operator = operators.get("kda")
     precision = kernels.Precision(intermediates="relaxed", state_dtype=dtype)
@@ -162,7 +160,7 @@ def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(chunk: int, 
 def test_turning_keys_have_the_shape_of_every_new_call():
     shapes = []
 
-    def noted(inputs: Any) -> Any:
+    def noted(inputs):
         shapes.append(tuple(inputs.v.shape))
         return oracle_output(inputs)
 
@@ -187,7 +185,7 @@ def test_turning_keys_have_the_shape_of_every_new_call():
 # --- the amplified history
 
 
-def fast(name: str, **changes: Any) -> Any:
+def fast(name: str, **changes):
     """Inputs whose heads forget e^-14 within 100 tokens or so."""
     if name == "ssd":
         decaying = {"A": torch.tensor([-0.2, -0.4]), "dt_bias": torch.zeros(2)}
@@ -198,7 +196,7 @@ def fast(name: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
-def test_the_amplified_history_finds_a_kernel_that_drops_small_history(name: str, only: str):
+def test_the_amplified_history_finds_a_kernel_that_drops_small_history(name, only):
     given = fast(name)
     kernel = partial(dropping, 100, by_the_sum, only)
     assert law(AMPLIFIED_HISTORY, oracle_output, given).holds == "yes"

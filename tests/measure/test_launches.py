@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr, DTYPE: tl.constexp
     tl.store(target_ptr + o, tl.load(source_ptr + o).to(DTYPE))
 
 
-def compiled(block: int, handle: int) -> Any:
+def compiled(block: int, handle: int):
     """A compiled kernel as after loading, when Triton has set three attributes from the driver."""
     source = ASTSource(
         fn=triton.JITFunction(_copy_kernel),
@@ -44,7 +43,7 @@ def compiled(block: int, handle: int) -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(tmp_path_factory) -> Iterator[None]:
     """A cache filled by another process, because this one cannot compile after a test has
     interpreted a kernel.
     """
@@ -57,7 +56,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def launch(handle: int) -> None:
+def launch(handle: int):
     triton.knobs.runtime.launch_enter_hook(
         LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0})
     )

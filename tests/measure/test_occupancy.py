@@ -10,7 +10,7 @@ from ssdprof.measure.roofline import with_occupancy
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch):
     sizes = {"max_threads_per_multi_processor": 2048, "shared_memory_per_multiprocessor": 233_472}
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0, **sizes)
@@ -35,7 +35,7 @@ def launch(warps: int, registers: int, shared: int) -> Launch:
         (8, 255, 0, 1, "registers: 255 x 32 rounded up to 8,192, 8 warps"),
     ],
 )
-def test_blocks_per_sm(warps: int, registers: int, shared: int, blocks: int, limited_by: str):
+def test_blocks_per_sm(warps, registers, shared, blocks, limited_by):
     found = with_occupancy(launch(warps, registers, shared), torch.device("cuda"))
     assert found.blocks_per_sm == blocks, limited_by
     assert found.warps_pct == pytest.approx(100 * blocks * warps / 64)

@@ -25,25 +25,25 @@ Kernel = Callable[[Any], Output]
 ON_A_GPU = {"a replayed CUDA graph", "beside another stream"}
 
 
-def step(operator: str = "gdn", **tokens: Any) -> Any:
+def step(operator: str = "gdn", **tokens):
     """One token of two sequences."""
     return generated(operator, SHAPES[operator], **{"sequences": 2, "seqlen": 1} | tokens)
 
 
-def good(inputs: Any) -> Output:
+def good(inputs) -> Output:
     """The oracle, on gathered states."""
     reference = kernels.get(inputs.operator, "reference")
     return gathered(reference, inputs, kernels.Precision())
 
 
-def working_in_place(kernel: Kernel, operator: str = "gdn") -> Any:
+def working_in_place(kernel: Kernel, operator: str = "gdn"):
     """A user's implementation."""
     kernel = partial(kernel)
     kernel.in_place = True  # type: ignore[attr-defined]
     return own_implementation(operators.get(operator), "mine:kernel", kernel)
 
 
-def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
+def tried(law: str, kernel: Kernel, operator: str = "gdn", **more) -> str:
     """Where the law does not hold; empty if it does."""
     one = replace(working_in_place(kernel, operator), **more)
     try:
@@ -53,25 +53,25 @@ def tried(law: str, kernel: Kernel, operator: str = "gdn", **more: Any) -> str:
     return ""
 
 
-def reads(inputs: Any) -> list[int]:
+def reads(inputs) -> list[int]:
     slots = inputs.state_indices
     if inputs.accepted is not None:
         slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
     return [int(slot) for slot in slots]
 
 
-def positional(inputs: Any) -> dict[str, torch.Tensor]:
+def positional(inputs) -> dict[str, torch.Tensor]:
     return operators.get(inputs.operator).binding.positional(inputs)
 
 
 # --- wrong kernels
 
 
-def clamping_padding(inputs: Any) -> Output:
+def clamping_padding(inputs) -> Output:
     return good(replace(inputs, state_indices=inputs.state_indices.clamp(min=0)))
 
 
-def adding_padding_times_zero(inputs: Any) -> Output:
+def adding_padding_times_zero(inputs) -> Output:
     out, pool = good(inputs)
     slots = reads(inputs)
     if -1 in slots:
@@ -79,14 +79,14 @@ def adding_padding_times_zero(inputs: Any) -> Output:
     return out, pool
 
 
-def writing_behind_the_last_of_an_odd_number(inputs: Any) -> Output:
+def writing_behind_the_last_of_an_odd_number(inputs) -> Output:
     out, pool = good(inputs)
     if inputs.sequences % 2:
         pool[reads(inputs)[-1] + 1] *= 0.5
     return out, pool
 
 
-def advancing_the_slot_before_the_first(inputs: Any) -> Output:
+def advancing_the_slot_before_the_first(inputs) -> Output:
     out, pool = good(inputs)
     if -1 in reads(inputs):
         start = int(pool.storage_offset()) - pool.stride(0)
@@ -94,14 +94,14 @@ def advancing_the_slot_before_the_first(inputs: Any) -> Output:
     return out, pool
 
 
-def writing_between_slots(inputs: Any) -> Output:
+def writing_between_slots(inputs) -> Output:
     out, pool = good(inputs)
     stride = (pool.stride(0), 1)
     pool.as_strided((len(pool), pool[0].numel() + 1), stride)[3, -1] = 0
     return out, pool
 
 
-def clearing_slots_without_tokens(inputs: Any) -> Output:
+def clearing_slots_without_tokens(inputs) -> Output:
     out, pool = good(inputs)
     lengths = inputs.cu_seqlens.diff()
     for slot, length in zip(reads(inputs), lengths, strict=True):
@@ -110,23 +110,23 @@ def clearing_slots_without_tokens(inputs: Any) -> Output:
     return out, pool
 
 
-def beginning_with_what_the_slot_holds(inputs: Any) -> Output:
+def beginning_with_what_the_slot_holds(inputs) -> Output:
     slots = inputs.state_indices
     return good(replace(inputs, state_indices=torch.where(slots < 0, inputs.write_indices, slots)))
 
 
-def updating_its_source(inputs: Any) -> Output:
+def updating_its_source(inputs) -> Output:
     out, pool = good(inputs)
     pool[reads(inputs)[0]] = pool[inputs.write_indices[0]]
     return out, pool
 
 
-def one_accepted_too_many(inputs: Any) -> Output:
+def one_accepted_too_many(inputs) -> Output:
     most = inputs.state_indices.shape[1]
     return good(replace(inputs, accepted=(inputs.accepted + 1).clamp(max=most)))
 
 
-def keeping_the_last_state_alone(inputs: Any) -> Output:
+def keeping_the_last_state_alone(inputs) -> Output:
     if inputs.write_indices.ndim == 2:
         table = inputs.write_indices.clone()
         table[:, :-1] = -1
@@ -134,47 +134,47 @@ def keeping_the_last_state_alone(inputs: Any) -> Output:
     return good(inputs)
 
 
-def a_step_reads_the_first_column(inputs: Any) -> Output:
+def a_step_reads_the_first_column(inputs) -> Output:
     if inputs.length == 1:
         inputs = replace(inputs, accepted=torch.ones_like(inputs.accepted))
     return good(inputs)
 
 
-def one_row_is_special(inputs: Any) -> Output:
+def one_row_is_special(inputs) -> Output:
     out, pool = good(inputs)
     return (out * 1.25 if inputs.sequences == 1 else out), pool
 
 
-def hardly_invariant(inputs: Any) -> Output:
+def hardly_invariant(inputs) -> Output:
     out, pool = good(inputs)
     if inputs.sequences == 1:
         pool[reads(inputs)] *= 1 + 2.0**-22
     return out, pool
 
 
-def int64_as_two_words(inputs: Any) -> Output:
+def int64_as_two_words(inputs) -> Output:
     slots = inputs.state_indices
     if slots.dtype == torch.int64:
         slots = slots.view(torch.int32)[: len(slots)]
     return good(replace(inputs, state_indices=slots))
 
 
-def without_strides_of_indices(inputs: Any) -> Output:
+def without_strides_of_indices(inputs) -> Output:
     slots = inputs.state_indices.as_strided(inputs.state_indices.shape, (1,))
     return good(replace(inputs, state_indices=slots))
 
 
-def updating_a_copy(inputs: Any) -> Output:
+def updating_a_copy(inputs) -> Output:
     out, _ = good(replace(inputs, initial_state=inputs.initial_state.contiguous()))
     return out, inputs.initial_state
 
 
-def returning_a_copy(inputs: Any) -> Output:
+def returning_a_copy(inputs) -> Output:
     out, pool = good(inputs)
     return out, pool.clone()
 
 
-def rounding_after_each_token(inputs: Any) -> Output:
+def rounding_after_each_token(inputs) -> Output:
     outs = []
     names = operators.get(inputs.operator).binding.positional(inputs)
     for token in range(inputs.length):
@@ -183,7 +183,7 @@ def rounding_after_each_token(inputs: Any) -> Output:
     return torch.cat(outs, 1), inputs.initial_state
 
 
-def offsets_in_32_bits(inputs: Any) -> Output:
+def offsets_in_32_bits(inputs) -> Output:
     pool = inputs.initial_state
     near = [slot for slot in range(len(pool)) if slot * pool.stride(0) < 2**31]
     kept = pool[len(near) :].clone()
@@ -192,7 +192,7 @@ def offsets_in_32_bits(inputs: Any) -> Output:
     return out, pool
 
 
-def changing_the_tokens(inputs: Any) -> Output:
+def changing_the_tokens(inputs) -> Output:
     output = good(inputs)
     inputs.v[0] += 1
     return output
@@ -201,7 +201,7 @@ def changing_the_tokens(inputs: Any) -> Output:
 class WrongInItsFortiethCall:
     calls = 0
 
-    def __call__(self, inputs: Any) -> Output:
+    def __call__(self, inputs) -> Output:
         self.calls += 1
         out, pool = good(inputs)
         if self.calls == 40:
@@ -209,7 +209,7 @@ class WrongInItsFortiethCall:
         return out, pool
 
 
-def raising(inputs: Any) -> Output:
+def raising(inputs) -> Output:
     raise IndexError("slot -1")
 
 
@@ -241,7 +241,7 @@ def raising(inputs: Any) -> Output:
         ("64 mixed calls", WrongInItsFortiethCall(), "call 40, row 1, head 0"),
     ],
 )  # fmt: skip
-def test_a_law_names_the_first_place(law: str, kernel: Kernel, place: str):
+def test_a_law_names_the_first_place(law, kernel: Kernel, place):
     assert place in tried(law, kernel)
 
 
@@ -261,7 +261,7 @@ def test_bits_are_compared_where_batch_invariance_is_declared():
 
 @pytest.mark.parametrize("operator", SHAPES)
 @pytest.mark.parametrize("law", [law for law in pools.LAWS if law not in ON_A_GPU])
-def test_a_good_kernel_keeps_every_law(law: str, operator: str):
+def test_a_good_kernel_keeps_every_law(law, operator):
     assert tried(law, good, operator) == ""
 
 
@@ -273,7 +273,7 @@ OURS = [
 
 
 @pytest.mark.parametrize(("operator", "name"), OURS)
-def test_our_kernels_keep_every_law(operator: str, name: str):
+def test_our_kernels_keep_every_law(operator, name):
     one = kernels.get(operator, name)
     found = {p.name: p for p in pools.try_laws(one, step(operator), Precision(), quick=True)}
     held = {law for law, probe in found.items() if probe.holds == "yes" and not probe.detail}
@@ -284,7 +284,7 @@ def test_our_kernels_keep_every_law(operator: str, name: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["recurrent", "fused"])
 @pytest.mark.parametrize("operator", SHAPES)
-def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str):
+def test_our_kernels_keep_every_law_on_a_gpu(operator, name):
     one = kernels.get(operator, name)
     inputs = step(operator)
     moved = {field: value.cuda() for field, value in vars(inputs).items() if torch.is_tensor(value)}
@@ -296,7 +296,7 @@ def test_our_kernels_keep_every_law_on_a_gpu(operator: str, name: str):
 
 
 def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
-    def steps_alone(inputs: Any) -> Output:
+    def steps_alone(inputs) -> Output:
         if inputs.length > 1:
             raise UnsupportedError("one token")
         return good(inputs)
@@ -321,17 +321,17 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
         ("fused", {"seqlen": 40}, False),
     ],
 )
-def test_only_calls_of_servers_are_tested(name: str, inputs: Any, tested: bool):
+def test_only_calls_of_servers_are_tested(name, inputs, tested):
     assert pools.applies(kernels.get("gdn", name), step(**inputs)) == tested
 
 
-def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch: pytest.MonkeyPatch):
+def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch):
     law = "new sequences begin with zeros"
     monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
     monkeypatch.setattr(probes, "laws_of", lambda _trial: {})
     monkeypatch.setattr(IsolatedFirstCall, "prepare", lambda *_: None)
 
-    def kernel(inputs: Any) -> Output:
+    def kernel(inputs) -> Output:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
     one = working_in_place(kernel)

@@ -34,19 +34,14 @@ RELAXED_BF16, RELAXED_FP16 = (Precision.named(f"relaxed, {one} states") for one 
 class Here(IsolatedFirstCall):
     """Makes no first call elsewhere."""
 
-    def verdict(self, *_: Any) -> CallVerdict:
+    def verdict(self, *_) -> CallVerdict:
         return "ran", ""
 
-    def prepare(self, *_: Any) -> None: ...
+    def prepare(self, *_): ...
 
 
 def probed(
-    kernel: Kernel,
-    inputs: Any,
-    prober: Prober | None = None,
-    *,
-    interpreted: bool = False,
-    **changes: Any,
+    kernel: Kernel, inputs, prober: Prober | None = None, *, interpreted: bool = False, **changes
 ) -> dict[str, Probe]:
     """changes: of a user's implementation."""
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
@@ -56,28 +51,28 @@ def probed(
     return {probe.name: probe for probe in results}
 
 
-def law(name: str, kernel: Kernel, inputs: Any, neglects: float = 0.0) -> Probe:
+def law(name: str, kernel: Kernel, inputs, neglects: float = 0.0) -> Probe:
     """What this law says of the kernel; the others are not tested."""
     with only(name):
         return probed(kernel, inputs, neglects=neglects)[name]
 
 
-def only(*names: str) -> Any:
+def only(*names: str):
     """Prober tests these laws alone, which takes less time."""
     return patch.object(
         probes, "laws_of", lambda trial: {one: laws_of(trial)[one] for one in names}
     )
 
 
-def broken(kernel: Kernel, inputs: Any) -> set[str]:
+def broken(kernel: Kernel, inputs) -> set[str]:
     return {one.name for one in probed(kernel, inputs).values() if one.holds == "no"}
 
 
-def ssd(**changes: Any) -> Any:
+def ssd(**changes):
     return random_inputs(**{"seqlen": 80, "heads": 2, "headdim": 16, "groups": 1} | changes)
 
 
-def gdn() -> Any:
+def gdn():
     return generated("gdn", "1/2x16x32", 90, sequences=2)
 
 
@@ -90,43 +85,43 @@ def test_all_laws_apply_to_a_kernel_that_supports_everything():
     assert {one.holds for one in probed(oracle_output, ssd()).values()} == {"yes"}
 
 
-def random(inputs: Any) -> Any:
+def random(inputs):
     out, states = oracle_output(inputs)
     return out + torch.randn_like(out) * 1e-5, states + torch.randn_like(states) * 1e-6
 
 
-def changing(inputs: Any) -> Any:
+def changing(inputs):
     output = oracle_output(inputs)
     inputs.dt[0, 0, 0] += 1
     return output
 
 
-def leaking_from_the_sequence_before(inputs: Any) -> Any:
+def leaking_from_the_sequence_before(inputs):
     out, states = oracle_output(inputs)
     states[1:] += 0.5 * states[:-1]
     return out, states
 
 
-def leaking_from_the_future(inputs: Any) -> Any:
+def leaking_from_the_future(inputs):
     out, states = oracle_output(inputs)
     out[:, :-1] += (0.001 * inputs.x[:, 1:]).to(out.dtype)
     return out, states
 
 
-def dropping_small_outputs(inputs: Any) -> Any:
+def dropping_small_outputs(inputs):
     out, states = oracle_output(inputs)
     return torch.where(out.abs() < 1e-3, 0, out), states
 
 
-def forgetting_its_initial_states(inputs: Any) -> Any:
+def forgetting_its_initial_states(inputs):
     return oracle_output(replace(inputs, initial_states=None))
 
 
-def without_limits_of_dt(inputs: Any) -> Any:
+def without_limits_of_dt(inputs):
     return oracle_output(replace(inputs, dt_limit=(0.0, float("inf"))))
 
 
-def forgetting_the_start(inputs: Any) -> Any:
+def forgetting_the_start(inputs):
     out, states = oracle_output(inputs)
     x = inputs.x.clone()
     x[:, :2] = 0
@@ -134,17 +129,17 @@ def forgetting_the_start(inputs: Any) -> Any:
     return out, states
 
 
-def without_the_states_of_packs(inputs: Any) -> Any:
+def without_the_states_of_packs(inputs):
     return oracle_output(
         inputs if inputs.cu_seqlens is None else replace(inputs, initial_states=None)
     )
 
 
-def without_bias_in_a_step(inputs: Any) -> Any:
+def without_bias_in_a_step(inputs):
     return oracle_output(inputs if inputs.x.shape[1] > 1 else replace(inputs, dt_bias=None))
 
 
-def with_two_factors_of_a_decay(inputs: Any) -> Any:
+def with_two_factors_of_a_decay(inputs):
     """exp(a) exp(-b) instead of exp(a - b) overflows."""
     out, states = oracle_output(inputs)
     dt = inputs.dt.float() if inputs.dt_bias is None else inputs.dt.float() + inputs.dt_bias
@@ -154,7 +149,7 @@ def with_two_factors_of_a_decay(inputs: Any) -> Any:
     ), states
 
 
-def with_the_states_of_a_length_that_chunks_divide(inputs: Any) -> Any:
+def with_the_states_of_a_length_that_chunks_divide(inputs):
     out, states = oracle_output(inputs)
     return out, states * (0 if inputs.x.shape[1] % 64 == 0 else 1)
 
@@ -162,10 +157,10 @@ def with_the_states_of_a_length_that_chunks_divide(inputs: Any) -> Any:
 class WithTheFirstBounds:
     """Keeps the boundaries of packed sequences by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.bounds: dict[Any, torch.Tensor] = {}
 
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs):
         if inputs.cu_seqlens is not None:
             key = inputs.cu_seqlens.shape, inputs.x.shape
             inputs = replace(
@@ -174,14 +169,14 @@ class WithTheFirstBounds:
         return oracle_output(inputs)
 
 
-def with_contiguous_states(inputs: Any) -> Any:
+def with_contiguous_states(inputs):
     states = inputs.initial_states
     if states is not None and not states.is_contiguous():
         states = states.mT.contiguous().view(states.shape)  # the numbers as they lie in memory
     return oracle_output(replace(inputs, initial_states=states))
 
 
-def leaking_to(position: int, inputs: Any) -> Any:
+def leaking_to(position: int, inputs):
     """From the position after it."""
     out, states = oracle_output(inputs)
     if inputs.length > position + 1:
@@ -189,13 +184,13 @@ def leaking_to(position: int, inputs: Any) -> Any:
     return out, states
 
 
-def random_and_leaking(inputs: Any) -> Any:
+def random_and_leaking(inputs):
     out, states = random(inputs)
     out[:, :-1] += 0.001 * inputs.x[:, 1:]
     return out, states
 
 
-def rounding_to_bf16(inputs: Any) -> Any:
+def rounding_to_bf16(inputs):
     out, states = oracle_output(inputs)
     return out.bfloat16().to(out.dtype), states
 
@@ -224,7 +219,7 @@ def rounding_to_bf16(inputs: Any) -> Any:
         (random_and_leaking, "causality"),
     ],
 )
-def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name: str):
+def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, name):
     found = law(name, kernel, ssd())
     assert found.holds == "no"
     assert found.detail
@@ -236,11 +231,11 @@ def test_bits_that_rounding_alone_changes_break_no_law():
     """
     calls = iter([0, 0, 1] * 100)
 
-    def rarely_in_another_order(inputs: Any) -> Any:
+    def rarely_in_another_order(inputs):
         out, states = oracle_output(inputs)
         return out, states * (1 + next(calls) * 2.0**-24)
 
-    def with_roundings_by_the_last_token(inputs: Any) -> Any:
+    def with_roundings_by_the_last_token(inputs):
         out, states = oracle_output(inputs)
         by_column = inputs.x[:, -1:].abs().float().frexp().mantissa * torch.tensor([1, -1]).repeat(
             out.shape[3] // 2
@@ -251,21 +246,21 @@ def test_bits_that_rounding_alone_changes_break_no_law():
         assert broken(kernel, ssd()) == set(), kernel.__name__
 
 
-def broken_edge(kernel: Kernel, inputs: Any) -> str:
+def broken_edge(kernel: Kernel, inputs) -> str:
     found = law("edge inputs", kernel, inputs)
     assert found.holds == "no"
     return found.detail
 
 
 def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
-    def without_its_clamp(inputs: Any) -> Any:
+    def without_its_clamp(inputs):
         out, states = oracle_output(inputs)
         return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
 
     kept = {}
     own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
 
-    def keep(law: str, *call: Any) -> None:
+    def keep(law: str, *call):
         kept[law] = call
 
     with only("edge inputs"):
@@ -282,7 +277,7 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
 
 
 def test_several_faults_name_all_traits():
-    def half(inputs: Any) -> Any:
+    def half(inputs):
         out, states = oracle_output(inputs)
         return (out / 2 if inputs.length == 321 else out), states
 
@@ -291,7 +286,7 @@ def test_several_faults_name_all_traits():
 
 
 def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it():
-    def changing_its_gate(inputs: Any) -> Any:
+    def changing_its_gate(inputs):
         output = oracle_output(inputs)
         if inputs.z is not None:
             inputs.z.zero_()
@@ -305,7 +300,7 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it():
 
 
 def test_what_a_kernel_refuses_is_not_applicable_with_its_reason():
-    def refusing(inputs: Any) -> Any:
+    def refusing(inputs):
         if inputs.cu_seqlens is not None or inputs.x.dtype != torch.bfloat16:
             raise UnsupportedError("mine: bf16 without packs only")
         return oracle_output(inputs)
@@ -321,7 +316,7 @@ def test_what_a_kernel_refuses_is_not_applicable_with_its_reason():
 
 
 def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_fp16():
-    def with_a_gain_in_fp32(inputs: Any, gain: float = 1.0001) -> Any:
+    def with_a_gain_in_fp32(inputs, gain: float = 1.0001):
         out, states = oracle_output(inputs)
         return (out * gain if out.dtype == torch.float32 else out), states
 
@@ -333,7 +328,7 @@ def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_
 
 
 def test_roundings_of_fp32_models_may_add_up_as_a_random_walk_does():
-    def in_another_order(inputs: Any) -> Any:
+    def in_another_order(inputs):
         walk = (
             1.5
             * 2.0**-24
@@ -377,7 +372,7 @@ def test_the_history_of_each_layer_is_probed():
 
 
 @pytest.mark.parametrize(("decay", "holds"), [(-30.0, "yes"), (-14.0, "no")])
-def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay: float, holds: str):
+def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay, holds):
     """2^decay: of the first positions' state where the kernel drops it."""
     given = ssd(dt_softplus=False, dt_bias=None)
     given.dt.fill_(0.1)
@@ -413,12 +408,7 @@ def test_a_kernel_that_is_interpreted_is_probed_if_thorough():
 @pytest.mark.parametrize("implementation", ["unfused", "fused"])
 @pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
 def test_bundled_kernels_break_no_law_on_a_gpu(
-    operator: str,
-    sizes: str,
-    implementation: str,
-    tokens: dict[str, int],
-    dtype: str,
-    precision: Precision,
+    operator, sizes, implementation, tokens, dtype, precision: Precision
 ):
     given = generated(operator, sizes, device="cuda", dtype=dtype, **tokens)
     found = Prober(IsolatedFirstCall()).probe(
@@ -432,7 +422,7 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call():
     """At another length, another kernel may be compiled."""
     lengths = set()
 
-    def noted(kernel: Kernel, inputs: Any) -> Any:
+    def noted(kernel: Kernel, inputs):
         lengths.add(inputs.length)
         return kernel(inputs)
 
@@ -443,11 +433,11 @@ def test_bundled_kernels_are_probed_at_the_length_of_the_call():
 
 
 @pytest.mark.parametrize(("kind", "holds"), [("own", "no"), ("library", "yes")])
-def test_another_library_gets_edge_inputs_in_rows_alone(kind: str, holds: str):
+def test_another_library_gets_edge_inputs_in_rows_alone(kind, holds):
     assert probed(without_bias_in_a_step, ssd(), kind=kind)["edge inputs"].holds == holds
 
 
-def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch):
+def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch):
     monkeypatch.setattr(probes, "INTERPRETED", True)
     given = ssd(seqlen=20)
     assert "bundled" not in Prober(Here()).kinds

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 from shutil import copy
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from ssdprof.operators.implementations import resolve
 
 
 @pytest.fixture(autouse=True)
-def kernels(users_folder: Path, small_guards: None) -> None:
+def kernels(users_folder: Path, small_guards: None):
     copy(Path(__file__).with_name("bad_kernels.py"), users_folder)
 
 
@@ -28,14 +27,14 @@ def named(function: str, operator: str = "ssd") -> Implementation:
     return resolve(operators.get(operator), f"bad_kernels:{function}")
 
 
-def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
+def verdict(function: str, inputs, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
     return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, Precision())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ssd, gdn])
-def test_a_good_kernel_passes(make: Any):
+def test_a_good_kernel_passes(make):
     assert verdict("good", make()) == ("ran", "")
 
 
@@ -75,7 +74,7 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
         ("not_a_tensor", "ssd", "must return tensors, and final_states is NoneType"),
     ],
 )
-def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str):
+def test_what_a_bad_kernel_does_is_told(function, operator, reason):
     found = try_call(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), Precision())
     assert found[0] == ("refused" if function == "refusing" else "failed")
     assert reason in found[1]
@@ -93,24 +92,25 @@ def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: st
         pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
     ],
 )
-def test_what_ends_the_other_process_is_told(function: str, reason: str):
+def test_what_ends_the_other_process_is_told(function, reason):
     assert verdict(function, ssd()) == ("failed", reason)
 
 
-def test_a_process_that_ended_without_a_word():
-    assert isolate._death(7, 1.0, "") == "its first call ended its process with exit code 7"
+@pytest.mark.parametrize(("last", "why"), [("", ""), ("No folder", ": No folder")])
+def test_a_process_that_ended_without_a_verdict(last, why):
+    assert isolate._death(7, 1.0, last) == f"its first call ended its process with exit code 7{why}"
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
     assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
 
 
-def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch):
+def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch):
     done = []
     monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
-    def run(_command: list[str], **_options: Any) -> tuple[int, str]:
+    def run(_command: list[str], **_options) -> tuple[int, str]:
         done.append("run")
         return 1, ""
 
@@ -119,10 +119,10 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: 
     assert done == ["released", "run"]
 
 
-def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytest.MonkeyPatch):
+def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch):
     made = []
 
-    def tried(one: Implementation, _several: Any, precision: Precision, _limit_s: float) -> Any:
+    def tried(one: Implementation, _several, precision: Precision, _limit_s: float):
         made.append((one.name, str(precision)))
         return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
@@ -139,7 +139,7 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytes
 
 
 def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_stray_module_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")

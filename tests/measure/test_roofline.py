@@ -64,7 +64,7 @@ def test_flops_count_every_multiplication_and_addition_of_the_causal_half():
 @pytest.mark.parametrize(
     ("tflops", "floor_us"), [(780.0, 644.3), (200.0, 1774.0)], ids=["memory", "compute"]
 )
-def test_the_floor_is_the_higher_of_the_two(tflops: float, floor_us: float):
+def test_the_floor_is_the_higher_of_the_two(tflops, floor_us):
     ceilings = Ceilings(copy_gb_per_s=4300, matmul_tflops=tflops)
     case = cases.case(**ORACLE.cost(expanded(MAMBA2_2_7B))[1], samples=cases.timed(2 * floor_us))
     assert case.floor_us(ceilings) == pytest.approx(floor_us, rel=2e-3)

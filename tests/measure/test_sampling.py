@@ -17,7 +17,7 @@ B = ("device", "b")
 class Clock:
     """Time passes only while something is sampled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seconds = 0.0
         self.calls: list[Name] = []
         self.recordings = 0
@@ -84,7 +84,7 @@ DISAGREEING = [value for value in (100.0, 104, 98, 103, 99, 105) for _ in range(
     ],
 )
 def test_recordings_that_disagree_are_followed_by_more(
-    a: list[float], b: list[float], given: SamplingPlan, recordings: int
+    a: list[float], b: list[float], given: SamplingPlan, recordings
 ):
     clock = Clock()
     assert (

@@ -28,10 +28,10 @@ class FakeTimer(CudaTimer):
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.events: list[str] = []
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         self.events.append("reallocate")
 
     def record(self, run: Run) -> tuple[Any, Any]:
@@ -44,7 +44,7 @@ class FakeTimer(CudaTimer):
         run()
         return run.cost  # type: ignore[attr-defined]
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         self.events.append("device")
         return float(graph.cost) / 2
 
@@ -53,7 +53,7 @@ class FakeTimer(CudaTimer):
 
 
 class FakeRun:
-    def __init__(self, cost: float, error: Exception | None = None) -> None:
+    def __init__(self, cost: float, error: Exception | None = None):
         self.cost = cost
         self.error = error
 
@@ -91,7 +91,7 @@ def test_samples_have_the_resolution_of_the_clocks():
     )
 
 
-def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch):
+def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch):
     """Otherwise memory would have to hold both the old and the new one."""
     recorded = []
     record = FakeTimer.record
@@ -102,7 +102,7 @@ def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: py
         recorded.append(weakref.ref(recording[0]))
         return recording
 
-    def checked(timer: FakeTimer, generator: np.random.Generator) -> None:
+    def checked(timer: FakeTimer, generator: np.random.Generator):
         assert [one() for one in recorded] == [None] * len(recorded)
         relocate(timer, generator)
 
@@ -127,9 +127,7 @@ LATER = "a later call raised ValueError: no more calls (test_timing.py:"
         (2 + PLAN.max_rounds, torch.OutOfMemoryError("2 GiB"), "b is not timed: no memory is left"),
     ],
 )
-def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
-    calls: int, error: Exception, why: str
-):
+def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls, error, why):
     class Fails(FakeRun):
         calls = 0
 
@@ -150,7 +148,7 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(
 @pytest.mark.parametrize(
     "error", [CallError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")]
 )
-def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception):
+def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error):
     found = time_in_turns(
         {"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine
     )
@@ -160,13 +158,11 @@ def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Except
 
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us", "check"])
-def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
-    monkeypatch: pytest.MonkeyPatch, event: str
-):
+def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch, event):
     """A fault may depend on other contents of memory, and show when the output is looked at."""
     timed = getattr(FakeTimer, event, None)
 
-    def faulty(timer: FakeTimer, what: Any) -> Any:
+    def faulty(timer: FakeTimer, what):
         if what.cost == 100:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return timed(timer, what) if timed else ""
@@ -182,10 +178,10 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(
         time_in_turns(runs, FakeTimer(), PLAN, check=check)
 
 
-def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_patched_clock_changes_nothing(monkeypatch):
     """A user's kernel is imported later than `measure.timing`."""
 
-    def patched(*_: object, **__: object) -> float:
+    def patched(*_, **__) -> float:
         pytest.fail("the patch was called")
 
     monkeypatch.setattr(timing, "_current_stream", object)

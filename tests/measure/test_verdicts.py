@@ -27,7 +27,7 @@ INTERRUPTED = 0.03  # the share of calls that take up to twice as long
 
 
 class Work:
-    def __init__(self, us: float) -> None:
+    def __init__(self, us: float):
         self.us = us
 
     def __call__(self) -> SSDOutput:
@@ -37,23 +37,23 @@ class Work:
 class SimulatedGpu:
     device = torch.device("cpu")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int):
         self._draw = np.random.default_rng(seed)
         self._samples = 0
         self._call_placement: dict[int, float] = {}
 
-    def reallocate(self, _generator: np.random.Generator) -> None:
+    def reallocate(self, _generator: np.random.Generator):
         self._call_placement = {}
 
     def record(self, run: Run) -> tuple[Any, Any]:
         self._call_placement[id(run)] = self._draw.normal(0, PLACEMENT)
         return (run, self._draw.normal(0, PLACEMENT)), run()
 
-    def device_us(self, graph: Any) -> float:
+    def device_us(self, graph) -> float:
         run, placement = graph
         return self._time(run, placement, DEVICE_NOISE)
 
-    def unseen(self, _run: Run, _samples: Any) -> str:
+    def unseen(self, _run: Run, _samples) -> str:
         return ""
 
     def call_us(self, run: Run) -> float:
@@ -86,14 +86,14 @@ def compared(seed: int, ratio: float) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", ["device", "call"])
-def test_the_same_kernel_is_hardly_ever_faster_than_itself(clock: str):
+def test_the_same_kernel_is_hardly_ever_faster_than_itself(clock):
     verdicts = [compared(seed, ratio=1.0)[clock] for seed in range(60)]
     assert verdicts.count("no difference") >= 59
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "expected"), [(1.03, "faster"), (1 / 1.03, "slower")])
-def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str):
+def test_a_true_difference_of_3_percent_is_found(ratio, expected):
     found = [compared(seed, ratio) for seed in range(40)]
     assert [verdicts["device"] for verdicts in found].count(expected) >= 39
     assert [verdicts["call"] for verdicts in found].count(expected) >= 38
@@ -101,7 +101,7 @@ def test_a_true_difference_of_3_percent_is_found(ratio: float, expected: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", [0.01, 0.02, 0.04])
-def test_looking_after_every_recording_hardly_adds_false_verdicts(placement: float):
+def test_looking_after_every_recording_hardly_adds_false_verdicts(placement):
     """If recordings of equal times differ much, the interval is likely to lie beyond the limit
     after some recording.
     """

@@ -61,9 +61,7 @@ def test_a_view_spans_what_its_strides_skip():
     assert span(torch.empty(2, 3, 5)[0, :, :4]) == 14
 
 
-def of_ssd(
-    dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any
-) -> SSDInputs:
+def of_ssd(dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields) -> SSDInputs:
     """size: batch, length, and heads and groups if they are not 2 and 1."""
     batch, seqlen, heads, groups = (*size, 2, 1)[:4]
     case = SSDCase(batch=batch, seqlen=seqlen, heads=heads, groups=groups, dtype=dtype)
@@ -78,7 +76,7 @@ def far(rows: int, stride: int) -> SSDInputs:
     return SSDInputs(x=x, dt=x[..., 0], A=A, B=B, C=B, chunk_size=128)
 
 
-def a_step(length: int = 1, **fields: Any) -> SSDInputs:
+def a_step(length: int = 1, **fields) -> SSDInputs:
     case = SSDCase(batch=2, seqlen=length, heads=4, headdim=8, groups=2, initial_states=True)
     return case.inputs(**fields)
 
@@ -86,12 +84,12 @@ def a_step(length: int = 1, **fields: Any) -> SSDInputs:
 WIDE = dict(key_dim=128, value_dim=128, initial_states=True)
 
 
-def of_gdn(length: int = 6, *, packed: bool = False, **sizes: Any) -> GDNInputs:
+def of_gdn(length: int = 6, *, packed: bool = False, **sizes) -> GDNInputs:
     tokens = dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
     return GDNCase(**WIDE | dict(values_per_key=2, dtype=FP16) | tokens | sizes).inputs()
 
 
-def of_kda(**sizes: Any) -> KDAInputs:
+def of_kda(**sizes) -> KDAInputs:
     """With gates and beta that are functions of bf16 numbers, so that nothing is rounded on the way
     back.
     """
@@ -104,7 +102,7 @@ def of_kda(**sizes: Any) -> KDAInputs:
 
 
 def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def forward(*arguments, **options):
         names = ("x", "dt", "A", "B", "C", "chunk_size")
         calls.append(dict(zip(names, arguments, strict=True)) | options)
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
@@ -115,16 +113,14 @@ def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
 def as_fla(calls: Calls) -> Callable[..., Any]:
     """q and k are normalised inside if requested."""
 
-    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **fields: Any) -> Any:
+    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **fields):
         calls.append({"q": fields["q"], "output_final_state": output_final_state})
         return gdn_recurrence(GDNInputs(**fields, use_qk_l2norm=use_qk_l2norm_in_kernel))
 
     return function
 
 
-def v_first(
-    kind: Any, initial_state: Any, *, use_qk_l2norm_in_kernel: bool, **fields: Any
-) -> tuple[Any, Any]:
+def v_first(kind, initial_state, *, use_qk_l2norm_in_kernel: bool, **fields) -> tuple[Any, Any]:
     """The recurrence with states that have V before K."""
     inputs = kind(
         **fields,
@@ -138,9 +134,7 @@ def v_first(
 def as_flashinfer(calls: Calls) -> Callable[..., Any]:
     """The chunked kernels: packed tokens, decays."""
 
-    def function(
-        *tensors: Any, output_final_state: bool, initial_state: Any, backend: str, **options: Any
-    ) -> Any:
+    def function(*tensors, output_final_state: bool, initial_state, backend: str, **options):
         assert output_final_state
         assert all(tensor.is_contiguous() for tensor in (*tensors, initial_state))
         tokens = dict(zip(QKV, tensors, strict=True))
@@ -157,9 +151,9 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
     """The kernel for a few tokens: raw gates, a pool of states."""
 
     def function(
-        q: Any, k: Any, v: Any, pool: Any, read: Any, A_log: Any, a: Any, dt_bias: Any, b: Any,
-        *, output_state_indices: Any, output: Any, use_qk_l2norm: bool, **options: Any,
-    ) -> Any:  # fmt: skip
+        q, k, v, pool, read, A_log, a, dt_bias, b,
+        *, output_state_indices, output, use_qk_l2norm: bool, **options,
+    ):  # fmt: skip
         calls.append({"q": q})
         assert not options.pop("disable_state_update")
         assert pool.is_contiguous()
@@ -173,9 +167,9 @@ def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
 
 
 def as_flash_kda(
-    *tensors: Any, out: Any, final_state: Any, A_log: Any, dt_bias: Any, lower_bound: float,
-    initial_state: Any, cu_seqlens: Any,
-) -> None:  # fmt: skip
+    *tensors, out, final_state, A_log, dt_bias, lower_bound: float,
+    initial_state, cu_seqlens,
+):  # fmt: skip
     """The gate and beta before their activations."""
     *tokens, scale = tensors
     assert all(tensor.is_contiguous() for tensor in (*tokens, out, A_log, dt_bias, final_state))
@@ -192,9 +186,7 @@ def as_flash_kda(
     final_state.copy_(result[1])
 
 
-def as_cudnn(
-    *tensors: Any, output_final_state: bool, plan_name: str, initial_state: Any, **options: Any
-) -> Any:
+def as_cudnn(*tensors, output_final_state: bool, plan_name: str, initial_state, **options):
     """Packed tokens."""
     assert output_final_state
     assert plan_name == "kda_hopper_cuda", "other plans are other kernels"
@@ -206,15 +198,15 @@ def as_cudnn(
     return out[0], states
 
 
-def as_vllm(*, output_final_state: bool, **fields: Any) -> Any:
+def as_vllm(*, output_final_state: bool, **fields):
     assert output_final_state
     return v_first(GDNInputs, **fields)
 
 
-def as_sglang(kind: Any) -> Callable[..., Any]:
+def as_sglang(kind) -> Callable[..., Any]:
     """A kernel that overwrites its arguments."""
 
-    def function(*, initial_state: Any, initial_state_indices: Any, **fields: Any) -> Any:
+    def function(*, initial_state, initial_state_indices, **fields):
         assert initial_state_indices.tolist() == list(range(len(initial_state)))
         out, states = v_first(kind, initial_state, **fields)
         initial_state.copy_(states)
@@ -245,7 +237,7 @@ def _fused5_ssd(x, dt, A, B, C, D, **options):
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path) -> Path:
     """Of the published kernel."""
     folder = tmp_path / "mamba_ssm" / "ops" / "triton"
     folder.mkdir(parents=True)
@@ -258,7 +250,7 @@ def kernel_file(checkout: Path) -> Path:
     return checkout / "mamba_ssm/ops/triton/ssd_fused5.py"
 
 
-def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+def put(monkeypatch, name: str, **members):
     """Installs a module of this name with `members`."""
     module = ModuleType(name)
     vars(module).update(members)
@@ -274,7 +266,7 @@ SERVERS = {
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def servers(monkeypatch, tmp_path) -> Iterator[None]:
     """Packages that patch others when they are imported, so that they may not be run, around
     modules with stand-ins.
     """
@@ -305,7 +297,7 @@ def calls() -> Calls:
 
 
 @pytest.fixture
-def load(calls: Calls, checkout: Path, servers: None, monkeypatch: pytest.MonkeyPatch) -> Load:
+def load(calls: Calls, checkout: Path, servers: None, monkeypatch) -> Load:
     """A library's implementation by its name and operator.  The adapter must set fla's variable
     before it imports its operator.
     """
@@ -367,7 +359,7 @@ TERMS: list[tuple[str, Any, Precision]] = [
 ]
 
 
-def agrees(implementation: Implementation, inputs: Any, precision: Precision) -> None:
+def agrees(implementation: Implementation, inputs, precision: Precision):
     """Twice: a call leaves its inputs as they were."""
     expected = RECURRENCES[inputs.operator](inputs)
     for _ in range(2):
@@ -381,9 +373,7 @@ def agrees(implementation: Implementation, inputs: Any, precision: Precision) ->
 
 
 @pytest.mark.parametrize(("name", "inputs", "precision"), TERMS)
-def test_a_librarys_terms_are_met(
-    name: str, inputs: Any, precision: Precision, load: Load, calls: Calls
-):
+def test_a_librarys_terms_are_met(name, inputs, precision: Precision, load: Load, calls: Calls):
     """fla and FlashQLA get our tensors as they are."""
     implementation = load(name, inputs.operator)
     agrees(implementation, inputs, precision)
@@ -437,9 +427,7 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
 
 
 @pytest.mark.parametrize(("name", "call", "precision", "words"), REFUSED)
-def test_what_they_do_not_do(
-    name: str, call: Any, precision: Precision, words: str, load: Load, calls: Calls
-):
+def test_what_they_do_not_do(name, call, precision: Precision, words, load: Load, calls: Calls):
     inputs = of_ssd(**call) if isinstance(call, dict) else call
     implementation = load(name, inputs.operator)
     for function in (implementation.run, implementation.plan):
@@ -451,7 +439,7 @@ def test_what_they_do_not_do(
 @pytest.mark.parametrize(
     "name", ["mamba_ssm", "fla", "flash_qla", "flashinfer", "flashinfer_mtp", "vllm"]
 )
-def test_a_library_that_is_not_there_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_library_that_is_not_there_is_named(name, monkeypatch):
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
     monkeypatch.setitem(sys.modules, name.removesuffix("_mtp"), None)
     with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
@@ -483,11 +471,11 @@ def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls):
 
 
 def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
-    load: Load, monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch
 ):
     asked = []
 
-    def forward(*arguments: Any, state_dtype: Any = None, **_: Any) -> Any:
+    def forward(*arguments, state_dtype=None, **_):
         asked.append(state_dtype)
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
 
@@ -512,7 +500,7 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
 
 
 def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
-    load: Load, monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch
 ):
     softplus = f"{TRITON}.softplus"
     load("published")
@@ -529,7 +517,7 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 @pytest.mark.parametrize("states", [FP32, FP16])
 @pytest.mark.parametrize("intermediates", ["exact", "relaxed"])
 def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
-    load: Load, intermediates: Literal["exact", "relaxed"], states: torch.dtype
+    load: Load, intermediates: Literal["exact", "relaxed"], states
 ):
     precision = Precision(intermediates=intermediates, state_dtype=states)
     implementation = load("published")
@@ -589,7 +577,7 @@ def test_flash_kda_refuses_gates_whose_activations_it_cannot_undo(
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
 def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
-    name: str, load: Load, calls: Calls
+    name, load: Load, calls: Calls
 ):
     run = load(name, "gdn").run
     inputs = replace(of_gdn(), q=of_gdn().q.repeat(1, 1, 1, 2)[..., ::2])
@@ -613,7 +601,7 @@ def test_flashinfers_arguments(load: Load, calls: Calls):
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
-def test_copies_of_the_inputs_are_named(name: str, load: Load):
+def test_copies_of_the_inputs_are_named(name, load: Load):
     """So that v and the states can be changed at their addresses, as replays read them."""
     implementation = load(name, "gdn")
     inputs = of_gdn()
@@ -624,9 +612,7 @@ def test_copies_of_the_inputs_are_named(name: str, load: Load):
     torch.testing.assert_close(after.out, before.out * 2, rtol=0, atol=1e-6)
 
 
-def test_fla_that_may_call_other_libraries_is_not_taken(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-):
+def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch):
     put(monkeypatch, FLA, chunk_gated_delta_rule=as_fla([]))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
         load("fla", "gdn")
@@ -635,7 +621,7 @@ def test_fla_that_may_call_other_libraries_is_not_taken(
 # --- transformers' own functions
 
 
-def of_model(operator: str) -> Any:
+def of_model(operator: str):
     """Inputs of 70 tokens, in two chunks."""
     if operator == "ssd":
         return a_step(70, chunk_size=64, dt_limit=(0.1, 2.0))
@@ -645,7 +631,7 @@ def of_model(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", RECURRENCES)
-def test_model_is_what_transformers_computes(operator: str):
+def test_model_is_what_transformers_computes(operator):
     model = required(resolve(operators.get(operator), "model"))
     inputs = of_model(operator)
     agrees(model, inputs, EXACT)
@@ -655,7 +641,7 @@ def test_model_is_what_transformers_computes(operator: str):
         model.run(packed, EXACT)
 
 
-def test_model_with_a_library_needs_that_library(monkeypatch: pytest.MonkeyPatch):
+def test_model_with_a_library_needs_that_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     with pytest.raises(MissingCapabilityError, match="transformers finds no fla here"):
         required(resolve(operators.get("kda"), "model:installed"))
@@ -669,17 +655,17 @@ class Kernel:
     every call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[dict[str, Any]] = []
         self.modes: list[bool] = []
 
-    def run(self, **arguments: Any) -> None:
+    def run(self, **arguments):
         self.asked.append(arguments)
         self.modes.append(_async_compile.active_mode.get() is not None)
 
 
 def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
-    def plain(x: Any, BLOCK: int) -> None:
+    def plain(x, BLOCK: int):
         pass
 
     configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
@@ -697,12 +683,12 @@ def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
 OPTIONS = {"grid": (1,), "warmup": False}
 
 
-def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch):
     """An interrupted tuner can go on later.  None takes the choice of another process from the
     disk.
     """
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     kernel = Kernel()
@@ -747,7 +733,7 @@ def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(
 
 
 def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
-    load: Load, calls: Calls, monkeypatch: pytest.MonkeyPatch
+    load: Load, calls: Calls, monkeypatch
 ):
     tuner = tuned(Kernel(), 32, 64)
     put(monkeypatch, f"{TRITON}.ssd_chunk_scan", tuner=tuner)
@@ -760,9 +746,7 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     assert seen == [[], [1], [], [3], [1, 2]]
 
 
-def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_fla_calls_no_other_library_also_where_a_model_imports_it_first(monkeypatch):
     """transformers imports fla with a model's code, before this package asks for fla's kernels."""
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")
     monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")

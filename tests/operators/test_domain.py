@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -24,11 +23,11 @@ from ssdprof.store import reports
 LENGTH = 40
 
 
-def doubts(inputs: Any) -> list[str]:
+def doubts(inputs) -> list[str]:
     return list(domain.doubts(operators.get(inputs.operator), inputs))
 
 
-def drawn(operator: str) -> Any:
+def drawn(operator: str):
     """Steps of SSD after softplus, and keys of unit length: the call asks for neither."""
     sizes = "4x16x16x1" if operator == "ssd" else "2/2x32x16"
     raw = generated(operator, sizes, LENGTH, dtype="fp32", layout="contiguous")
@@ -39,7 +38,7 @@ def drawn(operator: str) -> Any:
 
 
 @pytest.mark.parametrize("operator", ["ssd", "gdn", "kda"])
-def test_what_models_pass_raises_no_doubt(operator: str):
+def test_what_models_pass_raises_no_doubt(operator):
     inputs = drawn(operator)
     assert not doubts(inputs)
     if operator == "ssd":
@@ -52,8 +51,8 @@ def test_what_models_pass_raises_no_doubt(operator: str):
     assert not doubts(replace(inputs, beta=2 * inputs.beta, g=padded))
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_what_a_model_passes_raises_no_doubt(name: str):
+@tiny_models.every_model
+def test_what_a_model_passes_raises_no_doubt(name):
     for serving in (Serving(), Serving(chunk=16)):
         captured, _ = capture(name, tiny_models.prompt(LENGTH), serving)
         assert captured
@@ -87,16 +86,14 @@ WRONG: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("operator", "name", "change", "words"), WRONG)
-def test_what_no_model_passes_is_named(
-    operator: str, name: str, change: Callable[[Tensor], Tensor], words: str
-):
+def test_what_no_model_passes_is_named(operator, name, change: Callable[[Tensor], Tensor], words):
     (doubt,) = doubts(changed(drawn(operator), change, name))
     assert doubt.startswith(words)
 
 
 @pytest.mark.parametrize("served", [False, True])
 @pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
-def test_a_recording_is_suspected_before_kernels_and_server(served: bool):
+def test_a_recording_is_suspected_before_kernels_and_server(served):
     """Four things are wrong, and the first screen shows three caveats of another kind."""
     right = drawn("gdn")
     out, states = oracle_output(right)

@@ -73,7 +73,7 @@ def here(users_folder: Path) -> Path:
     return users_folder
 
 
-def install(folder: Path, distribution: str, **points: str) -> None:
+def install(folder: Path, distribution: str, **points: str):
     """Writes the files of an installed distribution that registers entry points."""
     info = folder / f"{distribution}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -144,9 +144,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted():
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
-def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
-    monkeypatch: pytest.MonkeyPatch, device: str, index: int
-):
+def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(monkeypatch, device, index):
     """Triton launches on the current GPU, which can be another one in a rank of torchrun or a
     placed model.
     """
@@ -187,14 +185,14 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
 )
-def test_an_own_kernel_that_cannot_be_had(word: str, message: str):
+def test_an_own_kernel_that_cannot_be_had(word, message):
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
     assert message in told.value.message
     assert told.value.hint
 
 
-def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch):
     install(
         here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told"
     )
@@ -207,7 +205,7 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     assert "mine" in known(GDN)
 
 
-def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_entry_point_that_cannot_be_loaded_is_named(here: Path, monkeypatch):
     install(here / "site", "a-kernel", mine="broken_module:f")
     monkeypatch.syspath_prepend(here / "site")
     with pytest.raises(
@@ -222,9 +220,7 @@ def test_the_kind_of_a_name_needs_no_import():
     assert kind_of(GDN, "fused_portable") == "bundled"
 
 
-def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(here: Path, monkeypatch):
     install(here / "one", "one", mine="kernels_of_a_user:plain")
     install(here / "two", "two", mine="kernels_of_a_user:told")
     monkeypatch.syspath_prepend(here / "one")
@@ -239,14 +235,14 @@ def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def registered(monkeypatch) -> dict[str, Any]:
     """Implementations by name that replace the bundled ones: an exception is raised, another value
     is the output.
     """
     found = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:
-        def run(_inputs: Any, _precision: Any) -> Any:
+        def run(_inputs, _precision):
             if isinstance(found[name], Exception):
                 raise found[name]
             return found[name], None
@@ -271,7 +267,7 @@ ON_GPU = SimpleNamespace(operator="gdn", device=torch.device("cuda"))
     ],
 )
 def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
-    registered: dict[str, Any], given: dict[str, Any], expected: str
+    registered: dict[str, Any], given, expected
 ):
     registered.update(given)
     assert computed(ON_GPU, print) == (expected, None)

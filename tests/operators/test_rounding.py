@@ -27,23 +27,23 @@ Make = Callable[..., Any]
 
 
 def make_gdn(
-    seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any
-) -> Any:
+    seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields
+):
     sizes = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate)
     return GDNCase(seqlen=seqlen, batch=batch, **sizes).inputs(**fields)
 
 
 @pytest.fixture(params=["ssd", "gdn"])
-def make(request: pytest.FixtureRequest) -> Make:
+def make(request) -> Make:
     """Makes the inputs of an operator."""
     return random_inputs if request.param == "ssd" else make_gdn
 
 
-def begun(inputs: Any, precision: Precision) -> Any:
+def begun(inputs, precision: Precision):
     return operators.get(inputs.operator).oracle.rounded(inputs, precision)
 
 
-def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
+def advanced(lo, inputs, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
     found: Output = lo.advance(
         inputs, span, operators.get(inputs.operator).oracle.gate(inputs, span)
@@ -51,13 +51,13 @@ def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     return found
 
 
-def size(inputs: Any) -> tuple[int, int]:
+def size(inputs) -> tuple[int, int]:
     """Sequences, and the tokens of each."""
     batch, length = (inputs.q if isinstance(inputs, GDNInputs) else inputs.x).shape[:2]
     return batch, length
 
 
-def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
+def rounded(inputs, precision: Precision, *, block: int = 10**6) -> Output:
     outs = []
     states = []
     sequences, length = size(inputs)
@@ -72,7 +72,7 @@ def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
     return torch.stack(outs), torch.stack(states)
 
 
-def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
+def errors(inputs, precision: Precision) -> tuple[float, float]:
     """RMS ratio of out and of final_states against the oracle."""
     chunked = gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked
     exact = chunked(inputs)
@@ -86,7 +86,7 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"]
 )
-def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch):
+def test_in_fp32_it_is_ssd(variant, monkeypatch):
     monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
         "plain": {},
@@ -102,7 +102,7 @@ def test_in_fp32_it_is_ssd(variant: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     "variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"]
 )
-def test_in_fp32_it_is_gdn(variant: str):
+def test_in_fp32_it_is_gdn(variant):
     changes = {
         "plain": {},
         "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
@@ -137,7 +137,7 @@ def test_every_sequence_begins_with_its_own_state(make: Make):
 
 
 @pytest.mark.parametrize("length", [0, 150])
-def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int):
+def test_heads_side_by_side_are_computed_as_alone(make: Make, length):
     states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
     inputs = make(seqlen=150, batch=2, **states)
     span = Span(sequence=1, batch=1, start=0, stop=length)
@@ -161,13 +161,13 @@ def test_an_empty_sequence_keeps_its_state():
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_the_states_are_numbers_of_their_dtype(make: Make, dtype: torch.dtype):
+def test_the_states_are_numbers_of_their_dtype(make: Make, dtype):
     states = rounded(make(dtype=FP32), Precision(state_dtype=dtype))[1]
     assert torch.equal(states.to(dtype).float(), states)
 
 
 @pytest.mark.parametrize(("dtype", "unit_roundoff"), [(FP16, 2**-11), (BF16, 2**-8)], ids=str)
-def test_the_error_is_that_of_a_few_roundings(make: Make, dtype: torch.dtype, unit_roundoff: float):
+def test_the_error_is_that_of_a_few_roundings(make: Make, dtype, unit_roundoff):
     exact_out, exact_states = errors(make(dtype=dtype), Precision())
     relaxed_out, relaxed_states = errors(make(dtype=dtype), Precision(intermediates="relaxed"))
     # one rounding: uniform within half a spacing, rms between 0.29 and 0.58 of the unit roundoff

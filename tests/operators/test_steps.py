@@ -27,14 +27,14 @@ Given = dict[str, Any]  # arguments by name
 RECURRENCES = {"gdn": gdn_recurrence, "kda": kda_recurrence, "ssd": ssd_recurrence}
 
 
-def takes(names: str, compute: Callable[[Given], Any], **known: Any) -> Callable[..., Any]:
+def takes(names: str, compute: Callable[[Given], Any], **known) -> Callable[..., Any]:
     """names: of the positional arguments."""
     return lambda *values, **options: compute(
         known | dict(zip(names.split(), values, strict=True)) | options
     )
 
 
-def stepped(pack: Any, pool: Any, reads: Any, writes: Sequence[Any], bounds: Any, none: int) -> Any:
+def stepped(pack, pool, reads, writes: Sequence[Any], bounds, none: int):
     """out, zeros where nothing is read.  pool: of GDN V-first.
 
     reads, writes: the slot that each sequence begins with, and those of the states after its
@@ -57,7 +57,7 @@ def stepped(pack: Any, pool: Any, reads: Any, writes: Sequence[Any], bounds: Any
     return out
 
 
-def answered(given: Given, pack: Any, pool: Any, none: int) -> Any:
+def answered(given: Given, pack, pool, none: int):
     """By a table of slots, in place, or with all states in a buffer."""
     count = len(given["cu_seqlens"]) - 1
     slots = given["slots"]
@@ -76,7 +76,7 @@ def answered(given: Given, pack: Any, pool: Any, none: int) -> Any:
     return out
 
 
-def delta_rule(given: Given) -> Any:
+def delta_rule(given: Given):
     """GDN or KDA, from gates before their activations."""
     given = dict(given)
     pool = given["initial_state"]
@@ -110,7 +110,7 @@ def delta_rule(given: Given) -> Any:
     return (out, pool) if none == 0 else out
 
 
-def mamba(given: Given) -> Any:
+def mamba(given: Given):
     given = dict(given)
     x = given["x"]
     pool = given["pool"]
@@ -165,7 +165,7 @@ MODULES: dict[str, Given] = {
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def libraries(monkeypatch):
     for name, members in MODULES.items():
         module = ModuleType(name)
         vars(module).update(members)
@@ -184,7 +184,7 @@ def named(operator: str, name: str) -> Implementation:
 
 @pytest.mark.parametrize("tokens", [1, 3, "every"])
 @pytest.mark.parametrize(("operator", "name"), NAMES)
-def test_a_step_is_the_recurrence(operator: str, name: str, tokens: Any):
+def test_a_step_is_the_recurrence(operator, name, tokens):
     """Twice: a call leaves its inputs as they were."""
     inputs = step(operator, seqlen=1 if tokens == 1 else 3, state_every=int(tokens == "every"))
     implementation = named(operator, name)
@@ -210,7 +210,7 @@ TABLES = {"a shared prefix", "drafted tokens", "indices of any form"}
 
 
 @pytest.mark.parametrize(("operator", "name"), NAMES)
-def test_laws_of_a_pool(operator: str, name: str):
+def test_laws_of_a_pool(operator, name):
     """Those that apply hold."""
     found = pools.try_laws(named(operator, name), step(operator), Precision(), quick=True)
     results = {probe.name.partition(": ")[2]: probe for probe in found}
@@ -227,6 +227,5 @@ def test_a_pool_without_a_slot_for_padding_is_refused():
     pool = torch.zeros(2, 2, 16, 16).mT
     inputs = replace(step("gdn"), initial_state=pool, state_indices=torch.arange(2))
     run = named("gdn", "vllm_step").in_place
-    assert run is not None
     with pytest.raises(UnsupportedError, match="slot 0 is padding"):
         run(inputs, Precision())

@@ -27,7 +27,7 @@ LAYERS = (layer(0, "toy"), layer(3, "toy"))
 
 
 @pytest.fixture(autouse=True)
-def registered(registries_of_its_own: None, in_empty_folder: None) -> None:
+def registered(registries_of_its_own: None, in_empty_folder: None):
     operators.register(toy.OPERATOR)
     toy.register_implementations()
 
@@ -74,7 +74,7 @@ def test_from_stored_captures_to_reports(captures: Path):
     assert "2 heads x 8" in ssdprof("export run")
 
 
-def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch):
     def wrong(inputs: toy.ToyInputs, precision: Precision) -> toy.Output:
         out, state = toy.running_sum(inputs, precision)
         out[1, 20, 1, 3] += 1
@@ -90,7 +90,7 @@ def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pyte
     assert not states.reason
 
 
-def test_it_is_benched(monkeypatch: pytest.MonkeyPatch):
+def test_it_is_benched(monkeypatch):
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
 
         def noted(
@@ -125,9 +125,7 @@ def test_the_comparator_knows_it_by_its_inputs():
         assert_passes((output[0], output[1] * 1.01), generated(), Precision())
 
 
-def test_what_is_not_there_yet_is_refused_in_a_sentence(
-    captures: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypatch):
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
     assert "There is no implementation 'unfused' of toy" in ending(2, f"run {captures}").err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):

@@ -62,7 +62,7 @@ def running_sum(inputs: ToyInputs, precision: Precision) -> Output:
     return out, state
 
 
-def register_implementations() -> None:
+def register_implementations():
     for name in ("unfused", "fused"):
         plan = Plan(variant="torch", launches=0, reason="a loop")
         register(
@@ -122,7 +122,7 @@ ORACLE = OracleSpec(
 # --- a mixer would call `toy_scan(x, a)`
 
 
-def bind(_mixer: object, x: Tensor, a: Tensor, **_dropped: object) -> BoundCall:
+def bind(_mixer, x: Tensor, a: Tensor, **_dropped) -> BoundCall:
     return ToyInputs(x=x, a=a), True, ""
 
 

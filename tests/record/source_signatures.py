@@ -38,7 +38,7 @@ def parameters(folder: Path, module: str, function: str) -> list[str] | None:
     return [each.arg for each in several] + ["**"] * (arguments.kwarg is not None)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]):
     recorded = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     for argument in arguments:
         library, version, folder = argument.split("=", 2)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def server(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.setenv("HF_TOKEN", "hf_secretsecretsecret")
@@ -50,9 +49,7 @@ def notes_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"^ssdprof: (.*)$", ran.stderr, re.MULTILINE)
 
 
-def test_a_recorded_server_runs_as_without(
-    server: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
     """Its input, output, bits and exit code; the calls of all of its processes are a capture."""
     ran = record("", sys.executable, str(server), "no", "fork", "spawn", text="from stdin")
     assert ran.returncode == 7, ran.stderr
@@ -71,9 +68,10 @@ def test_a_recorded_server_runs_as_without(
     layers = [(layer.index, layer.name) for layer in manifest.checkpoint.layers]
     assert layers == [(index, f"model.layers.{index}.linear_attn") for index in (2, 9, 10)]
     assert len(manifest.layers) == 3 * (1 + 12 + 12 + 2)
+    assert {entry.call and entry.call.rank for entry in manifest.layers} == {0, 1, 2, 3}
     captured = read_layer(folder, manifest.layers[-1])
+    assert str(captured.call) == "in 2 packed sequences, pass 27 of 27, rank 3"
     assert captured.inputs.sequences == 2
-    assert captured.served is not None
     assert captured.served[1].any()  # the server has overwritten them
     assert manifest.checkpoint.model_type == "recorded by flash-linear-attention 0.6.0"
     for file in (folder, *folder.rglob("*")):
@@ -98,7 +96,7 @@ def test_a_recorded_server_runs_as_without(
         ),
     ],
 )
-def test_a_layer_that_goes_wrong_is_named(server: Path, when: str, fault: str, line: str):
+def test_a_layer_that_goes_wrong_is_named(server: Path, when, fault, line):
     ran = record(f"--when {when} --keep 2", sys.executable, str(server), fault, "fork")
     assert notes_of(ran) == [line]
     assert len(read_manifest(Path("out")).layers) == 3
@@ -111,13 +109,13 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @pytest.fixture
-def chunked(server: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Function]]:
+def chunked(server: Path, monkeypatch) -> Iterator[Callable[..., Function]]:
     """Gives the library's function, recorded with other settings than those of the command."""
     monkeypatch.syspath_prepend(server.parent)
     finders = list(sys.meta_path)
     (server.parent / "calls").mkdir()
 
-    def installed(**changes: object) -> Function:
+    def installed(**changes) -> Function:
         settings = {
             "folder": str(server.parent / "calls"),
             "operators": ("gdn",),
@@ -155,7 +153,6 @@ def arguments(tokens: int = 6) -> dict[str, torch.Tensor]:
 def stored() -> int:
     """The number of calls that were stored, after the thread has ended."""
     process = recorder.Recorder.of_process()
-    assert process
     process.flush()
     files = list(Path("calls").glob("*.safetensors"))
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
@@ -174,22 +171,43 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
     given = arguments()
     expected = original(**given, output_final_state=True)
     assert all(map(torch.equal, wrapped(**given, output_final_state=True), expected))
-    values = given["v"].clone()
-    wrapped(**given, output_final_state=True, fault="overwrites")
-    assert stored() == 2
-    recording = open_recording(Path("calls"), "safetensors")
-    call, overwriting = recording.layers()  # a batch of two, as a pack
-    assert torch.equal(overwriting.inputs.values[0], values.flatten(0, 1))
+    assert stored() == 1
+    (call,) = open_recording(Path("calls"), "safetensors").layers()  # a batch of two, as a pack
     assert call.inputs.sequences == 2
     assert call.inputs.cu_seqlens is not None
     assert call.served
     assert torch.equal(call.served[0][0, 6:], expected[0][1])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
+    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch, device: str
+):
+    """The function overwrites v, the server all else in its next statement."""
+    function, blocked = chunked(), threading.Event()
+    get = recorder._Queue.get
+    monkeypatch.setattr(recorder._Queue, "get", lambda queue: blocked.wait() and get(queue))
+    buffers = {name: tensor.to(device) for name, tensor in arguments(4).items()} | {
+        "initial_state": torch.randn(2, 2, 16, 16, device=device)
+    }
+    before = {name: tensor.cpu().clone() for name, tensor in buffers.items()}
+    returned = function(**buffers, output_final_state=True, fault="overwrites")
+    out, states = (tensor.cpu().clone() for tensor in returned)
+    for tensor in (*buffers.values(), *returned):
+        tensor.zero_()
+    blocked.set()
+    assert stored() == 1
+    (call,) = open_recording(Path("calls"), "safetensors").layers()
+    for name, tensor in before.items():
+        recorded = call.inputs.tensors[name]
+        assert torch.equal(recorded.reshape(tensor.shape), tensor), name
+    assert call.served
+    assert torch.equal(call.served[0][0], out.flatten(0, 1))
+    assert torch.equal(call.served[1], states)
+
+
 def test_calls_that_cannot_be_recorded_are_left_alone(
-    chunked: Callable[..., Function],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    chunked: Callable[..., Function], capfd, monkeypatch
 ):
     """With gradients, while a compiler traces, inside a CUDA graph, and of other shapes."""
     function, given = chunked(), arguments()
@@ -218,15 +236,13 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
-    chunked: Callable[..., Function],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    chunked: Callable[..., Function], capfd, monkeypatch
 ):
     function, blocked = chunked(), threading.Event()
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
     keep = keeper.Keeper.keep
 
-    def wait(*arguments: Any, **options: Any) -> None:
+    def wait(*arguments, **options):
         blocked.wait()
         keep(*arguments, **options)
 
@@ -248,17 +264,14 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
 
 @pytest.mark.parametrize("stops", [True, False])
 def test_gates_are_activated_for_calls_that_are_stored(
-    chunked: Callable[..., Function],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    stops: bool,
+    chunked: Callable[..., Function], capfd, monkeypatch, stops
 ):
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
     """
     activate, threads = delta_rule._activated, []
 
-    def activated(*arguments: Any, **options: Any) -> Any:
+    def activated(*arguments, **options):
         threads.append(threading.current_thread().name)
         return activate(*arguments, **options)
 
@@ -272,9 +285,7 @@ def test_gates_are_activated_for_calls_that_are_stored(
     assert ended is stops
 
 
-def test_a_transposed_state_is_outside_the_budget(
-    chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
-):
+def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Function], capfd):
     function = chunked(when="wrong")
     function(**arguments(), output_final_state=True, fault="transposed")
     assert stored() == 1
@@ -284,7 +295,7 @@ def test_a_transposed_state_is_outside_the_budget(
 
 
 def test_a_function_that_has_changed_is_named(
-    server: Path, chunked: Callable[..., Function], capfd: pytest.CaptureFixture[str]
+    server: Path, chunked: Callable[..., Function], capfd
 ):
     library = server.parent / "fla" / "ops" / "gated_delta_rule" / "chunk.py"
     library.write_text(library.read_text().replace("cu_seqlens", "offsets"))
@@ -298,7 +309,6 @@ def test_calls_without_a_layer_are_those_of_their_operator(chunked: Callable[...
     """Of each, the first that is not finite is stored."""
     chunked(when="nonfinite")
     process = recorder.Recorder.of_process()
-    assert process
     given = arguments()
     for kind in (GDNInputs, KDAInputs):
         place = next(place for place in PLACES if place.operator == kind.operator)
@@ -330,7 +340,6 @@ def test_rows_of_padding_are_not_stored():
         final_states=states,
         slots=slots,
     ).packed()
-    assert call.slots is not None
     assert call.final_states is not None
     assert inputs.initial is not None
     assert call.slots.tolist() == [3, 0]
@@ -359,12 +368,11 @@ SLEEP = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
     ("number", "ends"), [(signal.SIGTERM, -15), (signal.SIGINT, -2), (signal.SIGKILL, -9)]
 )
 def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
-    server: Path, number: signal.Signals, ends: int
+    server: Path, number: signal.Signals, ends
 ):
     """SIGKILL goes to the program: nothing can pass it on."""
     words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", "--", sys.executable, "-c"]
     with subprocess.Popen([*words, SLEEP], stdout=subprocess.PIPE, text=True) as command:
-        assert command.stdout
         program = int(command.stdout.readline())
         os.kill(program if number == signal.SIGKILL else command.pid, number)
         assert command.wait(300) == ends

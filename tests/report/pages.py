@@ -12,7 +12,7 @@ class Page(HTMLParser):
     another order.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str):
         super().__init__()
         self.ids: list[str] = []
         self.anchors: list[str] = []
@@ -32,23 +32,23 @@ class Page(HTMLParser):
         self.asked += re.findall(r"@import[^;]*", text)
         self.anchors += re.findall(r"url\(#([^)]*)\)", text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self._attributes(tag, attrs)
         if tag not in _VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]):
         self._attributes(tag, attrs)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag: str):
         if not self._open or self._open.pop() != tag:
             self.unclosed.append(tag)
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data: str):
         if self._open and self._open[-1] not in ("script", "style"):
             self.text.append(data)
 
-    def _attributes(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def _attributes(self, tag: str, attrs: list[tuple[str, str | None]]):
         self.tags.append(tag)
         for name, value in attrs:
             if name == "id":

@@ -1,14 +1,13 @@
 """Helpers for tests of reports: what a renderer printed, and cells of tables."""
 
 import io
-from typing import Any
 
 from rich.console import Console, RenderableType
 
 from ssdprof.report.table import Table
 
 
-def printed(renderable: RenderableType, width: int = 100, **options: Any) -> str:
+def printed(renderable: RenderableType, width: int = 100, **options) -> str:
     file = io.StringIO()
     Console(file=file, width=width, highlight=False, **options).print(renderable)
     return file.getvalue()

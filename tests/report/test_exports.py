@@ -81,7 +81,7 @@ def test_each_call_of_a_layer_has_a_name_of_its_own():
         ("refused", junitparser.Error),
     ],
 )
-def test_junit_of_a_case_that_did_not_pass(word: str, kind: type):
+def test_junit_of_a_case_that_did_not_pass(word, kind):
     found = parsed(ending(word, "head 5 is <over> its \x1b[1mbudget & more"))
     assert (found[FUSED].classname, len(found)) == ("ssdprof.fused", 8 + 1)
     (answer,) = found[FUSED].result
@@ -150,9 +150,7 @@ def test_csv_of_failures_and_of_nothing():
 
 
 @pytest.mark.parametrize("name", ["run-gdn", "bench-ssd", "prefill", "answers"])
-def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(
-    name: str, tmp_path: Path
-):
+def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(name, tmp_path):
     stored = reports.load(Path(__file__).parents[1] / "goldens" / "reports" / f"{name}.json")[1]
     file = tmp_path / "baseline.json"
     file.write_text(exports.baseline(stored))

@@ -53,7 +53,7 @@ def tables(text: str) -> list[list[list[str]]]:
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str):
+def test_every_table_parses_with_equal_rows_and_folds_are_closed(name):
     text = render(REPORTS[name])
     found = tables(text)
     # each delimiter row became a table

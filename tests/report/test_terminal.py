@@ -4,7 +4,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import cases
 import pytest
@@ -22,7 +21,6 @@ from cases import (
 from report.shown import printed, row
 from report.test_contents import TWO, packed, result, steps
 
-from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_gate
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
@@ -41,7 +39,7 @@ WRONG = result("inaccurate")
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int):
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width):
     found = report(seqlens=(131_072, 1024), change=result("inaccurate", layers=(9,)), **HOT)
     text = printed(terminal.render(compose(found)), width)
     assert max(map(len, text.splitlines())) <= width
@@ -65,7 +63,7 @@ def test_the_verdict_is_first_and_last():
     assert lines[-1].startswith("In short: ")
 
 
-def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch):
+def test_colour_only_where_it_is_wanted(monkeypatch):
     rendered = terminal.render(compose(report()))
     assert "\x1b[" in printed(rendered, force_terminal=True, color_system="standard")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -95,7 +93,7 @@ def rendered(rows: tuple[tuple[str, ...], ...], width: int, keys: int = 1) -> li
     ],
 )
 def test_a_table_that_does_not_fit_is_split_behind_its_keys(
-    widths: tuple[int, ...], width: int, parts: list[tuple[int, ...]]
+    widths, width, parts: list[tuple[int, ...]]
 ):
     rows = (tuple(str(number) * width for number, width in enumerate(widths)),)
     lines = [line for line in rendered(rows, width) if line[0] == "0" * widths[0]]
@@ -134,7 +132,7 @@ def test_a_part_has_no_empty_rows_and_no_empty_columns():
     ],
     ids=["one length", "three lengths", "cpu", "failures"],
 )
-def test_it_fits_the_screen(found: Report, width: int):
+def test_it_fits_the_screen(found: Report, width):
     lines = printed(brief.render(found), width).splitlines()
     assert len(lines) <= 44
     assert max(map(len, lines)) <= width
@@ -209,7 +207,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
     ],
     ids=["chunks", "packed", "steps"],
 )
-def test_what_a_server_sees_is_named(found: Report, words: str):
+def test_what_a_server_sees_is_named(found: Report, words):
     """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's
     length.
     """
@@ -323,14 +321,8 @@ def test_each_run_has_its_verdict():
 
 
 def test_the_history_has_a_line_for_each_commit():
-    def run(number: int, commit: str, factor: float, **fields: Any) -> tuple[Path, Report]:
-        def change(case: Case) -> Case:
-            times = (
-                one.changed(us=[[us * factor for us in turn] for turn in one.us])
-                for one in case.samples
-            )
-            return case.changed(samples=tuple(times)) if case.implementation == "fused" else case
-
+    def run(number: int, commit: str, factor: float, **fields) -> tuple[Path, Report]:
+        change = cases.slowed(factor, lambda case: case.implementation == "fused")
         found = report(change=change, **fields).changed(id=str(number), commit=commit)
         return Path(str(number)), found
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -64,7 +63,7 @@ def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def main() -> None:
+def main():
     triton.runtime.driver.set_active(_AbsentGpu(90))
     profiled.install()
     rename = profiled.name_call_sites
@@ -76,7 +75,7 @@ def main() -> None:
         made.append(ptx)
         return rename(ptx)
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def compile_only(self, *args, grid, warmup: bool, **kwargs):
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         plain = assembled(made[-1])
         found[self.__name__] = {

@@ -43,7 +43,7 @@ POINTS = (
 )
 
 
-def kernel(**changes: object) -> RawKernel:
+def kernel(**changes) -> RawKernel:
     points = changes.get("points", POINTS)
     totals = {}
     for point in points:  # type: ignore[attr-defined]

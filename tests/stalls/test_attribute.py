@@ -150,7 +150,7 @@ def test_without_line_information_instructions_stand_for_lines():
         ("STAGES =", LineStage("", UNKNOWN)),
     ],
 )
-def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage):
+def test_a_line_has_the_stage_that_the_source_says(text, place: LineStage):
     assert parse(SOURCE).stage_of(line_of(text)) == place
     moved = parse("# a line more\n" * 7 + SOURCE)
     assert moved.stage_of(line_of(text) + 7) == place
@@ -184,7 +184,7 @@ def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage):
         ),
     ],
 )
-def test_lines_that_no_table_knows(source: str, line: int, place: LineStage):
+def test_lines_that_no_table_knows(source, line, place: LineStage):
     assert parse(source).stage_of(line) == place
     assert not parse(source.replace("STAGES", "X")).labelled or "jit" not in source
 
@@ -300,7 +300,7 @@ def theirs(text: str = TEXT) -> RawKernel:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(monkeypatch):
     monkeypatch.setattr(
         Stages,
         "together",
@@ -336,7 +336,7 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
 
 
 @pytest.mark.parametrize("operator", TABLES)
-def test_tables_name_stages_that_exist(operator: str):
+def test_tables_name_stages_that_exist(operator):
     known = TABLES[operator]
     for sha256, source in known.sources.items():
         assert len(sha256) == 64
@@ -383,7 +383,7 @@ SOURCES = SourceFiles({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": 
         (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),
     ],
 )
-def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str):
+def test_the_innermost_line_that_has_a_stage_is_named(loc, named):
     before = PTX + "  " + loc
     after = profiled.name_call_sites(PTX + f"  {loc}", SOURCES)
     assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]
@@ -397,9 +397,7 @@ def test_nothing_but_a_loc_is_touched():
     assert profiled.name_call_sites(text, SOURCES) == text
 
 
-def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(
-    tmp_path: Path,
-):
+def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(tmp_path):
     files = (
         '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
     )
@@ -414,7 +412,7 @@ def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_ar
     assert ".loc 1 7 12 //" in profiled.name_call_sites(ptx)
 
 
-def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch: pytest.MonkeyPatch):
+def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch):
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     profiled.install()
     hook = triton.knobs.runtime.add_stages_inspection_hook

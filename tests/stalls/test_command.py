@@ -29,7 +29,7 @@ from ssdprof.store.reports import HEADER, dump
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def elsewhere(tmp_path, monkeypatch) -> Path:
     """A report that was recorded elsewhere."""
     monkeypatch.setattr(
         "ssdprof.commands.kernels.read",
@@ -51,7 +51,7 @@ def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere
 
 
 @pytest.fixture
-def captured(tmp_path: Path) -> Path:
+def captured(tmp_path) -> Path:
     return store_layers(tmp_path / "captures", SSDCase(seqlen=64, dtype=torch.bfloat16))
 
 
@@ -68,15 +68,15 @@ def pretended(name: str, *kernels: str) -> Launched:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def gpu(monkeypatch) -> list[tuple[str, int]]:
     """A machine with a GPU that launches nothing; returns the jobs that it received."""
     jobs = []
 
-    def launch(job: ncu.Job, **_: object) -> Launched:
+    def launch(job: ncu.Job, **_) -> Launched:
         jobs.append((job.implementation, job.layer))
         return pretended(job.implementation, f"_{job.implementation}")
 
-    def profile(job: ncu.Job, launched: Launched, _program: str, file: Path, **_: object) -> float:
+    def profile(job: ncu.Job, launched: Launched, _program: str, file: Path, **_) -> float:
         assert launched.implementation == job.implementation
         file.write_text(job.implementation)
         return 1.0
@@ -93,14 +93,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+def launches(gpu: list[tuple[str, int]], monkeypatch) -> Callable[[Any], None]:
     """Sets what the launch of every implementation but `fused` gives: an error, or an
     implementation's launches.
     """
     usual = ncu.launch
 
-    def put(outcome: Launched | Exception) -> None:
-        def launch(job: ncu.Job, **options: Any) -> Launched:
+    def put(outcome: Launched | Exception):
+        def launch(job: ncu.Job, **options) -> Launched:
             if isinstance(outcome, Exception) and job.implementation != "fused":
                 raise outcome
             return outcome if isinstance(outcome, Launched) else usual(job, **options)
@@ -111,14 +111,13 @@ def launches(gpu: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 def test_stored_captures_are_profiled_and_everything_is_kept(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], tmp_path
 ):
     out = tmp_path / "out"
     answer = passing(f"stalls {captured} --out {out} --json")
     assert gpu == [("unfused", 5), ("fused", 5)]  # the middle layer
     report = StallReport.model_validate_json(answer.out)
     assert [kernel.implementation for kernel in report.kernels] == ["unfused", "fused"]
-    assert report.dims is not None
     assert (report.dims.dtype, report.ncu, report.command[0]) == ("bf16", "2025.3.1.0", "ssdprof")
     kept = out / "stalls"
     assert {"unfused.ncu-rep", "fused.ncu-rep", "stalls.json", "stalls.md"} <= {
@@ -132,7 +131,7 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
 
 
 def test_layers_libraries_and_own_kernels_are_profiled_by_name(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], tmp_path
 ):
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
     answer = passing(f"stalls {captured} --out {tmp_path}/o --layer 7 --impl {words} --json")
@@ -149,7 +148,7 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
 
 
 def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
-    captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path
 ):
     launches(
         SsdprofError(
@@ -191,13 +190,7 @@ def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
     ],
 )
 def test_an_implementation_that_cannot_be_profiled_is_named(
-    captured: Path,
-    launches: Callable[[Any], None],
-    tmp_path: Path,
-    name: str,
-    outcome: Any,
-    told: str,
-    code: int,
+    captured: Path, launches: Callable[[Any], None], tmp_path, name, outcome, told, code
 ):
     launches(outcome)
     answer = ending(code, f"stalls {captured} --out {tmp_path}/o --impl {name}")
@@ -208,7 +201,7 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
 
 
 def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_there_is_named(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
+    captured: Path, gpu: list[tuple[str, int]], tmp_path
 ):
     command = f"stalls {captured} --out {tmp_path}/o --impl fused"
     assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, f"{command} --layer 4").err
@@ -221,9 +214,9 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
 
 
 def test_where_ncu_cannot_work_triton_is_asked(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    captured: Path, gpu: list[tuple[str, int]], tmp_path, monkeypatch
 ):
-    def none() -> None:
+    def none():
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)
@@ -236,12 +229,12 @@ def test_where_ncu_cannot_work_triton_is_asked(
 # --- stalls of a run
 
 
-def keep(folder: Path, report: Report) -> None:
+def keep(folder: Path, report: Report):
     folder.mkdir(parents=True)
     (folder / HEADER).write_text(dump(report))
 
 
-def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path):
+def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path):
     report = analyse([synthetic.report(synthetic.kernel())])
     file = tmp_path / "stalls.json"
     file.write_text(stall_files.dump(report))
@@ -257,9 +250,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Pat
             stall_files.load(file)
 
 
-def test_a_run_profiles_its_middle_layer(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
-):
+def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path):
     layers = tuple(map(layer, LAYERS))
     run = run_report(command=("ssdprof", "run", str(captured)))
     keep(tmp_path / "run", run.changed(processes=(run.first.changed(captured=layers),)))
@@ -279,14 +270,14 @@ def test_a_run_profiles_its_middle_layer(
     ],
 )
 def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
+    tmp_path, monkeypatch, changed, words
 ):
     monkeypatch.chdir(tmp_path)
     keep(tmp_path / "runs" / "a", run_report(**changed))
     assert words in ending(ExitCode.BAD_INPUT, "stalls a").err
 
 
-def test_a_layer_of_a_run_is_captured_again(tmp_path: Path):
+def test_a_layer_of_a_run_is_captured_again(tmp_path):
     """The middle one at the longest prompt, unless others are asked for."""
     run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
     run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))
@@ -295,7 +286,7 @@ def test_a_layer_of_a_run_is_captured_again(tmp_path: Path):
     os.utime(file, (0, 0))
     command = RunOptions(model="demo", prompt_file=file, chunk=256, decode=2)
 
-    def again(**asked: Any) -> ModelOptions:
+    def again(**asked) -> ModelOptions:
         request = stalls_job._of_run(run, StallsOptions(**asked))
         return stalls_job._captured_again(command, run, request)
 

@@ -72,7 +72,7 @@ def truth(
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+def compiled(tmp_path_factory) -> dict[str, Compiled]:
     path = os.pathsep.join([str(TESTS / "kernels"), str(TESTS.parent)])
     cache = str(tmp_path_factory.mktemp("cache"))
     environ = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
@@ -103,7 +103,7 @@ def test_every_kernel_was_compiled(compiled: dict[str, Compiled]):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Compiled], name: str):
+def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Compiled], name):
     found = compiled[name]
     lost = {
         line for line, place in zip(found.lines, found.plain, strict=True) if place.stage == UNKNOWN
@@ -112,14 +112,14 @@ def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Com
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled], name: str):
+def test_naming_call_sites_changes_no_instruction(compiled: dict[str, Compiled], name):
     plain, called = compiled[name].instructions
     assert plain == called
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_instruction_is_filed_under_a_line_of_its_own_stage(
-    compiled: dict[str, Compiled], name: str
+    compiled: dict[str, Compiled], name
 ):
     found = compiled[name]
     known = [
@@ -156,6 +156,6 @@ def test_every_instruction_is_filed_under_a_line_of_its_own_stage(
     ],
 )
 def test_every_stage_that_a_kernel_names_is_compiled_somewhere(
-    compiled: dict[str, Compiled], name: str, stages: set[str]
+    compiled: dict[str, Compiled], name, stages
 ):
     assert stages <= {place.stage for place in compiled[name].called}

@@ -48,7 +48,7 @@ def both() -> StallReport:
     return analyse([synthetic.report(*unfused, name="u.ncu-rep"), fused])
 
 
-def of(**changes: object) -> StallReport:
+def of(**changes) -> StallReport:
     return analyse([synthetic.report(synthetic.kernel(**changes))])
 
 

@@ -69,7 +69,7 @@ def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_wil
 
 
 @pytest.mark.parametrize(("pipe_pct", "peak"), [(40.0, 1000.0), (20.0, 2000.0)])
-def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, peak: float):
+def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct, peak):
     name = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
     metrics = {
         name: 4e9,
@@ -146,9 +146,7 @@ UNKNOWN_LINES = {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}
         (UNKNOWN_LINES, "every line has a stage", "200 samples on lines of unknown stage"),
     ],
 )
-def test_a_check_fails_where_something_is_missing(
-    changes: dict[str, object], check: str, detail: str
-):
+def test_a_check_fails_where_something_is_missing(changes, check, detail):
     assert stalls_of(synthetic.kernel(**changes)).checks[check] == ("failed", detail)
 
 
@@ -160,7 +158,7 @@ def test_a_check_fails_where_something_is_missing(
         (("_kernel",), 3, "1 launches instead of 3"),
     ],
 )
-def test_launches_that_nobody_asked_for_are_found(wanted: tuple[str, ...], count: int, detail: str):
+def test_launches_that_nobody_asked_for_are_found(wanted, count, detail):
     report = analyse([synthetic.report(synthetic.kernel())], launched(*wanted, launch_count=count))
     assert [words for status, words in report.checks.values() if status == "failed"] == [detail]
 
@@ -190,7 +188,7 @@ DRAM_FULL, L2_FULL = (
     ],
 )
 def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
-    metric: dict[str, float], evidence: str, advice: str
+    metric: dict[str, float], evidence, advice
 ):
     found = with_metrics(**metric)
     text = hint(found, "loads")

@@ -150,7 +150,7 @@ def test_no_secret_reaches_the_child():
         ),
     ],
 )
-def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: str):
+def test_every_error_of_ncu_has_its_sentence(output, message, hint):
     error = ncu.explain(output, 1)
     assert message in error.message
     assert hint in error.hint
@@ -158,7 +158,7 @@ def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: st
     assert "\n" not in error.message
 
 
-def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_find_asks_the_program_for_its_version(tmp_path, monkeypatch):
     program = tmp_path / "ncu"
     monkeypatch.setattr(ncu, "find_ncu", lambda: str(program) if program.is_file() else None)
     with pytest.raises(MissingCapabilityError, match="ncu is not installed") as raised:
@@ -182,7 +182,7 @@ def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pyte
     assert ncu.find() == (str(program), "2025.3.1.0")
 
 
-def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path):
+def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path):
     """A child would keep the pipe open that it writes to."""
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -202,9 +202,7 @@ def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output():
     assert ncu.run(["sh", "-c", "echo fine"], timeout_s=30, environ=os.environ) == "fine\n"
 
 
-def test_kernels_are_compiled_into_a_folder_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path, monkeypatch):
     """A kernel that was compiled elsewhere may lack line information."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/.triton")
     monkeypatch.setattr(
@@ -237,12 +235,7 @@ def test_kernels_are_compiled_into_a_folder_of_their_own(
     ],
 )
 def test_a_target_that_writes_no_launches_is_explained(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    written: object,
-    code: int,
-    error: ExitCode,
-    told: str,
+    tmp_path, monkeypatch, written, code, error: ExitCode, told
 ):
     """By what it wrote, else by its last words."""
 
@@ -260,7 +253,7 @@ def test_a_target_that_writes_no_launches_is_explained(
 
 
 @pytest.mark.usefixtures("users_folder")
-def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path):
+def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path):
     (tmp_path / "statistics.py").write_text("raise SystemExit('a script of the user')")
     with pytest.raises(SsdprofError, match="manifest"):
         ncu.launch(job(tmp_path))
@@ -270,7 +263,7 @@ def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path):
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch) -> list[str]:
     """The calls, in order."""
     seen = []
     monkeypatch.setattr(profiled, "resolve", lambda *_: counting(seen))
@@ -286,7 +279,7 @@ def counting(seen: list[str]) -> Implementation:
     """The fused implementation, which says when it runs."""
     real = kernels.get("ssd", "fused")
 
-    def run(inputs: object, precision: object) -> object:
+    def run(inputs, precision) -> object:
         seen.append("run")
         return real.run(inputs, precision)
 
@@ -294,7 +287,7 @@ def counting(seen: list[str]) -> Implementation:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return store_layers(tmp_path / "captures", SSDCase(seqlen=32, dtype=torch.bfloat16))
 
 
@@ -304,7 +297,7 @@ def words_for(folder: Path, layer: int, out: Path) -> list[str]:
 
 
 def test_one_call_is_profiled_and_those_before_it_are_not(
-    folder: Path, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, calls: list[str], tmp_path, monkeypatch
 ):
     monkeypatch.setattr("sys.argv", words_for(folder, 5, tmp_path / "launched.json"))
     profiled.main()
@@ -317,9 +310,7 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
 
 
 @pytest.mark.usefixtures("calls")
-def test_a_layer_that_is_not_there_ends_the_process(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layer_that_is_not_there_ends_the_process(folder: Path, tmp_path, monkeypatch):
     inputs = profiled.load(folder, 7, 32, "cpu")
     assert torch.equal(inputs.values, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
     with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
@@ -347,7 +338,7 @@ def test_a_layer_that_is_not_there_ends_the_process(
         (MissingCapabilityError("There is no such thing here.", "Get one."), "no such thing", 3),
     ],
 )
-def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int):
+def test_whose_fault_it_is_decides_the_exit_code(error, message, code):
     refusal = profiled.refusal_of(error)
     assert message in refusal["message"]
     assert refusal["message"].endswith(".")
@@ -355,7 +346,7 @@ def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str,
     assert refusal["exit_code"] == code
 
 
-def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path):
+def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path):
     prompt, step = (
         SSDCase(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs()
         for states in (False, True)

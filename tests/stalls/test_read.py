@@ -44,20 +44,20 @@ METRICS = {
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def package(tmp_path, monkeypatch) -> Callable[[str], None]:
     """Replaces ncu_report by a module, for child processes."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
 
-    def put(source: str) -> None:
+    def put(source: str):
         (folder / "ncu_report.py").write_text(source)
 
     return put
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     path = tmp_path / "r.ncu-rep"
     path.write_bytes(WHOLE)
     return path
@@ -99,11 +99,7 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ],
 )
 def test_a_file_that_breaks_the_package_is_refused(
-    file: Path,
-    package: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-    source: str,
-    words: str,
+    file: Path, package: Callable[[str], None], monkeypatch, source, words
 ):
     package(source)
     if "sleep" in source:
@@ -115,7 +111,7 @@ def test_a_file_that_breaks_the_package_is_refused(
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
 def test_a_file_of_the_wrong_length_is_truncated(
-    file: Path, package: Callable[[str], None], content: bytes
+    file: Path, package: Callable[[str], None], content
 ):
     package(ONE_LAUNCH)
     file.write_bytes(content)
@@ -131,7 +127,7 @@ def test_a_file_of_the_wrong_length_is_truncated(
     ],
 )
 def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
-    tmp_path: Path, package: Callable[[str], None], name: str, content: bytes
+    tmp_path, package: Callable[[str], None], name, content
 ):
     package(ONE_LAUNCH)
     (tmp_path / name).write_bytes(content)

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.core.stalls import KernelStalls
+from ssdprof.core.stalls import KernelStalls, StallReport
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import stall_files
 from ssdprof.report import stalls as words
 from ssdprof.report.stalls import compose
 from ssdprof.report.stalls import kernel_groups as groups
 from ssdprof.stalls.facts import analyse
-from ssdprof.stalls.read import RawReport, read
+from ssdprof.stalls.read import read
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = Path(__file__).parent / "data"
@@ -56,7 +56,7 @@ SAMPLED = ("unfused", "fused", "fused_portable", "fused_portable_before", "small
 
 
 @pytest.fixture(scope="session")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reports")
     for file in DATA.rglob("*.xz"):
         target = folder / file.relative_to(DATA).with_suffix("")
@@ -66,18 +66,18 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def raw(file: Path) -> RawReport:
-    return read(file)
+def analysed(folder: Path, name: str) -> StallReport:
+    return analyse([read(folder / f"{name}.ncu-rep")])
 
 
 def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
-    return analyse([raw(folder / f"{name}.ncu-rep")]).kernels
+    return analysed(folder, name).kernels
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
-def test_every_self_check_holds(unpacked: Path, name: str):
-    report = analyse([raw(unpacked / f"{name}.ncu-rep")])
+def test_every_self_check_holds(unpacked: Path, name):
+    report = analysed(unpacked, name)
     checks = [
         pair
         for one in (report.checks, *(kernel.checks for kernel in report.kernels))
@@ -91,9 +91,7 @@ def test_every_self_check_holds(unpacked: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "idle"), [("fused", {"idle warps", "ahead"}), ("fused_portable", set())]
 )
-def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(
-    unpacked: Path, name: str, idle: set[str]
-):
+def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(unpacked: Path, name, idle):
     (kernel,) = kernels(unpacked, name)
     assert kernel.implementation == "fused"
     assert set(kernel.stages) >= ALGORITHM
@@ -108,16 +106,16 @@ def test_one_launch_has_every_stage_and_idle_warps_are_no_cost(
     assert set(kernel.idle) == idle
     # one of the Hopper kernel's 16 warps has no role
     assert kernel.busy_samples < total * 15 / 16 if idle else kernel.busy_samples == total
-    (group,) = groups(analyse([raw(unpacked / f"{name}.ncu-rep")]))
+    (group,) = groups(analysed(unpacked, name))
     assert sum(group.all.values()) == pytest.approx(100)
     assert not idle & set(group.stages)
 
 
 @pytest.mark.parametrize("name", ["unfused", "small/unfused"])
-def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name: str):
+def test_the_unfused_pipeline_is_five_kernels_of_one_design(unpacked: Path, name):
     found = kernels(unpacked, name)
     assert tuple(kernel.kernel for kernel in found) == UNFUSED
-    (group,) = groups(analyse([raw(unpacked / f"{name}.ncu-rep")]))
+    (group,) = groups(analysed(unpacked, name))
     assert set(group.whole) >= {
         "chunk_cumsum",
         "chunk_state",
@@ -174,10 +172,7 @@ def test_a_report_without_source_counters_says_so_and_shows_the_rest(unpacked: P
         ("no_counters", bare, {"Kernels"}, {"Stages and stall reasons", "Stall reasons"}),
     ):
         assert {status for status, _ in found.checks.values()} == {"not checked"}
-        titles = {
-            section.title
-            for section in compose(analyse([raw(unpacked / f"{name}.ncu-rep")])).sections
-        }
+        titles = {section.title for section in compose(analysed(unpacked, name)).sections}
         assert there <= titles
         assert not titles & absent
 
@@ -218,7 +213,7 @@ def test_the_followed_hints_are_given_before_and_not_after(unpacked: Path):
 # --- files that are broken
 
 
-def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path: Path):
+def test_a_truncated_or_damaged_report_is_refused(unpacked: Path, tmp_path):
     """And one that is longer than its blocks.  Damage inside a block leaves a file its stated
     length.
     """
@@ -246,7 +241,7 @@ def test_what_the_gpu_machine_wrote_is_found_here(unpacked: Path):
     files.
     """
     there = stall_files.load(DATA / "demo" / "stalls.json")
-    here = analyse([raw(unpacked / "demo" / f"{name}.ncu-rep") for name in ("unfused", "fused")])
+    here = analyse([read(unpacked / "demo" / f"{name}.ncu-rep") for name in ("unfused", "fused")])
     assert here.sources == there.sources
     words = {"hints": {}, "checks": {}}  # their wording may change
     assert [kernel.model_copy(update=words) for kernel in here.kernels] == [

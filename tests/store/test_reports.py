@@ -6,7 +6,9 @@ import errno
 import json
 import shutil
 import subprocess
+import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
+from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import (
     DOCUMENT,
     HEADER,
@@ -38,13 +41,18 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
 
 
-def header(kind: str = "run", target: str = "org/model", **fields: Any) -> dict[str, Any]:
+def header(kind: str = "run", target: str = "org/model", **fields) -> dict[str, Any]:
     known = {"kind": kind, "target": target, "command": ("ssdprof", kind), "baseline": "unfused"}
     return known | {"model": cases.checkpoint(), "environment": cases.environment()} | fields
 
 
-def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Path:
-    with opened(RUNS / name if name else None, Watcher(), **header(kind, **fields)) as writer:
+def writing(folder: str | Path | None, ranks: Ranks | None = None, **fields):
+    """The context of a report in a folder."""
+    return opened(folder and Path(folder), Watcher(), ranks, **header(**fields))
+
+
+def store(name: str | None, *made: Case, kind: str = "run", **fields) -> Path:
+    with writing(RUNS / name if name else None, kind=kind, **fields) as writer:
         for one in made or (case("unfused"), case()):
             writer.case(one)
     return writer.folder
@@ -57,9 +65,7 @@ def test_a_report_is_read_back_as_it_was_written():
     clocks = cases.clocks()
     left = LeftOut(case_key="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
-    with opened(
-        None, Watcher(), **header(requested=requested, notes=("Random weights.",))
-    ) as writer:
+    with writing(None, requested=requested, notes=("Random weights.",)) as writer:
         for remark in ("Each key head was taken once.", "", "Each key head was taken once."):
             writer.note(remark)
         writer.case(case())
@@ -95,7 +101,7 @@ def test_a_report_is_read_back_as_it_was_written():
 def test_a_case_is_two_lines_and_its_errors_are_written_once():
     verified = case()
     done = case(samples=timed(50.0, 70.0))
-    with opened(None, Watcher(), **header()) as writer:
+    with writing(None) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
         writer.case(done)
@@ -114,8 +120,9 @@ def test_a_later_line_with_other_errors_or_a_fault_counts():
     assert load(folder)[1].cases == (fault, wrong)
 
 
-def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it():
-    with opened(None, Watcher(), **header()) as writer:
+def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", count(0.0, 0.01).__next__)
+    with writing(None) as writer:
         for seconds in range(200):
             writer.update(seconds=float(seconds))
         writer.case(case(samples=(samples("device", 50.0, process=writer.process),)))
@@ -135,9 +142,7 @@ def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it():
         (3000, Serving(chunk=1000), "3,000"),
     ],
 )
-def test_a_sequence_beyond_the_trained_context_is_noted(
-    seqlen: int, serving: Serving, longest: str | None
-):
+def test_a_sequence_beyond_the_trained_context_is_noted(seqlen, serving: Serving, longest):
     model = cases.checkpoint(trained_context=2048, siblings=())
     said = draft(**header(model=model, prompts=(cases.prompt(seqlen, serving=serving),))).notes
     begins = [f"The model was trained on 2,048 tokens and ran on {longest}: "] if longest else []
@@ -157,7 +162,7 @@ def test_a_sequence_beyond_the_trained_context_is_noted(
         ("m" * 300, "m" * 80),
     ],
 )
-def test_a_folder_is_named_after_the_subject_in_harmless_letters(model: str, expected: str):
+def test_a_folder_is_named_after_the_subject_in_harmless_letters(model, expected):
     assert safe_name(model) == expected
 
 
@@ -181,7 +186,7 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind():
     assert (latest("run"), latest("bench"), latest("prefill")) == (RUNS / "a", RUNS / "bench", None)
     assert load(None)[0] == RUNS / "a"
     assert load(None, "run", "bench")[0] == RUNS / "bench"
-    with opened(RUNS / "in work", Watcher(), **header()) as writer:
+    with writing(RUNS / "in work") as writer:
         writer.case(case())
         assert load(None)[0] == RUNS / "a"
     assert load(None)[0] == RUNS / "in work"
@@ -230,7 +235,7 @@ _PARTIAL = cases.report().changed(processes=(cases.report().first.changed(comple
         (DOCUMENT, "{}"),
     ],
 )
-def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str):
+def test_a_folder_that_holds_a_report_is_not_used_again(file, document):
     """Nor one with a document, to which no line can be added, and which would be read instead of
     what a run writes.
     """
@@ -242,15 +247,12 @@ def test_a_folder_that_holds_a_report_is_not_used_again(file: str, document: str
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     with pytest.raises(BadInputError, match="holds a run already"):
         check_folder(folder)
-    with (
-        pytest.raises(BadInputError, match="holds a run already"),
-        opened(folder, Watcher(), **header()),
-    ):
+    with pytest.raises(BadInputError, match="holds a run already"), writing(folder):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_further_process_that_is_started_again_begins_anew(monkeypatch: pytest.MonkeyPatch):
+def test_a_further_process_that_is_started_again_begins_anew(monkeypatch):
     """What it had sampled before it failed does not count."""
     monkeypatch.setattr("ssdprof.store.reports.sample_again", lambda *_: None)
     folder = store("one", samplers=2)
@@ -266,13 +268,10 @@ def test_a_further_process_that_is_started_again_begins_anew(monkeypatch: pytest
 
 SECOND = """
 import os, sys
-from pathlib import Path
 from ssdprof.errors import BadInputError
-from ssdprof.progress import Watcher
-from ssdprof.store.reports import opened
-from test_reports import case, header
+from test_reports import case, writing
 try:
-    with opened(Path("shared"), Watcher(), **header()) as writer:
+    with writing("shared") as writer:
         print("got it", flush=True)
         writer.case(case())
         if sys.argv[1:]:
@@ -290,7 +289,7 @@ def second(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_writers_at_once_into_one_folder():
     """The second one is another process.  It fails, and does not affect the first."""
-    with opened(Path("shared"), Watcher(), **header()) as writer:
+    with writing("shared") as writer:
         held = second()
         assert held.stdout == "Another run is writing into shared.\n", held.stderr
         writer.case(case())
@@ -305,10 +304,10 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work():
     assert (report.cases, report.complete) == ((case(),), False)
 
 
-def interrupted(*made: Case, **fields: Any) -> Path:
+def interrupted(*made: Case, **fields) -> Path:
     with (
         pytest.raises(KeyboardInterrupt, match=r"The same command with --out 'my run' goes on\."),
-        opened(Path("my run"), Watcher(), **header(**fields)) as writer,
+        writing("my run", **fields) as writer,
     ):
         for one in made or (case("unfused"),):
             writer.case(one)
@@ -326,9 +325,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted():
     folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
     (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"task"')
     before = load(folder)[1]
-    with opened(
-        folder, Watcher(), **header(command=("ssdprof", "run", "m", "--out=my run"))
-    ) as writer:
+    with writing(folder, command=("ssdprof", "run", "m", "--out=my run")) as writer:
         assert writer.earlier == {case("unfused").name: case("unfused")}
         writer.case(case())
         writer.peaked(5)
@@ -357,7 +354,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted():
         ({"sources": lambda: [Path("new")]}, "from before new was changed"),
     ],
 )
-def test_another_request_does_not_go_on(fields: dict[str, Any], of: str):
+def test_another_request_does_not_go_on(fields, of):
     folder = interrupted()
     header_file = folder / "run.json"
     header_file.write_text(
@@ -365,7 +362,7 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str):
     )
     Path("new").touch()
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(BadInputError) as caught, opened(folder, Watcher(), **(header() | fields)):
+    with pytest.raises(BadInputError) as caught, writing(folder, **fields):
         pytest.fail("the folder was handed out")
     assert str(caught.value) == f"my run holds an interrupted run {of}."
     assert (
@@ -378,7 +375,7 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str):
 def test_lines_without_a_header_are_of_nobody_and_other_files_the_users():
     (interrupted() / "run.json").unlink()
     Path("my run", "cases.mine.jsonl").write_text("mine")
-    with opened(Path("my run"), Watcher(), **header()) as writer:
+    with writing("my run") as writer:
         assert writer.earlier == {}
     assert Path("my run", "cases.mine.jsonl").read_text() == "mine"
     assert load("my run")[1].cases == ()
@@ -386,15 +383,12 @@ def test_lines_without_a_header_are_of_nobody_and_other_files_the_users():
 
 @pytest.mark.parametrize("folder", ["new", "an empty one of the user", "removed meanwhile"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
-def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, folder: str):
+def test_a_report_that_ended_before_its_first_case_is_not_kept(error, folder):
     before = store("before")
     out = Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
-    with (
-        pytest.raises(type(error), match=r"no report is kept|no memory"),
-        opened(out, Watcher(), **header()) as writer,
-    ):
+    with pytest.raises(type(error), match=r"no report is kept|no memory"), writing(out) as writer:
         writer.note("Each key head was taken once.")
         if folder == "removed meanwhile":
             shutil.rmtree(out)
@@ -412,11 +406,8 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
         ((of_answers(),), "1 case of answers."),
     ],
 )
-def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str):
-    with (
-        pytest.raises(KeyboardInterrupt) as caught,
-        opened(Path("out"), Watcher(), **header()) as writer,
-    ):
+def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts):
+    with pytest.raises(KeyboardInterrupt) as caught, writing("out") as writer:
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
@@ -443,14 +434,14 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are():
     assert load("out")[1].first.ended == "no memory"
 
 
-def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
     class Full:
-        def write(self, _: bytes) -> None:
+        def write(self, _: bytes):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with (
         pytest.raises(MissingCapabilityError, match="disk is full") as caught,
-        opened(Path("r"), Watcher(), **header()) as writer,
+        writing("r") as writer,
     ):
         writer.case(case())
         monkeypatch.setattr(writer, "_file", Full())
@@ -459,14 +450,14 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
     assert load("r")[1].cases == (case(),)
 
 
-def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch):
-    def denied(*_: object, **__: object) -> None:
+def test_an_unwritable_folder_says_why(monkeypatch):
+    def denied(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", denied)
     with (
         pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
-        opened(Path("r"), Watcher(), **header()),
+        writing("r"),
     ):
         pytest.fail("the folder was handed out")
 
@@ -490,7 +481,7 @@ GOOD = dump(cases.report(layers=(0,)))
         (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],
 )
-def test_a_damaged_document_is_refused_with_the_place(text: str, words: str):
+def test_a_damaged_document_is_refused_with_the_place(text, words):
     for file in (Path("printed.json"), store("one", case()) / "run.json"):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words) as caught:
@@ -515,7 +506,7 @@ LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)
         ("\ud800", "not UTF-8"),
     ],
 )
-def test_a_damaged_line_is_refused_with_its_number(line: str, words: str):
+def test_a_damaged_line_is_refused_with_its_number(line, words):
     folder = store("one", case("unfused"))
     file = folder / "cases.0.jsonl"
     first, *rest = file.read_bytes().splitlines()

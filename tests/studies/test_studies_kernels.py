@@ -50,14 +50,14 @@ def excess(inputs: ic.InterChunkInputs, out: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("chunks", [1, 5, pytest.param(12, marks=slow)])
 @pytest.mark.parametrize("name", DIAGONAL)
-def test_a_diagonal_transition_against_fp64(name: str, chunks: int):
+def test_a_diagonal_transition_against_fp64(name, chunks):
     inputs = chunks_of(chunks)
     assert excess(inputs, DIAGONAL[name](inputs)) <= 1
 
 
 @pytest.mark.parametrize("rank", [3, *(pytest.param(rank, marks=slow) for rank in (1, 16))])
 @pytest.mark.parametrize("name", LOW_RANK)
-def test_a_transition_of_low_rank_against_fp64(name: str, rank: int):
+def test_a_transition_of_low_rank_against_fp64(name, rank):
     inputs = chunks_of(5, rank=rank)
     assert excess(inputs, LOW_RANK[name](inputs)) <= 1
 
@@ -69,13 +69,13 @@ def test_a_transition_of_low_rank_against_fp64(name: str, rank: int):
         for n in DIAGONAL | LOW_RANK
     ],
 )
-def test_fp32(name: str):
+def test_fp32(name):
     inputs = chunks_of(4, rank=2 if name in LOW_RANK else 0, dtype=torch.float32)
     assert excess(inputs, (DIAGONAL | LOW_RANK)[name](inputs)) <= 1
 
 
 @pytest.mark.parametrize("name", SAME_BITS[1:])
-def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(name: str):
+def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(name):
     inputs = chunks_of(4)
     assert torch.equal(DIAGONAL[name](inputs), DIAGONAL[SAME_BITS[0]](inputs))
 
@@ -103,9 +103,7 @@ TILE = ss.ScanConfig(block_t=16, num_warps=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=slow)])
 @pytest.mark.parametrize("seqlen", [1, 16, 21])
 @pytest.mark.parametrize("form", ["sequential", pytest.param("parallel", marks=slow)])
-def test_forward_and_backward_against_autograd_in_fp64(
-    form: ss.Form, seqlen: int, dtype: torch.dtype
-):
+def test_forward_and_backward_against_autograd_in_fp64(form: ss.Form, seqlen, dtype):
     inputs, dy = positions(seqlen, dtype)
     found = ss.judge(inputs, dy, ss.reference(inputs, dy)).excess(
         ss.run_both(inputs, dy, form=form, config=TILE)
@@ -115,7 +113,7 @@ def test_forward_and_backward_against_autograd_in_fp64(
 
 
 @pytest.mark.parametrize("seqlen", [1, 16, 21])
-def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen: int):
+def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen):
     inputs, dy = positions(seqlen)
     torch.testing.assert_close(
         ss.by_doubling(inputs, dy), ss.reference(inputs, dy), rtol=1e-12, atol=1e-12

@@ -1,7 +1,6 @@
 """The recorded rows of the studies, and the studies in a short time on a GPU."""
 
 import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ STUDIES: dict[ModuleType, type[study.Study[Any]]] = {
 
 
 @pytest.mark.parametrize("name", ["scan-002", "scan-003"])
-def test_the_recorded_rows_have_the_recorded_values(name: str):
+def test_the_recorded_rows_have_the_recorded_values(name):
     stored = json.loads((RESULTS / f"{name}-h200.json").read_text())
     expected = stored["values"]
     rows = stored["rows"]
@@ -38,7 +37,7 @@ def test_the_recorded_rows_have_the_recorded_values(name: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", STUDIES, ids=lambda module: module.__name__)
-def test_a_study_in_a_short_time(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_study_in_a_short_time(module, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "10"])
     monkeypatch.setattr(scan_002, "NCU_SECONDS", 5)
     assert module.main() == 0
