@@ -46,6 +46,8 @@ TESTS = {  # of each room: files and folders
     "stalls": "stalls test_goldens.py",
     "report": "report stalls test_cli.py test_goldens.py",
     "core": "core report measure capture jobs stalls test_schemas.py test_goldens.py",
+    "record": "record capture/test_recording.py capture/test_workloads.py",
+    "states": "kernels/test_stored_states.py jobs/test_states_job.py report/test_states.py",
     "jobs": f"{WHOLE} test_served_run.py test_ranks.py",
     "commands": f"{WHOLE} commands report store",
 }

@@ -59,10 +59,6 @@ MANIFEST = "recording.json"
 CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers start
 _OUTPUT = ("out", "final_states")
-_UNEQUAL = (
-    "A kernel that returns final states alone is not run on drafted tokens of which sequences have "
-    "different numbers."
-)
 _AGAIN = "Record again: docs/from-a-server.md says how."
 _METADATA_BYTES = 1 << 24
 
@@ -130,19 +126,19 @@ class ServerCalls:
                     last[call.process, layer.index] = call.number
                 if layer.index in chosen:
                     tokens, count = call.shape
+                    rank = re.match(r"rank(\d{1,6})-", call.process)  # as `record` names files
                     which = CallRef(
                         kind="packed",
                         number=number,
                         count=len(self.passes),
                         prompt_seqlen=tokens,
                         sequences=count,
+                        rank=int(rank[1]) if rank else None,
                     )
                     inputs, served, slots = call.load()
                     remark = ""
                     if call.process and not served:
                         remark = f"No output of {layer.name} was recorded in pass {number}."
-                    elif inputs.state_every and inputs.cu_seqlens is not None:
-                        remark = _UNEQUAL
                     yield CapturedLayer(
                         layer=layer,
                         inputs=inputs,

@@ -101,7 +101,9 @@ def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
     size = tokens(seqlen, batch)
     if call is None:
         return size
-    return f"{size} {call}" if call.kind == "packed" else f"{size}, {call}"
+    if call.kind != "packed":
+        return f"{size}, {call}"
+    return f"{size} {call}" if batch == 1 else f"{size} drafted{call.of_server}"
 
 
 class Samples(Record):
@@ -560,6 +562,9 @@ class Case(Record):
             return f"decode steps after {self.prompt}"
         if self.call and self.call.kind == "chunk":
             return f"chunks of {tokens(self.seqlen, self.batch)} of {self.prompt}"
+        if self.call and self.call.kind == "packed":  # all passes of all ranks
+            whole = self.call.changed(number=1, count=1, rank=None)
+            return call_size(self.seqlen, self.batch, whole)
         return self.size
 
     @property

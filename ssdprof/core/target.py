@@ -70,6 +70,7 @@ class CallRef(Record):
     number: of the call among the `count` calls of its kind, from 1.
     prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
     sequences: independent sequences in the call.
+    rank: of the server's process that made the call; None if it is not known.
     """
 
     kind: Literal["packed", "chunk", "decode", "verify"]
@@ -77,6 +78,7 @@ class CallRef(Record):
     count: Length
     prompt_seqlen: Length
     sequences: Length
+    rank: Count | None = None
 
     @model_validator(mode="after")
     def _within(self) -> CallRef:
@@ -84,14 +86,19 @@ class CallRef(Record):
             raise ValueError(f"there is no call {self.number} of {self.count}")
         return self
 
+    @property
+    def of_server(self) -> str:
+        """ ", pass 2 of 5, rank 1", as far as it is known."""
+        among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
+        return among if self.rank is None else f"{among}, rank {self.rank}"
+
     def __str__(self) -> str:
         """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed
         sequences".
         """
         if self.kind == "packed":
-            among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
             noun = "sequence" if self.sequences == 1 else "sequences"
-            return f"in {self.sequences:,} packed {noun}{among}"
+            return f"in {self.sequences:,} packed {noun}{self.of_server}"
         prompt = tokens(self.prompt_seqlen, self.sequences)
         if self.kind == "verify":
             return f"drafted at the end of {prompt}"

@@ -62,9 +62,10 @@ class Call:
     @cached_property
     def run(self) -> Run:
         implementation = self.implementation
-        if len(self._inputs) == 1 and not self._copies_states:
+        is_cut = self._inputs[0] is not self.inputs
+        if not (is_cut or self._copies_states):
             return partial(implementation.run, self.inputs, self.precision)
-        return partial(in_pieces, implementation, self._inputs, self.precision)
+        return partial(in_pieces, implementation, self._inputs, self.precision, is_cut=is_cut)
 
     @cached_property
     def _inputs(self) -> list[Inputs]:

@@ -187,7 +187,7 @@ class OracleSpec(Generic[I]):
         one precision: see `Rounded`.
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
-    sizes: of a call, by the operator's own names.  words: of them.
+    words: of sizes.
     flops: the least number of multiplications and additions, by sizes and positions.
     """
 
@@ -196,7 +196,6 @@ class OracleSpec(Generic[I]):
     chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
-    sizes: Callable[[I], dict[str, int]]
     words: Callable[[dict[str, int]], str]
     flops: Callable[[Mapping[str, int], int], int]
 
@@ -223,7 +222,7 @@ class OracleSpec(Generic[I]):
 
     def dims(self, inputs: I) -> Dims:
         """The sizes of a call."""
-        first, sizes = next(iter(inputs.tensors.values())), self.sizes(inputs)
+        first, sizes = next(iter(inputs.tensors.values())), inputs.sizes
         return Dims(
             operator=inputs.operator,
             batch=first.shape[0],
@@ -356,37 +355,55 @@ def from_call(kind: type[I], **given: Any) -> I:
 
 def pieces(inputs: I, given: Mapping[str, Tensor]) -> list[I]:
     """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial
-    states of the whole.
+    states of the whole.  A pack wants a state after each token: call t has token t of every
+    sequence that is so long.  Reads the lengths on the host.
 
     given: `CallBinding.positional`.
     """
-    if inputs.cu_seqlens is not None:
-        raise registry.UnsupportedError(
-            "it returns final states only, and packed sequences are not cut"
-        )
-    every = inputs.state_every
-    cuts = [slice(start, start + every) for start in range(0, inputs.length, every)]
-    return [
-        replace(inputs, state_every=0, **{name: tensor[:, cut] for name, tensor in given.items()})
-        for cut in cuts
-    ]
+    every, bounds = inputs.state_every, inputs.cu_seqlens
+
+    def piece(cut: slice | Tensor, **changes: Tensor) -> I:
+        tokens = {name: tensor[:, cut] for name, tensor in given.items()}
+        return replace(inputs, state_every=0, **tokens, **changes)
+
+    if bounds is None:
+        return [piece(slice(start, start + every)) for start in range(0, inputs.length, every)]
+    several = []
+    for step in range(int(bounds.diff().max())):
+        is_long = bounds.diff() > step
+        cu_seqlens = torch.nn.functional.pad(is_long.cumsum(0), (1, 0)).to(bounds.dtype)
+        several.append(piece((bounds[:-1] + step)[is_long], cu_seqlens=cu_seqlens))
+    return several
 
 
 def in_pieces(
-    implementation: registry.Implementation, several: Sequence[Inputs], precision: kernels.Precision
+    implementation: registry.Implementation,
+    several: Sequence[Inputs],
+    precision: kernels.Precision,
+    *,
+    is_cut: bool = True,
 ) -> Output:
     """The calls, each with the states that the one before left, and their outputs joined; the first
-    with copies of the initial states unless it reads a pool.
+    with copies of the initial states unless it reads a pool.  Waits for nothing on the device.
+
+    is_cut: by `pieces`; else there is one call.
     """
     outputs: list[Output] = []
     for inputs in several:
         if outputs or not (inputs.state_indices is None or implementation.pools):
             inputs = inputs.after(outputs[-1][1] if outputs else inputs.initial)
         outputs.append(implementation.run(inputs, precision))
-    if len(outputs) == 1:
+    bounds = [inputs.cu_seqlens for inputs in several if inputs.cu_seqlens is not None]
+    if len(outputs) == 1 and not (bounds and is_cut):
         return outputs[0]
-    outs, states = zip(*outputs, strict=True)
-    return torch.cat(outs, 1), torch.stack(states, 1).flatten(0, 1)
+    outs, finals = zip(*outputs, strict=True)
+    out, states = torch.cat(outs, 1), torch.stack(finals, 1).flatten(0, 1)
+    if bounds:  # from step by step to sequence by sequence
+        exists = torch.stack(bounds).diff()  # (steps, sequences)
+        rows = exists.T.flatten().argsort(descending=True, stable=True)[: out.shape[1]]
+        tokens = exists.flatten().cumsum(0).view_as(exists).T.flatten()[rows] - 1
+        out, states = out[:, tokens], states[rows]
+    return out, states
 
 
 def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:

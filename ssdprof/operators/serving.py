@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels, operators
-from ssdprof.kernels.registry import Implementation, Plan, keeps_every_state
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, keeps_every_state
 from ssdprof.operators.late import lazy, packages, torch
 from ssdprof.operators.operator import in_pieces, pieces
 
@@ -44,10 +44,9 @@ def gathered(
     slots.  The host reads no index.  UnsupportedError for every state of packed sequences, unless
     the implementation keeps them.
     """
-    assert inputs.state_indices is not None
-    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices.long()
-    if inputs.accepted is not None:
-        slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
+    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.slots_read
+    assert slots is not None
+    slots = slots.long()
     known = (slots >= 0)[:, None, None, None]
     states = torch.where(known, pool[slots.clamp(min=0)].float(), 0.0)
     written = slots if inputs.write_indices is None else inputs.write_indices.long()
@@ -55,6 +54,8 @@ def gathered(
     indices = {"state_indices": None, "write_indices": None, "accepted": None}
     plain = replace(inputs, **{inputs.LINEAR[1]: states}, **indices, state_every=int(every))
     if every and not implementation.keeps(plain):
+        if plain.cu_seqlens is not None:
+            raise UnsupportedError("it returns final states only, and the host reads no lengths")
         given = operators.get(inputs.operator).binding.positional(inputs)
         out, new = in_pieces(implementation, pieces(plain, given), precision)
     else:

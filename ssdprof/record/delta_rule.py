@@ -35,11 +35,10 @@ def bind(per_channel: bool, step: bool, given: Arguments) -> FunctionCall | None
     q, k, v = _rows(given, state)
     cu_seqlens = given.get("cu_seqlens")
     states = CallStates(v.shape[0], v.shape[1], cu_seqlens, {**given, "state": state, "step": step})
-    overwritten = given.get("overwrites_v") and given.get("room") is None
     inputs: dict[str, object] = {
         "q": q,
         "k": k,
-        "v": v.clone() if overwritten else v,
+        "v": v,
         "g": _gates("g", given, (*v.shape[:3], q.shape[3]) if per_channel else v.shape[:3], v, 0),
         "beta": _gates("beta", given, v.shape[:3], v, 1),
         "initial_state": states.initial(),

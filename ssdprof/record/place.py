@@ -26,7 +26,7 @@ class FunctionCall:
     inputs: fields of the operator's inputs (`GDNInputs`, ...), on the call's device and without
         waiting for it; gates may be those before their activations, in the same shape.  Initial
         states are those of the call's sequences alone, gathered from the pool if there is one, K
-        before V.  What the function overwrites is a copy.
+        before V.  The recorder copies all before the function runs.
     result: what the function returned -> out, in the shape of the values, and the final states of
         the call's sequences as `inputs` has the initial ones, read from the pool if the function
         wrote them there; None if there are none.  In a verification, whose inputs have

@@ -1,11 +1,11 @@
 """Takes the calls of places in a process of the program, and hands them to a thread.
 
-    call -> bind the arguments -> the function itself -> bind what it returned -> the queue
+    call -> copies of the inputs -> the function itself -> copies of what it returned -> the queue
          -> the thread: a copy in main memory, on a stream of its own -> `Keeper`, which stores it
 
-On a GPU nothing waits in the program's streams: the tensors stay where they are, alive until the
-thread has copied them behind an event.  On a CPU they are copied at once, as the next statement of
-the program may overwrite them.
+The copies are made on the tensors' device before the program goes on, on a GPU in the program's own
+stream: its next statement may overwrite the buffers.  No copy is made of a call for which the queue
+has no room, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from multiprocessing import util
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from ssdprof.record.settings import GIGABYTE, RecordSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, which stay in the GPU's memory
+_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, after which no call is added
 _FLUSH_S = 60.0  # for what is in the queue when the process ends
 _FRAMES = 16  # of callers, among whom a layer is looked for
 # a call before its function runs: as its place reads it, its inputs, its layer
@@ -135,16 +134,17 @@ class Recorder:
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                inputs = operators.get(place.operator).inputs(**bound.inputs)
-                if inputs.device.type != "cuda":
-                    inputs = replace(inputs, **_copies(inputs.tensors))
+                if not self._queue.wait_for_room(self.settings.max_delay_s):
+                    self.lost["because the queue was full"] += 1
+                    return None
+                inputs = operators.get(place.operator).inputs(**_copies(bound.inputs))
                 return bound, inputs, str(bound.layer or self._layer())
         except Exception as error:
             self._cannot(place, error)
             return None
 
     def after(self, place: Place, begun: _Begun, returned: object) -> None:
-        """Queue the call with what it returned, or drop it."""
+        """Queue the call with what it returned."""
         bound, inputs, layer = begun
         try:
             with torch.no_grad():
@@ -165,20 +165,16 @@ class Recorder:
                     weights=bound.weights,
                     activate=bound.activate,
                 )
+                call = call.with_tensors(call.tensors | _copies({**call.outputs, **call.weights}))
                 done = None
                 if inputs.device.type == "cuda":
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record(torch.cuda.current_stream(inputs.device))
-                else:
-                    call = call.with_tensors(
-                        call.tensors | _copies({**call.outputs, **call.weights})
-                    )
         except Exception as error:
             self._cannot(place, error)
             return
         self._counts[place.operator, layer] += 2 if _IN_GRAPHS in self.lost else 1
-        if not self._queue.put(call, done, self.settings.max_delay_s) and not self._queue.closed:
-            self.lost["because the queue was full"] += 1
+        self._queue.put(call, done)
 
     def _cannot(self, place: Place, error: Exception) -> None:
         self.lost["of a kind that is not recorded"] += 1
@@ -263,20 +259,20 @@ class _Queue:
         self._changed = threading.Condition()
         self.closed = False
 
-    def put(self, call: RecordedCall, done: torch.cuda.Event | None, most_s: float) -> bool:
-        """Whether there was room for the call, or became within this time."""
-        size = call.nbytes
-
-        def has_room() -> bool:
-            return self.closed or not self._bytes or self._bytes + size <= _WAITING_BYTES
-
+    def wait_for_room(self, most_s: float) -> bool:
+        """Whether there is room for one more call, or becomes within this time."""
         with self._changed:
-            if not self._changed.wait_for(has_room, most_s) or self.closed:
-                return False
+            return self._changed.wait_for(
+                lambda: self.closed or self._bytes <= _WAITING_BYTES, most_s
+            )
+
+    def put(self, call: RecordedCall, done: torch.cuda.Event | None) -> None:
+        with self._changed:
+            if self.closed:
+                return
             self._calls.append((call, done))
-            self._bytes += size
+            self._bytes += call.nbytes
             self._changed.notify_all()
-        return True
 
     def get(self) -> _Queued | None:
         """The next call; None if there is none and there will be none."""
@@ -312,8 +308,12 @@ def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With copies of the tensors among them."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 def _on_host(call: RecordedCall) -> RecordedCall:

@@ -13,7 +13,6 @@ domain          "linear": g is the decay, not its logarithm
 raw_beta        beta is sigmoid(beta), doubled with `doubled`
 is_kda          which of the two operators that the function serves is called
 out             where the function writes its output, if it does not return it
-overwrites_v    it uses v's memory, unless `room` is given
 pool            FlashInfer's in place of `state`.  second: a second pool
 chunks, last    vLLM returns the states of all chunks; the last chunk of each sequence
 kept, kept_packed, tracked

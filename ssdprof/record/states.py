@@ -79,14 +79,12 @@ class CallStates:
         return torch.where(slots <= self.given.get("padding", -1), -1, slots)
 
     def initial(self) -> Tensor | None:
-        """A copy of the states with which the sequences begin."""
+        """The states with which the sequences begin."""
         states = self.given.get("state")
         if states is None:
             return None
         known = self.given.get("has_initial")
-        if self.slots is None:
-            states = states.clone()
-        else:
+        if self.slots is not None:
             states = states[self.slots.clamp(min=0)]
             known = self.slots >= 0 if known is None else known & (self.slots >= 0)
         return self._turned(states if known is None else _where(known, states))
@@ -102,7 +100,7 @@ class CallStates:
         if not given.get("kept", True) or given.get("frozen", False) is not False:
             return None
         if self.slots is None:
-            states = pool.clone() if given.get("in_place") else returned
+            states = pool if given.get("in_place") else returned
             return None if states is None else self._turned(states)
         written = given.get("written")
         slots = self.slots if written is None else written[: self.sequences].long()

@@ -97,14 +97,16 @@ class Series:
         tokens = sum(case.batch * case.seqlen for case in self.timed)
         return tokens / layers / self.us("device") * 1e6 if layers else None
 
-    def _ratios(self, clock: Clock) -> list[Estimate]:
+    def _ratios(self, clock: Clock, over: str = "") -> list[Estimate]:
         """Speedups of the timed calls; none if one of them has none."""
-        speedups = [self.group.report.speedup(case, clock, self.over) for case in self.timed]
+        over = over or self.over
+        speedups = [self.group.report.speedup(case, clock, over) for case in self.timed]
         ratios = [speedup for speedup in speedups if speedup]
         return ratios if len(ratios) == len(speedups) else []
 
-    def speedup(self, clock: Clock = "device") -> Estimate | None:
-        """The sum of the baseline's times over the sum of ours, over the same calls.
+    def speedup(self, clock: Clock = "device", over: str = "") -> Estimate | None:
+        """The sum of the times of the baseline, or of another implementation, over the sum of ours,
+        over the same calls.
 
         Its interval assumes that all calls are at the same end of their intervals, so it covers at
         least 95 %.
@@ -112,7 +114,7 @@ class Series:
         # a call's ratio is baseline / own time, so its weight is its own time
         times = self.times(clock)
         total = self.us(clock)
-        bounds = zip(*self._ratios(clock), strict=True)
+        bounds = zip(*self._ratios(clock, over), strict=True)
         sums = [math.fsum(map(operator.mul, bound, times)) / total for bound in bounds]
         return Estimate(*sums) if sums else None
 

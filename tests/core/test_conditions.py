@@ -32,7 +32,7 @@ NUMBERS = st.floats(min_value=0, max_value=1e9, allow_nan=False)
 
 def places(name: str) -> list[str]:
     of = METRICS[name].choices
-    return ["fla", "own_kernels.fast"] if of is None else list(of)
+    return ["fla", "my_kernels:fast", "int8-carried:head"] if of is None else list(of)
 
 
 @given(data=st.data(), limit=NUMBERS, name=st.sampled_from(sorted(METRICS)))

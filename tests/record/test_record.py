@@ -69,7 +69,9 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
     layers = [(layer.index, layer.name) for layer in manifest.checkpoint.layers]
     assert layers == [(index, f"model.layers.{index}.linear_attn") for index in (2, 9, 10)]
     assert len(manifest.layers) == 3 * (1 + 12 + 12 + 2)
+    assert {entry.call and entry.call.rank for entry in manifest.layers} == {0, 1, 2, 3}
     captured = read_layer(folder, manifest.layers[-1])
+    assert str(captured.call) == "in 2 packed sequences, pass 27 of 27, rank 3"
     assert captured.inputs.sequences == 2
     assert captured.served[1].any()  # the server has overwritten them
     assert manifest.checkpoint.model_type == "recorded by flash-linear-attention 0.6.0"
@@ -172,16 +174,39 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
     given = arguments()
     expected = original(**given, output_final_state=True)
     assert all(map(torch.equal, wrapped(**given, output_final_state=True), expected))
-    values = given["v"].clone()
-    wrapped(**given, output_final_state=True, fault="overwrites")
-    assert stored() == 2
-    recording = open_recording(Path("calls"), "safetensors")
-    call, overwriting = recording.layers()  # a batch of two, as a pack
-    assert torch.equal(overwriting.inputs.values[0], values.flatten(0, 1))
+    assert stored() == 1
+    (call,) = open_recording(Path("calls"), "safetensors").layers()  # a batch of two, as a pack
     assert call.inputs.sequences == 2
     assert call.inputs.cu_seqlens is not None
     assert call.served
     assert torch.equal(call.served[0][0, 6:], expected[0][1])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
+    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch, device: str
+):
+    """The function overwrites v, the server all else in its next statement."""
+    function, blocked = chunked(), threading.Event()
+    get = recorder._Queue.get
+    monkeypatch.setattr(recorder._Queue, "get", lambda queue: blocked.wait() and get(queue))
+    buffers = {name: tensor.to(device) for name, tensor in arguments(4).items()} | {
+        "initial_state": torch.randn(2, 2, 16, 16, device=device)
+    }
+    before = {name: tensor.cpu().clone() for name, tensor in buffers.items()}
+    returned = function(**buffers, output_final_state=True, fault="overwrites")
+    out, states = (tensor.cpu().clone() for tensor in returned)
+    for tensor in (*buffers.values(), *returned):
+        tensor.zero_()
+    blocked.set()
+    assert stored() == 1
+    (call,) = open_recording(Path("calls"), "safetensors").layers()
+    for name, tensor in before.items():
+        recorded = call.inputs.tensors[name]
+        assert torch.equal(recorded.reshape(tensor.shape), tensor), name
+    assert call.served
+    assert torch.equal(call.served[0][0], out.flatten(0, 1))
+    assert torch.equal(call.served[1], states)
 
 
 def test_calls_that_cannot_be_recorded_are_left_alone(
