@@ -70,6 +70,13 @@ def bounds_of(inputs: Inputs) -> torch.Tensor:
     return torch.arange(inputs.sequences + 1, device=inputs.device) * inputs.length
 
 
+def too_long(inputs: Inputs) -> tuple[bool, str]:
+    """Whether sequences, of a pack in the mean, are too long for a token-by-token kernel."""
+    sequences = 1 if inputs.cu_seqlens is None else inputs.sequences  # in a row
+    far = inputs.length > sequences * MOST_STEPS
+    return far, f"token by token, for sequences of at most {MOST_STEPS}"
+
+
 def library_kernel(
     operator: str,
     name: str,

@@ -217,6 +217,21 @@ class Inputs:
         return self._first.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
+    def slots_read(self) -> Tensor | None:
+        """The slot of a pool with which each sequence begins: of tables, that of the accepted
+        state.
+        """
+        slots = self.state_indices
+        if slots is None or self.accepted is None:
+            return slots
+        return slots.gather(1, self.accepted.long()[:, None] - 1)[:, 0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of a layer, by the operator's own names."""
+        raise NotImplementedError
+
+    @property
     def final_shape(self) -> tuple[int, ...]:
         """The shape of the final states; with `state_every` a row for each state, sequence by
         sequence.

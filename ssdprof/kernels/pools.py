@@ -37,10 +37,8 @@ class Slots:
         """The slots of a call: of tables with a column a token, the one that holds the accepted
         state is read.
         """
-        read, written = inputs.state_indices, inputs.write_indices
+        read, written = inputs.slots_read, inputs.write_indices
         assert read is not None
-        if inputs.accepted is not None:
-            read = read.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
         overwrites = written is None
         if written is not None and written.ndim == 2:
             return cls(read, written, None, overwrites, buffer)

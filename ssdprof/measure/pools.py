@@ -205,7 +205,7 @@ class Room:
         operator = operators.get(self._like.operator)
         like = self._like
         cell = Cell(
-            shape=operator.generated.shape("pool", *operator.oracle.sizes(like).values()),
+            shape=operator.generated.shape("pool", *like.sizes.values()),
             dtype=tensors.dtype_name(like.values.dtype),  # type: ignore[arg-type]
             layout="views",
             tokens=Tokens(sequences=1, seqlen=STREAM),
@@ -566,17 +566,18 @@ def without_tokens(room: Room) -> None:
 
 def new_sequences(room: Room) -> None:
     """Sequences that begin with zeros, in slots that held others."""
-    pool = room.pool()
-    for tokens in (1, 2):
-        pairs = ((-1, 6), (8, 8), (-1, 0), (3, 5))
-        room.check(room.call(pool, [row(tokens, *pair) for pair in pairs]))
+    _read_and_write(room, (-1, 6), (8, 8), (-1, 0), (3, 5))
 
 
 def shared_prefix(room: Room) -> None:
     """Several sequences that read one slot and write others, one of which keeps nothing."""
+    _read_and_write(room, (3, 1), (8, 0), (3, 5), (3, -1))
+
+
+def _read_and_write(room: Room, *pairs: tuple[int, int]) -> None:
+    """Calls of one and of two tokens, with a sequence for each (slot to read, slot to write)."""
     pool = room.pool()
     for tokens in (1, 2):
-        pairs = ((3, 1), (8, 0), (3, 5), (3, -1))
         room.check(room.call(pool, [row(tokens, *pair) for pair in pairs]))
 
 

@@ -144,16 +144,6 @@ WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
 SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
 
 
-def sizes_of(inputs: GDNInputs) -> dict[str, int]:
-    (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
-    return {
-        "key_heads": key_heads,
-        "value_heads": value_heads,
-        "key_dim": key_dim,
-        "value_dim": value_dim,
-    }
-
-
 def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products at that many positions.
 
@@ -193,7 +183,6 @@ ORACLE = OracleSpec(
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
     chunk_size=chunk_size,
-    sizes=sizes_of,
     words=WORDS.format_map,
     flops=flops,
 )

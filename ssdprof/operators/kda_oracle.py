@@ -14,7 +14,6 @@ from ssdprof.operators.gdn_oracle import (
     in_positions,
     inverse_of,
     operands,
-    sizes_of,
     tf32,
 )
 from ssdprof.operators.late import lazy, rounding, torch
@@ -113,7 +112,6 @@ ORACLE = OracleSpec(
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
     chunk_size=chunk_size,
-    sizes=sizes_of,
     words=gdn_oracle.ORACLE.words,
     flops=flops,
 )

@@ -187,7 +187,7 @@ class OracleSpec(Generic[I]):
         one precision: see `Rounded`.
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
-    sizes: of a call, by the operator's own names.  words: of them.
+    words: of sizes.
     flops: the least number of multiplications and additions, by sizes and positions.
     """
 
@@ -196,7 +196,6 @@ class OracleSpec(Generic[I]):
     chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
-    sizes: Callable[[I], dict[str, int]]
     words: Callable[[dict[str, int]], str]
     flops: Callable[[Mapping[str, int], int], int]
 
@@ -224,7 +223,7 @@ class OracleSpec(Generic[I]):
     def dims(self, inputs: I) -> Dims:
         """The sizes of a call."""
         first = next(iter(inputs.tensors.values()))
-        sizes = self.sizes(inputs)
+        sizes = inputs.sizes
         return Dims(
             operator=inputs.operator,
             batch=first.shape[0],

@@ -44,11 +44,10 @@ def gathered(
     slots.  The host reads no index.  UnsupportedError for every state of packed sequences, unless
     the implementation keeps them.
     """
-    assert inputs.state_indices is not None
     pool = getattr(inputs, inputs.LINEAR[1])
-    slots = inputs.state_indices.long()
-    if inputs.accepted is not None:
-        slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
+    slots = inputs.slots_read
+    assert slots is not None
+    slots = slots.long()
     known = (slots >= 0)[:, None, None, None]
     states = torch.where(known, pool[slots.clamp(min=0)].float(), 0.0)
     written = slots if inputs.write_indices is None else inputs.write_indices.long()

@@ -153,11 +153,6 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
-def sizes_of(inputs: SSDInputs) -> dict[str, int]:
-    (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
-    return {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
-
-
 def blocks(inputs: SSDInputs, length: int) -> Iterable[Block]:
     return reference.ssd_blocks(inputs, torch.float64, block=length)
 
@@ -172,7 +167,6 @@ ORACLE = OracleSpec(
     chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
     chunk_size=chunk_size,
-    sizes=sizes_of,
     words=words,
     flops=flops,
 )

@@ -1,6 +1,6 @@
 """The contents of a report and their order, for every kind of report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -9,7 +9,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import Report, device_time
 from ssdprof.report import calls, model, states
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
-from ssdprof.report.groups import Group, groups, tokens_of
+from ssdprof.report.groups import groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
@@ -65,7 +65,12 @@ def _sections(report: Report) -> Iterator[Section]:
     answered = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
     yield from states.sections(report)
-    yield from _of_bench(report) if report.kind == "bench" else _of_prompts(prompts)
+    speed: Iterable[Table] = map(calls.total_speed, prompts)
+    accuracy: Iterable[Table] = chain.from_iterable(map(calls.accuracies, prompts))
+    if report.kind == "bench":
+        speed, accuracy = calls.speed_of_bench(report), calls.accuracy_of_bench(report)
+    yield section(SPEED, *speed, reading=calls.SPEED_READING)
+    yield section(ACCURACY, *accuracy, reading=calls.ACCURACY_READING)
     yield section("Laws", *calls.laws(report))
     compared = []
     for cases in answered:
@@ -85,17 +90,6 @@ def _sections(report: Report) -> Iterator[Section]:
             title = f"of each layer {group.where}"
             yield section(f"Speed {title}", calls.speed_by_layer(group), folded=True)
             yield section(f"Accuracy {title}", *calls.errors_by_layer(group), folded=True)
-
-
-def _of_bench(report: Report) -> Iterator[Section]:
-    yield section(SPEED, *calls.speed_of_bench(report), reading=calls.SPEED_READING)
-    yield section(ACCURACY, *calls.accuracy_of_bench(report), reading=calls.ACCURACY_READING)
-
-
-def _of_prompts(prompts: Sequence[Group]) -> Iterator[Section]:
-    yield section(SPEED, *map(calls.total_speed, prompts), reading=calls.SPEED_READING)
-    accuracies = chain.from_iterable(map(calls.accuracies, prompts))
-    yield section(ACCURACY, *accuracies, reading=calls.ACCURACY_READING)
 
 
 # --- of ssdprof tune

@@ -186,13 +186,20 @@ def test_steps_of_ssd_begin_in_a_pool():
     slots = torch.tensor([2, 0])
     tensors = {"state": pool, "x": x, "dt": dt.expand(2, 2, 4), "A": A.expand(2, 4, 8), "B": B}
     tensors |= {"C": C, "D": D.expand(2, 4), "dt_bias": D.expand(2, 4)}
-    define("mamba_ssu_decode_h2_d4_s8_ng1", tensors | {"state_batch_indices": slots}, batch_size=2)
+    name = "mamba_ssu_decode_h2_d4_s8_ng1"
+    of_steps = Path("bench", f"{name}.bin")
+    define(name, tensors | {"state_batch_indices": slots}, batch_size=2)
     [layer] = layers()
     step = torch.nn.functional.softplus(dt + D)[..., None]
     states = pool[slots] * (step * A).exp() + step * x[..., None] * B[:, :, None]
     out, new = ssd_recurrence(layer.inputs)
     assert torch.allclose(new.float(), states, atol=1e-5)
     assert torch.allclose(out[0].float(), (states * C[:, :, None]).sum(-1) + D * x, atol=1e-5)
+    for padding in (-1, 3):
+        save_file(
+            load_file(of_steps) | {"state_batch_indices": torch.tensor([2, padding])}, of_steps
+        )
+        assert "slots are named outside of a pool of 3" in ending(2, *TAKE).err
 
 
 def edit(file: Path, old: str, new: str):

@@ -40,6 +40,10 @@ class ToyInputs(Inputs):
     def states_shape(self) -> tuple[int, ...]:
         return self.x.shape[0], *self.x.shape[2:]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(("heads", "width"), self.x.shape[2:], strict=True))
+
 
 # --- implementations
 
@@ -110,7 +114,6 @@ ORACLE = OracleSpec(
     chunks=chunks,
     bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
     chunk_size=lambda _: CHUNK,
-    sizes=lambda inputs: dict(zip(("heads", "width"), inputs.x.shape[2:], strict=True)),
     words="{heads} heads x {width}".format_map,
     flops=lambda sizes, positions: 2 * positions * sizes["heads"] * sizes["width"],
 )

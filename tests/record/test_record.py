@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from record import servers
+from targets import slow
 from torch.nn.functional import normalize
 from torchrun import python
 
@@ -88,11 +89,13 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
             "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is NaN "
             "or infinite; its inputs are finite.",
         ),
-        (
-            "wrong",
-            "padding",
-            "layer model.layers.10.linear_attn, rank 1: row 0 of call 12 begins with a state that "
-            "no earlier call left.",
+        *slow(
+            (
+                "wrong",
+                "padding",
+                "layer model.layers.10.linear_attn, rank 1: row 0 of call 12 begins with a state "
+                "that no earlier call left.",
+            )
         ),
     ],
 )
@@ -365,7 +368,7 @@ SLEEP = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
 @pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGTERM, -15), (signal.SIGINT, -2), (signal.SIGKILL, -9)]
+    ("number", "ends"), [(signal.SIGTERM, -15), *slow((signal.SIGINT, -2)), (signal.SIGKILL, -9)]
 )
 def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
     server: Path, number: signal.Signals, ends

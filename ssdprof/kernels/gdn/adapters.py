@@ -41,6 +41,7 @@ from ssdprof.kernels.adapters import (
     model_function,
     once,
     prepared_kernel,
+    too_long,
 )
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.pools import Bound, Slots, pool_kernel
@@ -169,8 +170,7 @@ def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield not precision.exact, "exact intermediates only"
-        tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
-        yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+        yield too_long(inputs)
         yield from plain_gates(inputs)
 
     call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))

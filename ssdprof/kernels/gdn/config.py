@@ -63,20 +63,16 @@ def call_key(
     numbers of chunks and of sequences.  A batch-invariant call uses that of one sequence.  Packed
     sequences keep the committed one.
     """
-    (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
     return key_of_calls(
         gpu=gpu_name(inputs.q),
         operator=inputs.operator,
         kernel=kernel,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
         dtype=inputs.q.dtype,
         exact=precision.exact,
         l2norm=bool(inputs.use_qk_l2norm),
         sequences=1 if batch_invariant else inputs.sequences,
         nchunks=-(-inputs.length // CALL_CHUNK),
+        **inputs.sizes,
     )
 
 

@@ -151,6 +151,16 @@ class GDNInputs(Inputs):
         """Positions per chunk: chunk_size, which `check` requires to be a power of two."""
         return self.chunk_size
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        (key_heads, key_dim), (value_heads, value_dim) = self.q.shape[2:], self.v.shape[2:]
+        return {
+            "key_heads": key_heads,
+            "value_heads": value_heads,
+            "key_dim": key_dim,
+            "value_dim": value_dim,
+        }
+
     def slot_count(self, size: int) -> int:
         """Slots for pieces of `size` positions of all sequences; an upper bound for packed
         sequences, whose lengths are on the device.

@@ -20,13 +20,7 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import (
-    MOST_STEPS,
-    Prepared,
-    bounds_of,
-    import_kernels,
-    prepared_kernel,
-)
+from ssdprof.kernels.adapters import Prepared, bounds_of, import_kernels, prepared_kernel, too_long
 from ssdprof.kernels.gdn.adapters import (
     packed,
     plain_beta,
@@ -306,8 +300,7 @@ def _step_kernel(
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield precision != Precision(), "exact intermediates and fp32 states only"
-        tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
-        yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+        yield too_long(inputs)
         yield operator == "kda" and inputs.values_per_key > 1, "as many key heads as value heads"
         usual = inputs.use_qk_l2norm and inputs.scale_or_default == inputs.q.shape[3] ** -0.5
         yield fixed and not usual, "q and k that it normalises, and the scale K ** -0.5"

@@ -78,10 +78,7 @@ def call_key(
     portable  those of one layer of a model, so that a sequence's result is the same in any batch
     and in any pack.
     """
-    (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
-    sizes = dict(
-        nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups, gate=inputs.z is not None
-    )
+    sizes = inputs.sizes | {"gate": inputs.z is not None}
     if kernel == "hopper":
         sizes |= dict(
             sequences=1 if batch_invariant else inputs.sequences,

@@ -137,6 +137,11 @@ class SSDInputs(Inputs):
         return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
 
     @property
+    def sizes(self) -> dict[str, int]:
+        (nheads, headdim), (ngroups, dstate) = self.x.shape[2:], self.B.shape[2:]
+        return {"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups}
+
+    @property
     def states_shape(self) -> tuple[int, int, int, int]:
         """The shape of initial states, (sequences, h, p, n)."""
         return (self.sequences, self.x.shape[2], self.x.shape[3], self.B.shape[3])

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from ssdprof.kernels.adapters import (
-    MOST_STEPS,
     SHORT,
     Tunings,
     bounds_of,
     import_kernels,
     library_kernel,
     once,
+    too_long,
 )
 from ssdprof.kernels.pools import Bound, Slots, pool_kernel
 from ssdprof.kernels.precision import Precision
@@ -231,10 +231,9 @@ def load_step(name: str) -> Implementation:
         yield precision != Precision(), "exact intermediates and fp32 states only"
         yield inputs.dt_limit != (0.0, inf), "no dt_limit"
         packed = inputs.cu_seqlens is not None
-        tokens = inputs.length / inputs.sequences if packed else inputs.length
-        yield name == _MAMBA and (packed or tokens > 1), "one token of each sequence"
+        yield name == _MAMBA and (packed or inputs.length > 1), "one token of each sequence"
         yield name == "sglang_step" and packed, "as many tokens of each sequence"
-        yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
+        yield too_long(inputs)
 
     reason = "each call begins with a copy of the states, in its time"
     plan = Plan(variant="triton", launches=2, reason=reason)
