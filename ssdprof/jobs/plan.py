@@ -320,10 +320,12 @@ class Chooser:
         """The longest segments of a prompt that fit into `free` bytes, else those of the longest
         prompt.
         """
-        for length in self._lengths(seqlen) if seqlen != self._seqlen else ():
-            if self._predicted(seqlen, length)[1] <= free:
-                return length
-        return min(at_most, self._lengths(seqlen)[0])
+        lengths = self._lengths(seqlen)
+        if seqlen != self._seqlen:
+            for length in lengths:
+                if self._predicted(seqlen, length)[1] <= free:
+                    return length
+        return min(at_most, lengths[0])
 
     def _predicted(self, seqlen: int, length: int) -> tuple[int, int]:
         """Bytes needed in addition to the weights with segments of this length: without and with

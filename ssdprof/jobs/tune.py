@@ -114,9 +114,9 @@ def _problem(
     """The problem of inputs that share a tuned configuration, the shortest first."""
     tuning = operator.tunable
     together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
-    cell, longest = together[-1]
+    largest, longest = together[-1]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
-    (precision,) = requested_precisions(cell.dtype, intermediates, None)
+    (precision,) = requested_precisions(largest.dtype, intermediates, None)
     cases = []
     for cell, inputs in together:
         dims, work = operator.oracle.cost(inputs)

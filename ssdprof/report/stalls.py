@@ -255,7 +255,8 @@ def _caveats(report: StallReport) -> Iterator[str]:
 def _resources(report: StallReport) -> Table:
     """What Triton says of the kernels, where ncu measured nothing."""
     rows = []
-    for launched in report.launched if report.missing else ():
+    launched_calls = report.launched if report.missing else ()
+    for launched in launched_calls:
         for launch in launched.launches:
             rows.append(
                 {
