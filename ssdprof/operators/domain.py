@@ -4,7 +4,7 @@ formulas, or the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,8 +28,12 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
             yield f"{name} is {what} in every position, so that wrong kernels may pass."
         elif float(is_zero.float().mean()) >= MOST:
             yield f"{name} is 0 in most positions, so that wrong kernels may pass."
-    domain_faults = _of_delta_rule if "g" in tensors else _of_ssd
-    for what, is_outside, why in domain_faults(inputs, tensors):
+    outside: Iterable[tuple[str, Tensor, str]] = ()
+    if "g" in tensors:
+        outside = _of_delta_rule(inputs, tensors)
+    elif "dt" in tensors:
+        outside = _of_ssd(inputs, tensors)
+    for what, is_outside, why in outside:
         share = float(is_outside.float().mean())
         if share >= MANY:
             yield f"{what} in {'all' if share == 1 else 'many'} positions: {why}."
