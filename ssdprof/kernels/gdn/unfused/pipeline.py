@@ -67,8 +67,8 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
-    chunks = Chunks.of(inputs)
     inputs = normalised(inputs, precision)
+    chunks = Chunks.of(inputs)
     options = config.unfused_options(inputs, precision)["chunk_state"]
     g_cumsum_log2 = stages.gate_cumsum(inputs, chunks)
     L = stages.scaled_dot_kkt(inputs, g_cumsum_log2, chunks, precision)
