@@ -5,9 +5,6 @@ They hold what was measured; ratios, intervals and verdicts are properties, comp
 read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
 """
 
-# so that fields keep the names of their types, by which tests look for texts that are no `Text`
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
