@@ -21,8 +21,8 @@ _DETAILED = 2  # formats whose losses are in the sentence
 _READING = (
     "Errors: rms of the difference from fp64 over rms of fp64, of the worst head: of the state "
     "after the last step, of the output in the steps since the mark before.  Lost: heads whose "
-    f"state error exceeds {BUDGET} times that of the format's first rounding, and that of inputs in "
-    "bf16, from that step on.  "
+    f"state error exceeds {BUDGET} times that of the format's first rounding, and that of inputs "
+    "in bf16, from that step on.  "
     "Trend: the state error of the worst head grows, stays or is forgotten as step^p, fitted from "
     f"the square root of the last step on, with its 95 % interval.  Pool: {SLOTS} sequences, these "
     "layers.  'ssdprof answers --decode-states' shows how the model's answers change."
