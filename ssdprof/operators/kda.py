@@ -58,7 +58,7 @@ STAGES = Stages.of(
         "_gdn_chunk_state_kernel",
         "_kda_chunk_output_kernel",
     ),
-    fused=("_kda_prep_kernel", "_kda_hopper_prep", "_kda_scan_kernel"),
+    fused=("_kda_hopper_kernel", "_kda_prep_kernel", "_kda_scan_kernel"),
     recurrent=("_gdn_recurrent_kernel",),
     unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
 )

@@ -43,7 +43,7 @@ from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.kda import fused as kda_fused
-from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
@@ -132,7 +132,7 @@ def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused() 
 
 
 LONG_GDN = "1/1x128x128"
-KDA_HOPPER = KDAPortableConfig(hopper=True, block_k=128, prep_block_k=128)
+KDA_HOPPER = KDAHopperConfig(slab=16)
 TOO_LONG = LONGEST_RECOMPUTED + 1
 
 
@@ -216,8 +216,8 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
             KDA,
             KDA_HOPPER,
             lambda: gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
-            lambda one: (one.prep_block_k, one.block_k == 128 or not one.k_first),
-            {(128, True)},
+            lambda one: (one.slab, one.behind),
+            {(slab, 1) for slab in (4, 8, 16, 32, 64)} | {(16, 2), (16, 4)},
         ),
     ],
 )

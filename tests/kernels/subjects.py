@@ -29,6 +29,8 @@ from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
+from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
+from ssdprof.kernels.kda.hopper.launch import hopper_launch as kda_hopper_launch
 from ssdprof.kernels.kda.reference import kda_chunked, kda_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
@@ -199,14 +201,14 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
 # --- KDA
 
 
-def kda_portable(config: KDAPortableConfig | None) -> Run:
-    """Without a configuration: as chosen on Hopper."""
+def kda_portable(config: KDAPortableConfig) -> Run:
     return lambda inputs, precision: kda_portable_launch(
-        inputs,
-        precision,
-        config or KDAPortableConfig.choose_hopper(inputs, H200),
-        state_v_first=False,
+        inputs, precision, config, state_v_first=False
     )(inputs)
+
+
+def kda_hopper(config: KDAHopperConfig) -> Run:
+    return lambda inputs, _: kda_hopper_launch(inputs, config, state_v_first=False)(inputs)
 
 
 # --- all of them
@@ -279,7 +281,12 @@ SUBJECTS = {
         kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))
     ),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
-    "kda hopper": of_kda(kda_portable(None), sizes=dict(key_dim=128, value_dim=16)),
+    "kda hopper": of_kda(
+        kda_hopper(KDAHopperConfig(slab=1)), sizes=dict(key_dim=128, value_dim=64)
+    ),
+    "kda slabs": of_kda(
+        kda_hopper(KDAHopperConfig(slab=4, behind=2)), sizes=dict(key_dim=128, value_dim=64)
+    ),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
     "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),

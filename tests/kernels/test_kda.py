@@ -12,7 +12,8 @@ from subjects import SUBJECTS, Subject, subjects
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.kda.fused import KDAPortableConfig, hopper_unsupported
+from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.hopper.launch import hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
@@ -94,9 +95,9 @@ def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-# of the first launch for Hopper GPUs, in the emulator
+# of the kernel for Hopper GPUs, in the emulator
 ON_HOPPER: list[dict[str, Any]] = [
-    dict(seqlen=70, key_heads=2, value_dim=32), dict(gates="saturated"),
+    dict(seqlen=70, key_heads=2, value_dim=128), dict(gates="saturated"),
     dict(gates="bound", batch=2, seqlen=40), dict(gates="none", largest_beta=2.0),
     dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
     dict(gates="one channel", values_per_key=2), dict(dtype=FP16, initial_states=True),
@@ -107,6 +108,14 @@ ON_HOPPER: list[dict[str, Any]] = [
 @subjects(emulated=["kda hopper"])
 def test_every_gate_on_hopper(kernel: Subject, case: dict[str, Any]) -> None:
     inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes | case).inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
+@pytest.mark.parametrize("case", [dict(seqlen=330), dict(lengths=(200, 0, 1, 130))], ids=str)
+@subjects(emulated=["kda slabs"])
+def test_slabs_hand_their_state_on(kernel: Subject, case: dict[str, Any]) -> None:
+    """Of several chunks each, so that the ring of tiles turns; packed, of several sequences."""
+    inputs = KDACase(**dict(dtype=BF16, initial_states=True) | kernel.sizes | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
@@ -135,11 +144,11 @@ def test_other_gpus_and_sizes_run_the_portable_kernel() -> None:
 
 
 @pytest.mark.parametrize("gates", GATES)
-@subjects("kda wide", gpu=["kda fused", "kda wide"])
+@subjects("kda wide", emulated_slow=["kda hopper"], gpu=["kda fused", "kda wide"])
 def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
     # 1 % of 3e-3 needs many outputs
     width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)
-    sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16)
+    sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16) | kernel.sizes
     inputs = kernel.case(seqlen=length, gates=gates, **sizes).inputs()
     exact = kda_chunked(inputs)
     (out, states), (their_out, their_states) = (

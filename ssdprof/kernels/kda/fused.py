@@ -1,5 +1,5 @@
-"""Kimi Delta Attention in two launches, or token by token with GDN's kernel
-(`../gdn/recurrent.py`).
+"""Kimi Delta Attention in two launches, in one on Hopper GPUs (`hopper/hopper_kernel.py`), or token
+by token with GDN's kernel (`../gdn/recurrent.py`).
 
 The two launches: for every chunk and value head what does not depend on the state, then the
 output, with the state in registers from chunk to chunk.
@@ -30,7 +30,6 @@ Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -39,11 +38,11 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.choice import Fused, Variant
-from ssdprof.kernels.device import INTERPRETED, capability, sm_count
+from ssdprof.kernels.choice import Fused, FusedCall, Variant
+from ssdprof.kernels.device import sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.config import operand_dtype
-from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
+from ssdprof.kernels.gdn.fused import RECURRENT, configured, equals_text, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
@@ -57,10 +56,14 @@ from ssdprof.kernels.gdn.portable import (
     two_launches,
     unit_lower_inverse,
 )
-from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.inputs import PreparedLaunch
+from ssdprof.kernels.kda.hopper.launch import (
+    KDAHopperConfig,
+    hopper_launch,
+    hopper_unsupported,
+    workspace,
+)
 from ssdprof.kernels.kda.inputs import KDAInputs
-from ssdprof.kernels.kda.prep_kernel import DIM, HALF, WARPS, _kda_hopper_prep
 from ssdprof.kernels.kda.unfused import (
     add_scores,
     cumulative_decays,
@@ -70,15 +73,7 @@ from ssdprof.kernels.kda.unfused import (
 )
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import (
-    described,
-    row_stride,
-    steps,
-    strides_of,
-    tile_strides,
-    tiles,
-    unreadable,
-)
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
 STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
@@ -88,23 +83,18 @@ class KDAPortableConfig:
     """chunk: positions per chunk: 16, 32 or 64
     prep_block_k, block_k: block of K per product of the two launches, powers of two of at least 16
     block_v: slice of V per program of the second launch, a power of two of at least 16
-    k_first: states of the second launch are (K, V), so that wgmma serves narrow slices; block_k is
-    the whole of K
     num_warps, scan_stages: of the second launch; stages are chunks in flight
     prep_warps, prep_registers: of the first launch; most registers per thread, 0: no limit
-    hopper: the first launch is `prep_kernel.py`
     """
 
     chunk: int = 64
     prep_block_k: int = 64
     block_k: int = 64
     block_v: int = 32
-    k_first: bool = False
     num_warps: int = 4
     scan_stages: int = 2
     prep_warps: int = 4
     prep_registers: int = 0
-    hopper: bool = False
     reason: str = ""
 
     @classmethod
@@ -149,37 +139,6 @@ class KDAPortableConfig:
                 reason="slices of 64 of V: one for each multiprocessor",
             )
         return config
-
-    @classmethod
-    def choose_hopper(
-        cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False
-    ) -> KDAPortableConfig:
-        """Whole states for more than half as many as multiprocessors, else slices of V.
-
-        On an H200, the second launch takes 0.46 ms for 8 sequences of 4K with 32 heads (slices of
-        32: 0.64), and as long for one of 8K with 96 heads (0.48), but 0.42 ms with 32 (slices of
-        32: 0.16).  Slices of 16 take 0.14 ms with 12 heads (of 32: 0.16).
-        """
-        heads, value_dim = inputs.v.shape[2:]
-        states = (1 if batch_invariant else inputs.sequences) * heads
-        widest = max(16, triton.next_power_of_2(value_dim))
-        if 2 * states > sm_count:
-            block_v, warps, stages = min(128, widest), 8, 2
-        else:
-            fits = states * triton.cdiv(value_dim, 16) <= sm_count
-            block_v, warps, stages = 16 if fits else min(32, widest), 4, 3
-        return cls(
-            chunk=CHUNK.value,
-            prep_block_k=DIM.value,
-            prep_warps=WARPS.value,
-            hopper=True,
-            block_v=block_v,
-            block_k=DIM.value,
-            k_first=2 * states <= sm_count,
-            num_warps=warps,
-            scan_stages=stages,
-            reason=f"slices of {block_v} of V for {states} states",
-        )
 
 
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
@@ -286,14 +245,9 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
 
 
 @triton.jit
-def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constexpr):
-    """acc + rows state, for rows (position, n) and a state (n, V), or its transpose for a state (V,
-    n).
-    """
-    if K_FIRST:
-        return tl.dot(rows, state.to(OPERAND), acc, input_precision=DOT_PRECISION)
-    else:
-        return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
+def decayed_product(rows, state, acc, OPERAND: tl.constexpr):
+    """acc + rows state, transposed, for rows (position, n) and a transposed state (V, n)."""
+    return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
 
 
 @triton.jit(do_not_specialize=["seqlen"])
@@ -336,21 +290,9 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         tl.arange(0, S.BLOCK_V).to(S.OFFSET),
     )
     state = ()
-    if S.K_FIRST:  # tiles (K, V) and (position, V)
-        state_k, state_t, state_v = (
-            o_k.to(S.OFFSET)[:, None],
-            o_c.to(S.OFFSET)[:, None],
-            o_v[None, :],
-        )
-        state = (tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32),)
-    else:
-        state_k, state_t, state_v = (
-            o_k.to(S.OFFSET)[None, :],
-            o_c.to(S.OFFSET)[None, :],
-            o_v[:, None],
-        )
-        for _ in tl.static_range(BLOCKS):
-            state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
+    state_k, state_t, state_v = (o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None])
+    for _ in tl.static_range(BLOCKS):
+        state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
     m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
@@ -381,25 +323,20 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         product, out = tl.zeros_like(v), tl.zeros_like(v)
         for n in tl.static_range(BLOCKS):
             keys = tl.load(keys_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            product = decayed_product(keys, state[n], product, S.OPERAND, S.K_FIRST)
+            product = decayed_product(keys, state[n], product, S.OPERAND)
         for n in tl.static_range(BLOCKS):
             queries = tl.load(queries_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            out = decayed_product(queries, state[n], out, S.OPERAND, S.K_FIRST)
+            out = decayed_product(queries, state[n], out, S.OPERAND)
         Y = (v - product).to(S.OPERAND)
         # stage chunk_state.update
         after = ()
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
             end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + state_k)
-            if S.K_FIRST:
-                after = after + (
-                    tl.dot(tl.trans(X), Y, state[n] * end, input_precision=DOT_PRECISION),
-                )
-            else:
-                after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
+            after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = after
         # stage chunk_output
-        out = decayed_product(W, Y, out, S.OPERAND, S.K_FIRST)
+        out = decayed_product(W, Y, out, S.OPERAND)
         tl.store(
             out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile
         )
@@ -442,11 +379,7 @@ def portable_launch(
     common = options_of(inputs, operand, chunk, (inputs.q, inputs.k, inputs.g, inputs.v), states)
     common |= dict(PADDED=padded)
     cu_strides = strides_of(inputs.cu_seqlens)
-    prep = (
-        hopper_prep(inputs, handed)
-        if config.hopper
-        else portable_prep(inputs, operand, config, common)
-    )
+    prep = portable_prep(inputs, operand, config, common)
     strides = (
         tile_strides(inputs.v),
         strides_of(inputs.initial_state),
@@ -463,7 +396,6 @@ def portable_launch(
             BLOCK_K=config.block_k,
             BLOCK_V=config.block_v,
             SCAN_STAGES=config.scan_stages,
-            K_FIRST=config.k_first,
             num_warps=config.num_warps,
         ),
     )
@@ -499,60 +431,6 @@ def portable_prep(
     )
 
 
-def hopper_prep(
-    inputs: KDAInputs, handed: list[tuple[tuple[int, ...], torch.dtype]]
-) -> Callable[..., None]:
-    """The first launch by `prep_kernel.py`.  handed: what it writes."""
-    packed, length = inputs.cu_seqlens is not None, inputs.v.shape[1]
-    heads, slots = inputs.v.shape[2], handed[0][0][0]
-    tile = (CHUNK.value, HALF.value)
-    read = [
-        tiles(
-            tensor,
-            steps(tensor, tensor.stride(2)),
-            sizes=(tensor.shape[2], DIM.value),
-            block=(1, *tile),
-            packed=packed,
-        )
-        for tensor in (inputs.q, inputs.k, inputs.g)
-    ]
-    written = [
-        described(dtype, (slots * heads * CHUNK.value, shape[3]), (shape[3], 1), tile)
-        for shape, dtype in handed[:4]
-    ]
-    beta_strides = inputs.beta.stride(0), row_stride(inputs.beta), inputs.beta.stride(2)
-    scalars = (length, inputs.sequences, inputs.scale_or_default)
-    launcher = Launcher(
-        _kda_hopper_prep,
-        ((beta_strides, strides_of(inputs.cu_seqlens) or (0,)), *scalars),
-        dict(
-            VALUE_HEADS=heads,
-            VALUES_PER_KEY=inputs.values_per_key,
-            GATE_BYTES=inputs.g.element_size(),
-            num_warps=WARPS.value,
-        ),
-    )
-
-    def launch(
-        programs: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        *handed: torch.Tensor,
-    ) -> None:
-        """handed: keys, queries, X and W through TMA, and the decays of whole chunks."""
-        *factors, ends = handed
-        descriptors = (
-            describe(tensor)
-            for describe, tensor in zip((*read, *written), (q, k, g, *factors), strict=True)
-        )
-        launcher(programs, *descriptors, beta, cu_seqlens, ends)
-
-    return launch
-
-
 # --- the choice between kernels
 
 _H200_SMS = 132  # the interpreter divides calls as an H200 does
@@ -560,38 +438,39 @@ _H200_SMS = 132  # the interpreter divides calls as an H200 does
 
 def committed(
     inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False
-) -> KDAPortableConfig:
+) -> KDAPortableConfig | KDAHopperConfig:
     """The configuration of the Hopper or the portable kernel without tuning."""
-    choose = KDAPortableConfig.choose_hopper if kernel == "hopper" else KDAPortableConfig.choose
-    return choose(
-        inputs,
-        sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS,
-        batch_invariant=batch_invariant,
-    )
+    sms = sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS
+    if kernel == "hopper":
+        return KDAHopperConfig.choose(inputs, sms)
+    return KDAPortableConfig.choose(inputs, sms, batch_invariant=batch_invariant)
 
 
-@registry.first_reason
-def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
-    """Why `prep_kernel.py` does not support `inputs`; empty if it does."""
-    q = inputs.q
-    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
-    yield q.shape[3] != DIM.value, f"K {q.shape[3]}"
-    yield (
-        q.dtype == torch.float32 or not inputs.use_qk_l2norm,
-        "fp32 inputs, and q and k that it does not normalise",
+def _hopper_work(call: FusedCall, config: KDAHopperConfig) -> tuple[int, int, str]:
+    reason = (
+        "one launch: programs that prepare chunks, and programs that scan those of earlier slabs; "
+        f"{config.reason}{equals_text(call)}"
     )
-    slots = slot_count(
-        inputs.length, inputs.sequences, CHUNK.value, packed=inputs.cu_seqlens is not None
-    )
-    yield slots * CHUNK.value * inputs.v.shape[2] >= 2**31, "2^31 positions of all heads"
-    reason = unreadable(q=q, k=inputs.k, g=inputs.g)
-    yield reason != "", reason
+    return 1, workspace(call.inputs)[0], reason
+
+
+def configured_launch(
+    inputs: KDAInputs,
+    precision: Precision,
+    config: KDAPortableConfig | KDAHopperConfig,
+    *,
+    state_v_first: bool,
+) -> PreparedLaunch:
+    """The launch of the kernel to which the configuration belongs."""
+    if isinstance(config, KDAHopperConfig):
+        return hopper_launch(inputs, config, state_v_first=state_v_first)
+    return portable_launch(inputs, precision, config, state_v_first=state_v_first)
 
 
 PORTABLE: Variant = Variant(
     name="portable",
     configure=partial(configured, partial(committed, kernel="portable"), "portable"),
-    prepare=lambda call, config: portable_launch(
+    prepare=lambda call, config: configured_launch(
         call.inputs, call.precision, config, state_v_first=call.state_v_first
     ),
     work=partial(portable_work, handed_on=handed_on),
@@ -601,7 +480,8 @@ HOPPER: Variant = replace(
     name="hopper",
     unsupported=lambda call: hopper_unsupported(call.inputs),
     configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
+    work=_hopper_work,
 )
-FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g"))
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))

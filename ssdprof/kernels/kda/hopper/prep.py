@@ -1,5 +1,4 @@
-"""Computes the parts of each chunk that do not depend on the state, on Hopper GPUs:
-`_kda_hopper_prep` in Gluon.
+"""Computes the parts of a chunk that do not depend on the state.
 
 A thread owns 16 positions of two channels, in registers.  With a_i = exp(g_i), a pair of a row i
 and a column j before it decays by a_(j+1) ... a_i.  Every decay is a product, none a quotient of
@@ -27,8 +26,8 @@ is in L2, because shared memory leaves no L1.  A warp computes the scores inside
 positions alone, then two warps those of 32 (h = 16), and all those between the halves of the chunk
 (h = 32).
 
-In, between, and the stages: `fused.py`.  q and k are normalised, K = 128, a chunk has 64 positions.
-Grid: slots * hv, heads fastest.
+In, between, and the stages: `../fused.py`.  q and k are normalised, K = 128, a chunk has 64
+positions.
 """
 
 from triton.experimental import gluon
@@ -43,14 +42,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ssdprof.kernels._gluon import (
-    async_load,
+    aggregate,
     async_store,
     masked,
     product_layout,
     reinterpret,
     role_barrier,
+    wait_until_written,
 )
-from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -61,10 +60,9 @@ from ssdprof.kernels.gdn.hopper.inverse import (
 )
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
 from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
-from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.ring import CHUNK, barriers
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF
 
-DIM = gl.constexpr(128)
-HALF = gl.constexpr(64)  # channels at a time
 WARPS = gl.constexpr(4)
 EIGHT = gl.constexpr(8)
 ANCHOR = gl.constexpr(2.0**84)
@@ -103,12 +101,14 @@ STAGES = {
     "spread": "decayed_scores", "halved": "decayed_scores", "second_of": "decayed_scores",
     "product_of": "decayed_scores", "products": "decayed_scores",
     "store_anchored": "decayed_scores", "store_between_eights": "decayed_scores",
-    "in_block": "decayed_scores",
-    "of_blocks": "decayed_scores", "block_of": "decayed_scores", "parts_of": "decayed_scores",
-    "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
+    "in_block": "decayed_scores", "of_blocks": "decayed_scores", "block_of": "decayed_scores",
+    "parts_of": "decayed_scores", "scaled": "decayed_scores", "scaled_pairs": "decayed_scores",
     "scaled_halves": "decayed_scores", "square_of": "decayed_scores", "norms": "qk_l2norm",
     "decays_of": "gate_cumsum", "grown": "gate_cumsum", "between_blocks": "gate_cumsum",
-    "inverse_of": "solve_tril", "_kda_hopper_prep": "setup",
+    "inverse_of": "solve_tril", "allocate_inputs": "setup", "load_betas": "loads",
+    "normalise": "qk_l2norm", "store_states_operands": "gate_cumsum", "store_lower": "solve_tril",
+    "store_own_scores": "decayed_scores", "store_factors": "state_factor",
+    "decayed_scores": "decayed_scores", "prepare_chunk": "setup",
 }  # fmt: skip
 
 
@@ -471,154 +471,225 @@ def square_of(blocks, pairs):
     return gl.where(r == c, blocks, pairs)
 
 
-@gluon.jit(do_not_specialize=["seqlen", "sequences"])
-def _kda_hopper_prep(
-    q_desc, k_desc, g_desc, keys_desc, queries_desc, X_desc, W_desc, tensors, strides, seqlen,
-    sequences, scale, S: gl.constexpr,
-):  # fmt: skip
-    beta_ptr, cu_seqlens_ptr, ends_ptr = tensors
-    beta_strides, cu_strides = strides
-    HEADS: gl.constexpr = S.VALUE_HEADS
-    dtype: gl.constexpr = q_desc.dtype
+@aggregate
+class Vectors:
+    """Numbers of each position of a chunk, in shared memory, (CHUNK) fp32."""
+
+    q_norms: gl.shared_memory_descriptor  # 1 / |q_i|
+    k_norms: gl.shared_memory_descriptor  # 1 / |k_i|
+    products: gl.shared_memory_descriptor  # q_i . k_i
+    betas: gl.shared_memory_descriptor
+    beta_norms: gl.shared_memory_descriptor  # beta_i / |k_i|
+
+
+@aggregate
+class Inputs:
+    """q, k and g of a chunk in shared memory, (half of K, i, K / 2) each, and their mbarriers."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    g: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # of q and k
+    gates_full: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def allocate_inputs(dtype: gl.constexpr, gates: gl.constexpr):
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
+    gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gates)
+    full = barriers(2)
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    role_barrier()
+    return Inputs(
+        q=gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile),
+        k=gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile),
+        g=gl.allocate_shared_memory(gates, [2, CHUNK, HALF], gate_tile),
+        full=full.index(0),
+        gates_full=full.index(1),
+    )
+
+
+@gluon.jit
+def load_betas(beta_ptr, strides, sequence, t, head, is_packed: gl.constexpr):
+    """beta of a chunk (block, i), 0 beyond the sequence's end."""
+    of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
+    batch = gl.where(is_packed, 0, sequence.index).to(gl.int64)
+    o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
+    o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
+    rows = beta_ptr + batch * strides[0] + head.to(gl.int64) * strides[2]
+    where = rows + (sequence.begin + o_t).to(gl.int64) * strides[1]
+    return gl.load(where, mask=o_t < sequence.length, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def normalise(q_tiles, k_tiles, beta):
+    """Stores the norms of a chunk, which are factors of its scores."""
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    vectors = Vectors(
+        q_norms=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
+        k_norms=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
+        products=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
+        betas=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
+        beta_norms=gl.allocate_shared_memory(gl.float32, [CHUNK], vector),
+    )
+    q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
+    vectors.q_norms.store(q_norm.reshape([CHUNK]))
+    vectors.k_norms.store(k_norm.reshape([CHUNK]))
+    vectors.products.store(q_k.reshape([CHUNK]))
+    vectors.beta_norms.store((k_norm * beta).reshape([CHUNK]))
+    vectors.betas.store(beta.reshape([CHUNK]))
+    return vectors
+
+
+@gluon.jit
+def store_states_operands(q_tile, k_tile, at_end, q, k, since_start, to_end, vectors, scale):
+    """keys and queries over k and q of half the channels, and keys at the chunk's end."""
+    k_row = k.to(gl.float32) * vectors.k_norms.load(gl.SliceLayout(1, own))[:, None]
+    q_row = q.to(gl.float32) * (vectors.q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
+    q_tile.store((q_row * since_start).to(q_tile.dtype))
+    k_tile.store((k_row * since_start).to(k_tile.dtype))
+    at_end.store((k_row * to_end).to(gl.float16))
+
+
+@gluon.jit
+def decayed_scores(memory, keys_desc, queries_desc, ends_ptr, row, vectors, scale):
+    """Scores of a chunk as in `products`, and its keys at the chunk's end (half of K, j, K / 2).
+
+    Stores keys, queries and the chunk's decays (K).  row: of the chunk in what it stores
+    """
+    q_tiles, k_tiles = memory.q, memory.k
+    dtype: gl.constexpr = q_tiles.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], dtype)
     fp16_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
     fp32_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float32)
-    gate_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], g_desc.dtype)
-    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    of_row: gl.constexpr = gl.SliceLayout(2, blocks_layout)
-    head, slot = gl.program_id(0) % HEADS, gl.program_id(0) // HEADS
-    if cu_seqlens_ptr is None:
-        i = slot // gl.cdiv(seqlen, CHUNK)
-    else:
-        i = packed_slot(slot, sequences, cu_seqlens_ptr, cu_strides[0])
-    sequence = sequence_at(i, seqlen, cu_seqlens_ptr, cu_strides[0])
-    t = (slot - sequence.slot) * CHUNK
-    if t < sequence.length:
-        place, row = gl.program_id(0).to(gl.int64), gl.program_id(0) * CHUNK
-        q_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
-        k_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, HALF], tile)
-        g_tiles = gl.allocate_shared_memory(g_desc.dtype, [2, CHUNK, HALF], gate_tile)
-        full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
-        mbarrier.init(full, count=1)
-        role_barrier()
-        descs, buffers = (q_desc, k_desc, g_desc), (q_tiles, k_tiles, g_tiles)
-        mbarrier.expect(full, CHUNK * DIM * (4 + S.GATE_BYTES))
-        key_head = head // S.VALUES_PER_KEY
-        for half in gl.static_range(2):
-            for which in gl.static_range(3):
-                of_head = key_head if which < 2 else head
-                where = [sequence.tile, of_head, sequence.row + t, half * HALF]
-                buffer = buffers[which].index(half).reshape([1, 1, CHUNK, HALF])
-                async_load(descs[which], where, full, buffer)
-        batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
-        o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, of_row))[:, None]
-        o_t = t + o_b * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, of_row))[None, :]
-        beta_ptr += batch * beta_strides[0] + head.to(gl.int64) * beta_strides[2]
-        beta = gl.load(
-            beta_ptr + (sequence.begin + o_t).to(gl.int64) * beta_strides[1],
-            mask=o_t < sequence.length,
-            other=0.0,
-        ).to(gl.float32)
-
-        # stage qk_l2norm
-        q_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        k_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        diagonal = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        beta_norms = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        betas = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
-        mbarrier.wait(full, 0)
-        q_norm, k_norm, q_k = norms(q_tiles, k_tiles)
-        q_norms.store(q_norm.reshape([CHUNK]))
-        k_norms.store(k_norm.reshape([CHUNK]))
-        diagonal.store(q_k.reshape([CHUNK]))
-        beta_norms.store((k_norm * beta).reshape([CHUNK]))
-        betas.store(beta.reshape([CHUNK]))
-        role_barrier()
-
-        # stage decayed_scores
-        rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
-        columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
-        wide_rows, wide_columns = rows, columns
-        if dtype == gl.float16:
-            wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
-            wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
-        quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
-        at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
-        scores = (
-            gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
-            gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
-            gl.full([2, 2 * BLOCK, BLOCK], 0.0, gl.float32, pairs_layout),
-            gl.full([CHUNK, CHUNK // 2], 0.0, gl.float32, halves_layout),
+    rows = gl.allocate_shared_memory(dtype, [2 * CHUNK, HALF], tile)
+    columns = gl.allocate_shared_memory(dtype, [CHUNK, HALF], tile)
+    wide_rows, wide_columns = rows, columns
+    if dtype == gl.float16:
+        wide_rows = gl.allocate_shared_memory(gl.float32, [2 * CHUNK, HALF], fp32_tile)
+        wide_columns = gl.allocate_shared_memory(gl.float32, [CHUNK, HALF], fp32_tile)
+    quarters = gl.allocate_shared_memory(gl.float32, [BLOCKS, HALF], plain)
+    at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], fp16_tile)
+    scores = (
+        gl.full([2 * BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
+        gl.full([BLOCKS, 2 * EIGHT, EIGHT], 0.0, gl.float32, blocks_layout),
+        gl.full([2, 2 * BLOCK, BLOCK], 0.0, gl.float32, pairs_layout),
+        gl.full([CHUNK, CHUNK // 2], 0.0, gl.float32, halves_layout),
+    )
+    for half in range(2):
+        q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
+        a = decays_of(memory.g.index(half).load(own))
+        scores, since_start, to_end, end = products(
+            q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
-        for half in range(2):
-            q, k = q_tiles.index(half).load(own), k_tiles.index(half).load(own)
-            a = decays_of(g_tiles.index(half).load(own))
-            scores, since_start, to_end, end = products(
-                q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
-            )
-
-            # stage gate_cumsum
-            k_row = k.to(gl.float32) * k_norms.load(gl.SliceLayout(1, own))[:, None]
-            q_row = q.to(gl.float32) * (q_norms.load(gl.SliceLayout(1, own)) * scale)[:, None]
-            q_tiles.index(half).store((q_row * since_start).to(dtype))
-            k_tiles.index(half).store((k_row * since_start).to(dtype))
-            at_end.index(half).store((k_row * to_end).to(gl.float16))
-            o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
-            gl.store(ends_ptr + place * DIM + o_e[None, :], end)
-            eights, sixteens, pairs, halves = scores
-            halves = warpgroup_mma_wait(0, deps=[halves])
-            scores = (eights, sixteens, pairs, halves)
-            fence_async_shared()
-            role_barrier()
-            async_store(keys_desc, [row, half * HALF], k_tiles.index(half))
-            async_store(queries_desc, [row, half * HALF], q_tiles.index(half))
-
-        # stage solve_tril
-        of_q, of_k = parts_of(scores)
-        scratch = allocate_scratch(1)
-        lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
-        lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
-        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_tile)
-        L = scaled(of_k[0], beta_norms, k_norms)
-        scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
-        L = scaled_pairs(of_k[1], beta_norms, k_norms).to(gl.float16)
-        lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
-        lower_halves.store(scaled_halves(of_k[2], beta_norms, k_norms).to(gl.float16))
-        r, c = in_block()
-        q_k = of_blocks(diagonal, BLOCKS).load(of_row)[:, :, None]
-        P = scaled(gl.where(r == c, q_k, of_q[0]), q_norms, k_norms)
-        P = gl.where(r >= c, P, 0.0).to(gl.float16)
-        P_pairs = scaled_pairs(of_q[1], q_norms, k_norms).to(gl.float16)
-        own_scores.store(square_of(P, P_pairs))
-        role_barrier()
-        own_scores.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(
-            scaled_halves(of_q[2], q_norms, k_norms).to(gl.float16)
-        )
-        role_barrier()
-        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], fp16_tile)
-        inverse.store(inverse_of(scratch, lower_pairs, lower_halves, betas, gl.float16))
+        store_states_operands(
+            q_tiles.index(half), k_tiles.index(half), at_end.index(half), q, k, since_start,
+            to_end, vectors, scale,
+        )  # fmt: skip
+        o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
+        gl.store(ends_ptr + o_e[None, :], end)
+        eights, sixteens, pairs, halves = scores
+        halves = warpgroup_mma_wait(0, deps=[halves])
+        scores = (eights, sixteens, pairs, halves)
         fence_async_shared()
         role_barrier()
+        async_store(keys_desc, [row, half * HALF], k_tiles.index(half))
+        async_store(queries_desc, [row, half * HALF], q_tiles.index(half))
+    return scores, at_end
 
-        # stage state_factor
-        zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
-        first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
-        other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
-        # stage out_factor
-        W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-        first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
-        tma.store_wait(0)  # of keys and queries, whose memory receives the rest
-        role_barrier()
-        o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
-        q_tiles.index(0).store(first_X.to(dtype))
-        q_tiles.index(1).store(other_X.to(dtype))
-        k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
-        fence_async_shared()
-        role_barrier()
-        async_store(X_desc, [row, 0], q_tiles.index(0))
-        async_store(X_desc, [row, HALF], q_tiles.index(1))
-        async_store(W_desc, [row, 0], k_tiles.index(0))
-        tma.store_wait(0)
-        mbarrier.invalidate(full)
+
+@gluon.jit
+def store_lower(of_k, vectors, scratch):
+    """L between blocks, (pair, i, j) and (i, j) between the halves; its diagonal in `scratch`."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    lower_pairs = gl.allocate_shared_memory(gl.float16, [2 * BLOCK, BLOCK], plain)
+    lower_halves = gl.allocate_shared_memory(gl.float16, [CHUNK // 2, CHUNK // 2], plain)
+    L = scaled(of_k[0], vectors.beta_norms, vectors.k_norms)
+    scratch.diagonal.store(L.permute((2, 0, 1)).reshape([1, CHUNK, BLOCK]))
+    L = scaled_pairs(of_k[1], vectors.beta_norms, vectors.k_norms).to(gl.float16)
+    lower_pairs.store(L.reshape([2 * BLOCK, BLOCK]))
+    L = scaled_halves(of_k[2], vectors.beta_norms, vectors.k_norms)
+    lower_halves.store(L.to(gl.float16))
+    return lower_pairs, lower_halves
+
+
+@gluon.jit
+def store_own_scores(of_q, vectors):
+    """P (i, j), in fp16."""
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
+    P_tile = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
+    r, c = in_block()
+    q_k = of_blocks(vectors.products, BLOCKS).load(gl.SliceLayout(2, blocks_layout))
+    P = gl.where(r == c, q_k[:, :, None], of_q[0])
+    P = scaled(P, vectors.q_norms, vectors.k_norms)
+    P = gl.where(r >= c, P, 0.0).to(gl.float16)
+    P_pairs = scaled_pairs(of_q[1], vectors.q_norms, vectors.k_norms).to(gl.float16)
+    P_tile.store(square_of(P, P_pairs))
+    P_halves = scaled_halves(of_q[2], vectors.q_norms, vectors.k_norms).to(gl.float16)
+    role_barrier()
+    P_tile.slice(CHUNK // 2, CHUNK // 2).slice(0, CHUNK // 2, dim=1).store(P_halves)
+    return P_tile
+
+
+@gluon.jit
+def store_factors(memory, P, inverse, at_end, X_desc, W_desc, row, scale):
+    """X = diag(beta) A^T (keys at the end) and W = scale P A diag(beta), of A^T's `inverse` (j, i).
+
+    They take the memory of queries and keys.
+    """
+    q_tiles, k_tiles = memory.q, memory.k
+    dtype: gl.constexpr = q_tiles.dtype
+    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
+    # stage state_factor
+    first_X = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
+    other_X = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
+    # stage out_factor
+    W = warpgroup_mma(P, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
+    first_X, other_X, W = warpgroup_mma_wait(0, deps=[first_X, other_X, W])
+    tma.store_wait(0)
+    role_barrier()
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
+    q_tiles.index(0).store(first_X.to(dtype))
+    q_tiles.index(1).store(other_X.to(dtype))
+    k_tiles.index(0).store(gl.where(o_i[:, None] >= o_j[None, :], W * scale, 0.0).to(dtype))
+    fence_async_shared()
+    role_barrier()
+    async_store(X_desc, [row, 0], q_tiles.index(0))
+    async_store(X_desc, [row, HALF], q_tiles.index(1))
+    async_store(W_desc, [row, 0], k_tiles.index(0))
+
+
+@gluon.jit
+def prepare_chunk(env, memory, sequence, t, place, head):
+    """Everything that a scan needs of the chunk at position t of a sequence.
+
+    place: of the chunk and head among all, slot * HV + head
+    """
+    keys_desc, queries_desc, X_desc, W_desc = env.factors
+    row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
+    beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
+    # stage qk_l2norm
+    mbarrier.wait(memory.full, 0)
+    vectors = normalise(memory.q, memory.k, beta)
+    # stage decayed_scores
+    mbarrier.wait(memory.gates_full, 0)
+    role_barrier()
+    scores, at_end = decayed_scores(
+        memory, keys_desc, queries_desc, ends_ptr, row, vectors, env.scale
+    )
+    of_q, of_k = parts_of(scores)
+    # stage solve_tril
+    scratch = allocate_scratch(1)
+    lower_pairs, lower_halves = store_lower(of_k, vectors, scratch)
+    P = store_own_scores(of_q, vectors)
+    role_barrier()
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
+    inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
+    inverse.store(inverse_of(scratch, lower_pairs, lower_halves, vectors.betas, gl.float16))
+    fence_async_shared()
+    role_barrier()
+    store_factors(memory, P, inverse, at_end, X_desc, W_desc, row, env.scale)
+    wait_until_written()

@@ -1,0 +1,7 @@
+"""One launch for Hopper GPUs: chunks are prepared, and scanned a slab later.
+
+hopper_kernel.py   programs, their order, and what they wait for
+prep.py            the parts of a chunk that do not depend on the state
+scan.py            the state from chunk to chunk, and the outputs
+launch.py          the launch, its configuration and workspace
+"""

@@ -1,0 +1,92 @@
+"""Roles `loads` and `stores`: they copy tiles through TMA, which reads zeros beyond a sequence's
+end, and writes nothing there.
+
+Shared memory: `tiles.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ssdprof.kernels._gluon import async_load, async_store, prefetch
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, KEYS, QUERIES, THREADS, UPDATE, VALUES
+
+STAGES = {
+    "load_inputs": "loads", "prefetch_values": "loads", "load_factor": "loads",
+    "load_values": "loads", "load_segment": "loads", "store_segment": "chunk_output",
+}  # fmt: skip
+
+
+@gluon.jit
+def load_inputs(env, memory, sequence, t, head):
+    """q, k and g of the chunk at position t, half of the channels at a time."""
+    q_desc, k_desc, g_desc, _, _ = env.inputs
+    mbarrier.expect(memory.full, 4 * CHUNK * DIM)
+    for half in gl.static_range(2):
+        where = [sequence.tile, head // env.S.VALUES_PER_KEY, sequence.row + t, half * HALF]
+        async_load(q_desc, where, memory.full, memory.q.index(half).reshape([1, 1, CHUNK, HALF]))
+        async_load(k_desc, where, memory.full, memory.k.index(half).reshape([1, 1, CHUNK, HALF]))
+    mbarrier.expect(memory.gates_full, CHUNK * DIM * env.S.GATE_BYTES)
+    for half in gl.static_range(2):
+        where = [sequence.tile, head, sequence.row + t, half * HALF]
+        g_tile = memory.g.index(half).reshape([1, 1, CHUNK, HALF])
+        async_load(g_desc, where, memory.gates_full, g_tile)
+
+
+@gluon.jit
+def prefetch_values(env, sequence, t, head):
+    """Brings v of the chunk at position t to the L2 cache, where a scan reads it a slab later."""
+    rows: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    batch = gl.where(env.S.PACKED, 0, sequence.index).to(gl.int64)
+    o_t = gl.minimum(t + gl.arange(0, CHUNK, rows), sequence.length - 1)
+    v_ptr = env.v_ptr + batch * env.v_strides[0] + head.to(gl.int64) * env.v_strides[2]
+    row_ptr = v_ptr + (sequence.begin + o_t).to(gl.int64) * env.v_strides[1]
+    for piece in gl.static_range(env.S.SLICES):
+        prefetch(row_ptr + piece * HALF)
+
+
+@gluon.jit
+def load_factor(tiles, desc, row, n, WHICH: gl.constexpr):
+    """Tile WHICH of the program's n-th chunk, which another program has prepared."""
+    tiles.wait_empty(n, WHICH)
+    full, halves = tiles.full_at(n, WHICH), tiles.halves(n, WHICH)
+    mbarrier.expect(full, 2 * CHUNK * DIM)
+    for half in gl.static_range(2):
+        async_load(desc, [row, half * HALF], full, halves.index(half))
+
+
+@gluon.jit
+def load_values(env, tiles, segment, t, row, n):
+    """v at position t beside W."""
+    tiles.wait_empty(n, VALUES)
+    full, halves = tiles.full_at(n, VALUES), tiles.halves(n, VALUES)
+    mbarrier.expect(full, 4 * CHUNK * HALF)
+    where = [segment.sequence.tile, segment.head, segment.sequence.row + t, segment.first_v]
+    async_load(env.inputs[3], where, full, halves.index(0).reshape([1, 1, CHUNK, HALF]))
+    async_load(env.factors[3], [row, 0], full, halves.index(1))
+
+
+@gluon.jit
+def load_segment(env, tiles, segment, n):
+    """The tiles of a segment's chunks, of which n come before it in the program."""
+    keys_desc, queries_desc, X_desc, _ = env.factors
+    for j in range(segment.nchunks):
+        row = segment.place(j, env.S.HEADS) * CHUNK
+        load_factor(tiles, keys_desc, row, n + j, KEYS)
+        load_factor(tiles, queries_desc, row, n + j, QUERIES)
+        load_factor(tiles, X_desc, row, n + j, UPDATE)
+        load_values(env, tiles, segment, (segment.first + j) * CHUNK, row, n + j)
+
+
+@gluon.jit
+def store_segment(env, tiles, segment, n):
+    """The outputs of a segment's chunks, and then the memory of v is free."""
+    for j in range(segment.nchunks):
+        mbarrier.wait(tiles.written.index((n + j) % 2), (n + j) // 2 & 1)
+        t = segment.sequence.row + (segment.first + j) * CHUNK
+        where = [segment.sequence.tile, segment.head, t, segment.first_v]
+        out = tiles.halves(n + j, VALUES).index(0)
+        async_store(env.inputs[4], where, out.reshape([1, 1, CHUNK, HALF]))
+        tma.store_wait(0)
+        mbarrier.arrive(tiles.empty_at(n + j, VALUES), count=THREADS)
